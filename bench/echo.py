@@ -57,8 +57,7 @@ def write_requests(folder: Path, count: int, nbytes: int) -> None:
 
 async def _serve() -> None:
     # Here, because uvicorn's process imports this module for the app and must not pay for our server.
-    from flowserve.http.server.listeners import open_listeners
-    from flowserve.http.server.server import Server
+    from flowserve.http.server.server import Server, open_listeners
 
     listeners = open_listeners("127.0.0.1", 0)
     print(f"listening on http://127.0.0.1:{listeners[0].getsockname()[1]}", flush=True)

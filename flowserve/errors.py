@@ -140,3 +140,8 @@ class Problems(Invalid):
             raise ValueError("Problems needs at least one problem")
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def problems_of(error: FlowserveError) -> Sequence[Problem]:
+    """The problems that an error consists of; any other error is one problem, at the error's own place."""
+    return error.problems if isinstance(error, Problems) else (Problem(str(error), error.place),)

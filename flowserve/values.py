@@ -1,14 +1,16 @@
 """Records that all packages share: data types, tensor specifications, memory places, requests, responses.
 
-Decides the fourteen data types and their spellings (configuration, wire, numpy), the kinds of memory, and the two
-records that enter and leave the engine. A tensor's dtype and shape are those of its numpy array; BYTES is an object
-array of `bytes`. Does not know how tensors move between memories (`memory`) or how they are encoded (`http`, `grpc`).
+Decides the fourteen data types and their spellings (configuration, wire, numpy), the kinds of memory, the two records
+that enter and leave the engine, whether a shape agrees with dims, and how messages write a shape. A tensor's dtype and
+shape are those of its numpy array; BYTES is an object array of `bytes`. Does not know how tensors move between memories
+(`memory`) or how they are encoded (`http`, `grpc`).
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -156,3 +158,32 @@ class Response:
     outputs: dict[str, Array]
     id: str = ""
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
+
+
+def fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
+    """Whether `dims` allow `shape`, both without batch dimension; -1 allows any size."""
+    # Most models have fixed shapes: then comparing two tuples suffices.
+    if shape == dims:
+        return True
+    if len(shape) != len(dims):
+        return False
+    for size, dim in zip(shape, dims, strict=True):  # noqa: SIM110 - a generator costs more than the comparison
+        if dim not in (-1, size):
+            return False
+    return True
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """The text of a shape, as Triton writes it: `[-1,3,224]`."""
+    return f"[{','.join(str(size) for size in shape)}]"
+
+
+def implied_shape(dims: Sequence[int], count: int) -> tuple[int, ...] | None:
+    """The shape with these dims that `count` elements in a flat list have: the last varying dimension takes the rest,
+    other varying ones are 1. None if the count does not fit.
+    """
+    shape = [max(dim, 1) for dim in dims]
+    varying = [axis for axis, dim in enumerate(dims) if dim == -1]
+    if varying:
+        shape[varying[-1]] = count // math.prod(shape)
+    return tuple(shape) if math.prod(shape) == count else None

@@ -1,4 +1,4 @@
-"""What every room's tests share: real servers, Hypothesis profiles, and the reason a test is skipped."""
+"""Fixtures of all folders: real servers, Hypothesis profiles, and the reason of each skip."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flowserve.testing.serve import Served, serving
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Tests start hundreds of processes. Where nobody may write bytecode, as containers often have it, each of them would
+# Tests start hundreds of processes. Where bytecode cannot be written, as in many containers, each of them would
 # compile all of flowserve again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -34,7 +34,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # run: looking through it again and again for garbage was a tenth of the time. `pytest_collection_finish` turns it on.
 gc.disable()
 
-# `ci`, the default, gives the same examples each time: a suite that is green once is green for everybody. `dev` looks
+# `ci`, the default, gives the same examples each time: a suite that is green once is green everywhere. `dev` looks
 # elsewhere each time, `long` looks hard. Deadlines are off: how fast a shared machine is says nothing about a law.
 hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)

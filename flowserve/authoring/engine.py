@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Literal, Never
 
 from flowserve.authoring.graph import Graph, write_private_repository
 from flowserve.cli.target import PythonGraph, is_graph
-from flowserve.config.instances import OFF
+from flowserve.config.types import OFF
 from flowserve.errors import Invalid
 from flowserve.memory.devices import devices
-from flowserve.runtime.embedding.blocking import BlockingEngine
-from flowserve.runtime.embedding.embedded import AsyncEngine, Embedding
+from flowserve.runtime.embedding.embedded import AsyncEngine, BlockingEngine, Embedding
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.workers.factory import PYTHON_EXECUTION
 

@@ -1,8 +1,10 @@
-"""Writes a graph built in Python as a repository of files: a permanent one, or a private one for this process.
+"""Graphs as files: writes a graph built in Python as a repository, permanent or private, and reads a graph from one.
 
-Decides the contents of each file. Both kinds have the same configurations. The permanent one has copies of the models'
-files and imports functions from their modules; the private one links to the user's files and refers to the function
-objects. Caller: `authoring/graph`.
+Decides the contents of each file. Both kinds of repository have the same configurations. The permanent one has copies
+of the models' files and imports functions from their modules; the private one links to the user's files and refers to
+the function objects. Decides also that an ensemble that is read becomes a graph whose steps are wired by name, any
+other deployment a part that refers to its folder. Places in messages stay those of the files. The caller,
+`authoring/graph`, passes the class of graphs.
 """
 
 from __future__ import annotations
@@ -11,19 +13,29 @@ import importlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Generic, TypeVar
 
 from flowserve.authoring.parts import FolderModel
-from flowserve.backends.functions.backend import offer
+from flowserve.backends.functions import offer
+from flowserve.config.convert import to_config
 from flowserve.config.load import CONFIG_FILE, note_author
-from flowserve.config.parse import config_text
-from flowserve.errors import Problem, Problems
-from flowserve.graph.builder import DeclaredPart
+from flowserve.config.parse import config_fields, config_message, config_text, read_text
+from flowserve.config.suggest import did_you_mean
+from flowserve.config.types import EnsembleStep, SourceMap
+from flowserve.errors import Place, Problem, Problems
+from flowserve.graph.builder import DeclaredPart, GraphBuilder, GraphOutput, StepCall, Tensor
 from flowserve.graph.functions import FunctionModel
+from flowserve.repository.layout import is_model_folder, scan
 from flowserve.repository.override import PrivateFolder
 
 SavedPart = FolderModel | DeclaredPart  # all kinds of parts
 VERSION: Final = "1"
+SCHEDULING: Final = "ensemble_scheduling"
+# Fields of the configuration that a graph has in another form.
+_WIRED: Final = frozenset({"name", "platform", "max_batch_size", "input", "output"})
+G = TypeVar("G", bound=GraphBuilder)
+
+# Writing
 
 
 def write_private(parts: Sequence[SavedPart], private: PrivateFolder) -> None:
@@ -54,35 +66,32 @@ def write_to_keep(parts: Sequence[SavedPart], folder: Path) -> None:
 
 def _write(home: Path, part: DeclaredPart, program_of: Callable[[FunctionModel], str]) -> None:
     (home / VERSION).mkdir(parents=True)
-    (home / CONFIG_FILE).write_text(config_text(part.config(), part.name), encoding="utf-8")
-    for path in _beside(part):
-        shutil.copy(path, home)
-    if isinstance(part, FunctionModel):
-        (home / VERSION / "model.py").write_text(program_of(part), encoding="utf-8")
+    for path, content in _files(part, program_of):
+        (home / path).write_bytes(content)
 
 
 def contents(parts: Sequence[SavedPart]) -> dict[str, dict[str, bytes]]:
     """The files that would be saved: for each part, contents by path. Blocks while the models' files are read."""
-    return {part.name: dict(_contents(part)) for part in parts}
+    return {
+        part.name: dict(_files_in(part.path) if isinstance(part, FolderModel) else _files(part, _import_or_name))
+        for part in parts
+    }
 
 
-def _contents(part: SavedPart) -> Iterator[tuple[str, bytes]]:
-    if isinstance(part, FolderModel):
-        for path in part.path.rglob("*"):
-            if path.is_file() and "__pycache__" not in path.parts:
-                yield path.relative_to(part.path).as_posix(), path.read_bytes()
-        return
+def _files_in(folder: Path) -> Iterator[tuple[str, bytes]]:
+    for path in folder.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            yield path.relative_to(folder).as_posix(), path.read_bytes()
+
+
+def _files(part: DeclaredPart, program_of: Callable[[FunctionModel], str]) -> Iterator[tuple[str, bytes]]:
+    """The configuration; the files next to that of a graph loaded from a folder (labels, a README); the program."""
     yield CONFIG_FILE, config_text(part.config(), part.name).encode()
-    for path in _beside(part):
-        yield path.name, path.read_bytes()
+    for path in sorted(part.folder.iterdir()) if part.folder is not None else ():
+        if path.is_file() and path.name != CONFIG_FILE:
+            yield path.name, path.read_bytes()
     if isinstance(part, FunctionModel):
-        yield f"{VERSION}/model.py", (_import_of(part) if not _why_not_importable(part) else repr(part)).encode()
-
-
-def _beside(part: DeclaredPart) -> Iterator[Path]:
-    """The files next to the configuration of a graph loaded from a folder: labels, a README."""
-    if part.folder is not None:
-        yield from (path for path in sorted(part.folder.iterdir()) if path.is_file() and path.name != CONFIG_FILE)
+        yield f"{VERSION}/model.py", program_of(part).encode()
 
 
 def _existing(parts: Sequence[SavedPart], folder: Path) -> Iterator[Problem]:
@@ -120,3 +129,100 @@ def _why_not_importable(model: FunctionModel) -> str:
 def _import_of(model: FunctionModel) -> str:
     module, name = model.function.__module__, model.function.__qualname__
     return f"from {module} import {name.partition('.')[0]}\n\nfunction = {name}\n"
+
+
+def _import_or_name(model: FunctionModel) -> str:
+    return repr(model) if _why_not_importable(model) else _import_of(model)
+
+
+# Reading
+
+
+def load_graph(folder: Path, name: str, make: type[G]) -> G:
+    """`folder` is a graph's own, or a repository; `name` "": its only graph that no other graph contains. `make`
+    creates an empty graph from a name and `max_batch_size`. Raises Problems.
+    """
+    folder = folder.resolve()
+    if is_model_folder(folder):
+        folder, name = folder.parent, folder.name
+    if name and not is_model_folder(folder / name):
+        known = [found.name for found in scan(folder)]
+        hint = did_you_mean(name, known) or f"it has {', '.join(known) or 'none'}"
+        raise Problems([Problem(f"there is no graph '{name}' in '{folder}'", rule="B8", hint=hint)])
+    return _Loader(folder, make).graph(name or _outermost(folder))
+
+
+class _Loader(Generic[G]):
+    """Reads one repository, each deployment once."""
+
+    def __init__(self, folder: Path, make: type[G]) -> None:
+        self._folder = folder
+        self._make = make
+        self._parts: dict[str, G | FolderModel] = {}
+        self._around: list[str] = []  # the graphs that are being read, outermost first
+
+    def graph(self, name: str) -> G:
+        home = self._folder / name
+        fields, source = _fields(home)
+        if SCHEDULING not in fields:
+            text = f"'{name}' is a model and no graph"
+            raise Problems([Problem(text, Place(source.file), "B8", "flowserve.model_folder makes it a part of one")])
+        for side in ("input", "output"):
+            for number, one in enumerate(fields.get(side, ())):
+                if "data_type" not in one:
+                    text = f"tensor '{one.get('name', '')}' has no data type"
+                    raise Problems([Problem(text, source.place(f"{side}[{number}]"), "B8")])
+        config = to_config(config_message(fields, source.file), source)
+        graph = self._make(name, max_batch_size=config.max_batch_size)
+        graph.place, graph.folder = source.place(""), home
+        for number, spec in enumerate(config.inputs):
+            graph.declared_inputs[spec.name] = (spec, source.place(f"input[{number}]"))
+        for number, spec in enumerate(config.outputs):
+            graph.declared_outputs.append(GraphOutput(spec.name, None, spec, source.place(f"output[{number}]")))
+        self._around.append(name)
+        graph.calls = [self._call(step, source) for step in config.steps]
+        self._around.pop()
+        fields[SCHEDULING].pop("step", None)
+        graph.options = {key: value for key, value in fields.items() if key not in _WIRED}
+        return graph
+
+    def _call(self, step: EnsembleStep, source: SourceMap) -> StepCall:
+        if step.model not in self._parts:
+            self._parts[step.model] = self._part(step.model, source.place(f"{step.path}.model_name"))
+        inputs: dict[str, Tensor | str] = {**step.input_map}
+        return StepCall(self._parts[step.model], inputs, {**step.output_map}, source.place(step.path), step.version)
+
+    def _part(self, name: str, place: Place) -> G | FolderModel:
+        home = self._folder / name
+        if name in self._around:
+            circle = " -> ".join([*self._around[self._around.index(name) :], name])
+            raise Problems([Problem(f"circular dependency between ensembles: {circle}", place, "G1")])
+        if not name or not is_model_folder(home):
+            text = f"ensemble {self._around[-1]} contains models that are not available or ambiguous: {name}"
+            hint = did_you_mean(name, [folder.name for folder in scan(self._folder)])
+            raise Problems([Problem(text, place, "G2", hint)])
+        return self.graph(name) if _is_graph(home) else FolderModel(home, place)
+
+
+def _fields(home: Path) -> tuple[dict[str, Any], SourceMap]:
+    file = f"{home.name}/{CONFIG_FILE}"
+    return config_fields(read_text(home / CONFIG_FILE, file), file)
+
+
+def _is_graph(home: Path) -> bool:
+    return (home / CONFIG_FILE).exists() and SCHEDULING in _fields(home)[0]
+
+
+def _outermost(folder: Path) -> str:
+    """The only graph of a repository that no other graph contains. Raises Problems if there is not exactly one."""
+    graphs = {}
+    for found in scan(folder):
+        if _is_graph(found.path):
+            steps = _fields(found.path)[0][SCHEDULING].get("step", ())
+            graphs[found.name] = {step.get("model_name") for step in steps}
+    inside = set().union(*graphs.values())
+    outermost = [name for name in graphs if name not in inside]
+    if len(outermost) != 1:
+        found_ones = f"one of {', '.join(outermost)}" if outermost else "there is none"
+        raise Problems([Problem(f"which graph of '{folder}' shall be loaded? Name it: {found_ones}", rule="B8")])
+    return outermost[0]

@@ -6,25 +6,23 @@ use the same configurations and rules as files. Callers: user programs, `authori
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from flowserve.authoring.files import SavedPart, contents, write_private, write_to_keep
-from flowserve.authoring.load import load_graph
+from flowserve.authoring.files import SavedPart, contents, load_graph, write_private, write_to_keep
 from flowserve.authoring.parts import FolderModel
 from flowserve.backends import registry
 from flowserve.config.load import draft_of, finish
 from flowserve.config.parse import Parsed, config_message
-from flowserve.config.types import ModelConfig, SourceMap
+from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Problem, Problems
-from flowserve.graph.builder import DeclaredPart, GraphBuilder, Outputs, Part, Tensor, calling_line, require
+from flowserve.graph.builder import DeclaredPart, GraphBuilder, Part
 from flowserve.render.formats import format_of, render
 from flowserve.repository.override import PrivateFolder, check_name
 from flowserve.repository.resolve import resolve
 from flowserve.runtime.loading.reading import Reading
-from flowserve.values import TensorSpec
 
 # Hints in terms of Python, in place of those of the rules for files.
 _HINTS: Final = {
@@ -36,7 +34,7 @@ _HINTS: Final = {
 _FOLLOWING: Final = frozenset({"M33", "M83"})
 
 
-class Graph(DeclaredPart):
+class Graph(GraphBuilder):
     """A graph of models, written step by step. Calling a part on tensors wires it; nothing is computed.
 
         graph = Graph("shout")
@@ -46,51 +44,6 @@ class Graph(DeclaredPart):
     step for one request; 0: no limit. Graphs are equal if they would be saved as the same files.
     """
 
-    def __init__(self, name: str, *, max_batch_size: int | None = None, max_inflight_requests: int = 0) -> None:
-        self.name = require(name, str, "the name of a graph is a text")
-        self.place = calling_line()
-        self._builder = GraphBuilder(name, self.place, max_batch_size)
-        if max_inflight_requests:
-            self._builder.options["ensemble_scheduling"] = {"max_inflight_requests": max_inflight_requests}
-
-    # Wiring
-
-    def input(self, name: str, tensor: str) -> Tensor:
-        """Declare an input: `graph.input("IMAGE", "UINT8[-1,-1,3]")`, dims without the batch dimension."""
-        return self.builder.add_input(name, tensor)
-
-    def output(self, name: str, tensor: Tensor | Outputs | None = None, *, spec: str = "") -> None:
-        """Declare an output. `tensor` None: the tensor a step gave this name. `spec` "": as the step declares it."""
-        self.builder.add_output(name, tensor, spec)
-
-    def step(self, part: Part, inputs: Mapping[str, str | Tensor | Outputs], outputs: Mapping[str, str]) -> None:
-        """Add a step wired by names, as in a file: the part's tensor -> the graph's tensor."""
-        self.builder.add_step(part, inputs, outputs)
-
-    # A graph as a part of another graph
-
-    @property
-    def builder(self) -> GraphBuilder:
-        return self._builder
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self.builder.input_specs()
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self.builder.output_specs()
-
-    @property
-    def max_batch_size(self) -> int:
-        return self.builder.batch_size()
-
-    def config(self) -> dict[str, Any]:
-        return self.builder.config()
-
-    def source(self) -> SourceMap:
-        return self.builder.source()
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Graph):
             return NotImplemented
@@ -99,7 +52,7 @@ class Graph(DeclaredPart):
     __hash__ = None  # type: ignore[assignment]  # a graph is mutable
 
     def __repr__(self) -> str:
-        return f"<graph {self.name!r} of {len(self.builder.calls)} steps>"
+        return f"<graph {self.name!r} of {len(self.calls)} steps>"
 
     # Checking
 
@@ -112,7 +65,7 @@ class Graph(DeclaredPart):
         Problems.
         """
         parts = self._parts()
-        problems = [problem for part in parts if isinstance(part, Graph) for problem in part.builder.problems]
+        problems = [problem for part in parts if isinstance(part, Graph) for problem in part.problems]
         problems += [*_misnamed(parts), *_ambiguous([self])]
         configs: dict[str, ModelConfig] = {}
         failed: dict[str, FlowserveError] = {}
@@ -195,7 +148,7 @@ class Graph(DeclaredPart):
     def _draw(self, picture: str) -> bytes:
         """Raises Problems: a graph with mistakes cannot be drawn."""
         reading = self.reading()
-        return render(reading.resolution.graphs[self.name][1], reading.facts(), picture)
+        return render(reading.resolution.graphs[self.name][1], reading.configs, picture)
 
     def _repr_svg_(self) -> str:
         return self.to_svg()
@@ -211,11 +164,11 @@ class Graph(DeclaredPart):
 
     def serve(self, *, http_address: str = "127.0.0.1", http_port: int = 8000) -> int:
         """Serve over HTTP until SIGTERM or Ctrl-C, as `flowserve run` does; returns its status. Raises Problems."""
-        from flowserve.cli.options import HttpChoice, RunOptions
+        from flowserve.cli.options import run_arguments
         from flowserve.cli.run import run
 
         private = self.write_private()
-        return run(RunOptions((private.path,), HttpChoice(http_address, http_port)))
+        return run(run_arguments(str(private.path), f"--http-address={http_address}", f"--http-port={http_port}"))
 
 
 def write_private_repository(graphs: Sequence[Graph]) -> PrivateFolder:
@@ -237,7 +190,7 @@ def write_private_repository(graphs: Sequence[Graph]) -> PrivateFolder:
 def _walk(graph: Graph, seen: set[int] | None = None) -> Iterator[SavedPart]:
     """Every part of every nested graph, each once, inner ones first. `seen`: ids of the parts already visited."""
     seen = set() if seen is None else seen
-    for part in graph.builder.parts():
+    for part in graph.parts():
         if id(part) in seen:
             continue
         seen.add(id(part))
@@ -282,6 +235,6 @@ def _problems_of(error: FlowserveError | None, part: Part) -> list[Problem]:
         return []
     problems = error.problems if isinstance(error, Problems) else [Problem(str(error), part.place)]
     hints = _HINTS if isinstance(part, Graph) else {}
-    if isinstance(part, Graph) and part.builder.outputs_an_input:
+    if isinstance(part, Graph) and part.outputs_an_input:
         problems = [problem for problem in problems if problem.rule not in _FOLLOWING]
     return [replace(problem, hint=hints.get(problem.rule, problem.hint)) for problem in problems]

@@ -2,7 +2,7 @@
 
 Decides: such a model is read when it is named, because its tensors must be known for wiring, and its errors are
 reported at that line of Python. A single ONNX file gets a private folder for this process. Callers: user programs,
-`authoring/load`.
+`authoring/files`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from flowserve.errors import Invalid, Place, Problem, Problems
 from flowserve.graph.builder import Part, calling_line
 from flowserve.repository.layout import is_model_folder, model_folder_at
 from flowserve.repository.override import PrivateFolder, check_name
-from flowserve.repository.read import ReadModel, read_model
+from flowserve.repository.read import ReadModel, examine
 from flowserve.runtime.loading.completion import complete
-from flowserve.runtime.loading.verification import verify
-from flowserve.values import TensorSpec
+from flowserve.runtime.loading.reading import verify
 
 
 class FolderModel(Part):
@@ -33,19 +32,9 @@ class FolderModel(Part):
         self.path = path
         self.place = place
         self._private = private  # owns the folder, which is removed with it
-        self.read: ReadModel = self._read()
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self.read.config.inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self.read.config.outputs
-
-    @property
-    def max_batch_size(self) -> int:
-        return self.read.config.max_batch_size
+        self.read = self._read()
+        config = self.read.config
+        self.inputs, self.outputs, self.max_batch_size = config.inputs, config.outputs, config.max_batch_size
 
     def __repr__(self) -> str:
         return f"<model {self.name!r} of {self.read.config.backend}>"
@@ -55,7 +44,7 @@ class FolderModel(Part):
             text = f"'{self.path}' is no model's folder: neither {CONFIG_FILE} nor a version folder is in it"
             raise Problems([Problem(text, self.place, "B4")])
         try:
-            read = read_model(model_folder_at(self.path), registry.default_files(), complete)
+            read = examine(model_folder_at(self.path), registry.default_files(), complete).valid()
             verify(read)
         except Problems as problems:
             if self._private is None:

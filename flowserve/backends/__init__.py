@@ -9,8 +9,7 @@ it, and gives it a clock.
 | base | the interface: Backend, LoadedModel, Instance, Work, Results |
 | registry | finds backends by name; third-party backends by entry point |
 | credit | flow control of a decoupled model's responses |
-| shapes | comparison and text form of shapes |
-| onnx/, python/, tensorrt/, functions/ | one backend each |
+| onnx/, python/, tensorrt/, functions | one backend each |
 | worker/ | the code that runs in a worker process |
 
 Callers: runtime/, authoring/, and cli/ for `build-plan`. Third-party backends use base.py only.

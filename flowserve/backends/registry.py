@@ -27,7 +27,7 @@ GROUP: Final = "flowserve.backends"
 # name: module, class, default file
 _BUILT_IN: Final = {
     # Before "python", the default for a model.py.
-    "callable": ("flowserve.backends.functions.backend", "CallableBackend", "model.py"),
+    "callable": ("flowserve.backends.functions", "CallableBackend", "model.py"),
     "onnxruntime": ("flowserve.backends.onnx.backend", "OnnxRuntime", "model.onnx"),
     "tensorrt": ("flowserve.backends.tensorrt.backend", "TensorRtBackend", "model.plan"),
     "python": ("flowserve.backends.python.backend", "PythonBackend", "model.py"),

@@ -6,8 +6,10 @@ exit status. Does not decide what a problem is: the packages that read and compi
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -16,12 +18,11 @@ from typing import Any, Final, Literal, TextIO
 
 from flowserve.cli.logs import escape
 from flowserve.cli.target import find_graph, is_target, refuse_among
-from flowserve.errors import FlowserveError, Place, Problem, Problems
+from flowserve.errors import FlowserveError, Place, Problem, problems_of
 from flowserve.graph.advice import advise
 from flowserve.render.text import render_text
 from flowserve.repository.layout import is_model_folder
-from flowserve.runtime.loading.reading import Reading, read_apart
-from flowserve.runtime.loading.verification import verify
+from flowserve.runtime.loading.reading import Reading, read_apart, verify
 
 RED, YELLOW, DIM, PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
 SCHEMA: Final = "flowserve.check/1"  # fields may be added; existing ones keep their name and meaning
@@ -36,6 +37,13 @@ class Finding:
     severity: Severity
     deployment: str
     problem: Problem
+
+
+def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """The command: `check`, with standard output and error."""
+    config_name = arguments.model_config_name or ""
+    repositories = arguments.repositories
+    return check(repositories, sys.stdout, sys.stderr, _has_color(), config_name, as_json=arguments.json)
 
 
 def check(
@@ -58,12 +66,16 @@ def check(
             reading = _read(repositories, config_name)
         findings = [*_findings(reading)]
     except FlowserveError as error:
-        findings = [Finding("error", "", problem) for problem in _problems(error)]
+        findings = [Finding("error", "", problem) for problem in problems_of(error)]
+    errors = sum(found.severity == "error" for found in findings)
     if as_json:
         print(json.dumps(_document(reading, findings)), file=out)
-    else:
-        _print(reading, findings, out, Printer(err, color))
-    return 1 if any(found.severity == "error" for found in findings) else 0
+        return 1 if errors else 0
+    for found in findings:
+        _print_finding(found, err, color)
+    if reading is not None:
+        _print_result(reading, errors, out, err)
+    return 1 if errors else 0
 
 
 def _read(repositories: Sequence[Path], config_name: str) -> Reading:
@@ -87,12 +99,8 @@ def _findings(reading: Reading) -> Iterator[Finding]:
         for advice in advise(next(iter(resolution.graphs[name].values())), reading.configs):
             yield Finding("warning", name, advice)
     for name, failure in sorted(resolution.failed.items()):
-        for problem in _problems(failure):
+        for problem in problems_of(failure):
             yield Finding("error", name, problem)
-
-
-def _problems(error: FlowserveError) -> Sequence[Problem]:
-    return error.problems if isinstance(error, Problems) else (Problem(str(error)),)
 
 
 def _document(reading: Reading | None, findings: Sequence[Finding]) -> dict[str, Any]:
@@ -118,55 +126,46 @@ def _entry(found: Finding) -> dict[str, Any]:
     }
 
 
-def _print(reading: Reading | None, findings: Sequence[Finding], out: TextIO, printer: Printer) -> None:
-    for found in findings:
-        printer.finding(found)
-    if reading is None:
-        return
+def _print_result(reading: Reading, errors: int, out: TextIO, err: TextIO) -> None:
+    """The compiled graphs, or the number of errors if a deployment is wrong."""
     graphs, wrong = reading.resolution.graphs, len(reading.resolution.failed)
     if wrong:
-        printer.summary(len(graphs), wrong)
+        valid = f"{len(graphs)} of {len(graphs) + wrong} deployments are valid"
+        print(f"{errors} problem{_s(errors)}; {valid}", file=err)
         return
-    facts = reading.facts()
     for name in sorted(graphs):
         for graph in graphs[name].values():
-            out.writelines(f"{escape(line)}\n" for line in render_text(graph, facts).splitlines())
+            out.writelines(f"{escape(line)}\n" for line in render_text(graph, reading.configs).splitlines())
             out.write("\n")
     out.write(f"no problems in {len(graphs)} deployment{_s(len(graphs))}\n")
 
 
-class Printer:
-    """Writes problems as compilers do, `place: error: text`, which editors and terminals turn into links."""
+def print_failure(deployment: str, error: FlowserveError) -> None:
+    """Every problem of one deployment (or of none: "") on standard error."""
+    for problem in problems_of(error):
+        _print_finding(Finding("error", deployment, problem), sys.stderr, _has_color())
 
-    def __init__(self, err: TextIO, color: bool) -> None:
-        self._errors = 0
-        self._err = err
-        self._color = color
 
-    def failure(self, name: str, error: FlowserveError) -> None:
-        """Every problem of one deployment."""
-        for problem in _problems(error):
-            self.finding(Finding("error", name, problem))
+def _print_finding(found: Finding, err: TextIO, color: bool) -> None:
+    """As compilers do, `place: error: text`, which editors and terminals turn into links; without a place, the
+    deployment's name is printed instead.
+    """
 
-    def finding(self, found: Finding) -> None:
-        """Print one finding; without a place, the deployment's name is printed instead."""
-        problem, severity = found.problem, found.severity
-        self._errors += severity == "error"
-        place = problem.place or (Place(found.deployment) if found.deployment else None)
-        where = f"{escape(str(place))}: " if place else ""
-        rule = f" {self._tint(DIM, f'[{problem.rule}]')}" if problem.rule else ""
-        self._line(f"{where}{self._tint(TINTS[severity], f'{severity}:')} {escape(problem.message)}{rule}")
-        if problem.hint:
-            self._line(f"    {escape(problem.hint)}")
+    def tinted(tint: str, text: str) -> str:
+        return f"{tint}{text}{PLAIN}" if color else text
 
-    def summary(self, right: int, wrong: int) -> None:
-        self._line(f"{self._errors} problem{_s(self._errors)}; {right} of {right + wrong} deployments are valid")
+    problem, severity = found.problem, found.severity
+    place = problem.place or (Place(found.deployment) if found.deployment else None)
+    where = f"{escape(str(place))}: " if place else ""
+    rule = f" {tinted(DIM, f'[{problem.rule}]')}" if problem.rule else ""
+    print(f"{where}{tinted(TINTS[severity], f'{severity}:')} {escape(problem.message)}{rule}", file=err)
+    if problem.hint:
+        print(f"    {escape(problem.hint)}", file=err)
 
-    def _line(self, text: str) -> None:
-        self._err.write(f"{text}\n")
 
-    def _tint(self, tint: str, text: str) -> str:
-        return f"{tint}{text}{PLAIN}" if self._color else text
+def _has_color() -> bool:
+    """Whether messages may be coloured; follows https://no-color.org."""
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _s(count: int) -> str:

@@ -133,8 +133,10 @@ def _shown(text: str) -> str:
     return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)
 
 
-def metadata(address: Address, model: str, version: str = "") -> dict[str, Any]:
-    """A model's metadata from the server. Raises FlowserveError."""
+def describe(address: Address, model: str, version: str = "") -> tuple[dict[str, Any], bool]:
+    """A model's metadata with `optional` added to each input, and whether the model is decoupled. Both are read from
+    the model's configuration, if the server shows it. Raises FlowserveError.
+    """
     _, content = ask(address, "GET", address.path(model, version))
     try:
         found = json.loads(content)
@@ -142,14 +144,7 @@ def metadata(address: Address, model: str, version: str = "") -> dict[str, Any]:
         found = None
     if not isinstance(found, dict) or "inputs" not in found:
         raise FlowserveError(f"{address} does not describe its models as KServe v2 has it")
-    return found
-
-
-def describe(address: Address, model: str, version: str = "") -> tuple[dict[str, Any], bool]:
-    """A model's metadata with `optional` added to each input, and whether the model is decoupled. Both are read from
-    the model's configuration, if the server shows it. Raises FlowserveError.
-    """
-    found, config = metadata(address, model, version), _configuration(address, model, version)
+    config = _configuration(address, model, version)
     optional = {tensor.get("name") for tensor in config.get("input", ()) if tensor.get("optional")}
     found["inputs"] = [{**tensor, "optional": tensor["name"] in optional} for tensor in found["inputs"]]
     return found, bool(config.get("model_transaction_policy", {}).get("decoupled"))
@@ -162,14 +157,21 @@ def sequence_ids(address: Address, model: str) -> MakeId | None:
     seen, waiting = {model}, [model]
     while waiting:
         config = _configuration(address, waiting.pop(), "")
-        batching = config.get("sequence_batching")
-        if batching is not None and not batching.get("iterative_sequence"):  # there each request is its own sequence
-            controls = [one for tensor in batching.get("control_input", ()) for one in tensor.get("control", ())]
-            return str if any(one.get("data_type") == "TYPE_STRING" for one in controls) else int
+        if (make := id_maker(config)) is not None:
+            return make
         steps = {step["model_name"] for step in config.get("ensemble_scheduling", {}).get("step", ())} - seen
         seen |= steps
         waiting += steps
     return None
+
+
+def id_maker(config: Mapping[str, Any]) -> MakeId | None:
+    """As `sequence_ids`, for a model's configuration as JSON."""
+    batching = config.get("sequence_batching")
+    if batching is None or batching.get("iterative_sequence"):  # there each request is its own sequence
+        return None
+    controls = [one for tensor in batching.get("control_input", ()) for one in tensor.get("control", ())]
+    return str if any(one.get("data_type") == "TYPE_STRING" for one in controls) else int
 
 
 def _configuration(address: Address, model: str, version: str) -> dict[str, Any]:

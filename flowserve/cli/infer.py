@@ -5,85 +5,75 @@ Decides the output: arrays as text, or one line of JSON per response with `--jso
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from flowserve.cli.client import Address, ask, describe, events
-from flowserve.cli.inputs import read_inputs
+from flowserve.cli.option_values import request_parameter
 from flowserve.cli.tensors import (
     InferBody,
-    Parameters,
     dtype_of,
     flat_body,
     plain,
     read_answer,
     read_flat_answer,
+    read_inputs,
     write_output,
 )
 from flowserve.errors import Invalid
 from flowserve.values import Array
 
 
-@dataclass(frozen=True, slots=True)
-class InferOptions:
-    """`inputs` are "NAME=VALUE", `outputs` "NAME" or "NAME=FILE", `parameters` those of the request."""
-
-    url: str
-    model: str
-    version: str
-    inputs: Sequence[str]
-    outputs: Sequence[str]
-    as_json: bool
-    parameters: Parameters
-
-
-def infer(options: InferOptions, out: TextIO) -> None:
-    """Send the request and print to `out`. Raises FlowserveError."""
-    address = Address.of(options.url)
-    described, is_decoupled = describe(address, options.model, options.version)
-    inputs = read_inputs(options.inputs, described)
+def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Send the request and print the response. Raises FlowserveError."""
+    parameters = dict(arguments.parameter)
+    if arguments.sequence_id is not None:
+        _, found = request_parameter(f"sequence_id={arguments.sequence_id}")
+        is_id = type(found) in (int, str)  # 1.5 and true are not ids, so they are taken as text
+        parameters["sequence_id"] = found if is_id else arguments.sequence_id
+        parameters |= {"sequence_start": arguments.sequence_start, "sequence_end": arguments.sequence_end}
+    elif arguments.sequence_start or arguments.sequence_end:
+        parser.error("--sequence-start and --sequence-end have no effect without --sequence-id")
+    model, version, outputs = arguments.model, str(arguments.model_version or ""), arguments.output
+    address = Address.of(arguments.url)
+    described, is_decoupled = describe(address, model, version)
+    inputs = read_inputs(arguments.input, described)
     if is_decoupled:
-        _stream(options, address, described, inputs, out)
-        return
-    files = {name: Path(file) for name, equals, file in (word.partition("=") for word in options.outputs) if equals}
-    body, headers = InferBody(inputs, [word.partition("=")[0] for word in options.outputs]).of(options.parameters)
-    header, arrays = read_answer(
-        *ask(address, "POST", address.path(options.model, options.version, "/infer"), body, headers)
-    )
-    for name, path in files.items():
-        write_output(arrays[name], path)
-    _show(header, {name: array for name, array in arrays.items() if name not in files}, options, out)
-    for name, path in files.items() if not options.as_json else ():
-        print(f"{name}  written to {path}", file=out)
+        known = {tensor["name"]: tensor for tensor in described["outputs"]}
+        for word in outputs:
+            if "=" in word:
+                raise Invalid(f"--output {word}: '{model}' answers any number of times; only names are taken here")
+            if word not in known:
+                raise Invalid(f"--output {word}: the model has no such output; it has {', '.join(known)}")
+        shown = {name: known[name] for name in outputs or known}
+        # Over HTTP, streamed responses are plain JSON.
+        path = address.path(model, version, "/generate_stream")
+        for event in events(address, path, flat_body(inputs, described, parameters)):
+            _show(*read_flat_answer(event, shown), as_json=arguments.json)
+            sys.stdout.flush()
+        return 0
+    body, headers = InferBody(inputs, [word.partition("=")[0] for word in outputs]).of(parameters)
+    header, arrays = read_answer(*ask(address, "POST", address.path(model, version, "/infer"), body, headers))
+    files = {name: Path(file) for name, equals, file in (word.partition("=") for word in outputs) if equals}
+    for name, file in files.items():
+        write_output(arrays[name], file)
+    _show(header, {name: array for name, array in arrays.items() if name not in files}, as_json=arguments.json)
+    for name, file in files.items() if not arguments.json else ():
+        print(f"{name}  written to {file}")
+    return 0
 
 
-def _stream(
-    options: InferOptions, address: Address, described: Mapping[str, Any], inputs: Mapping[str, Array], out: TextIO
-) -> None:
-    """Print every response on arrival. Over HTTP, streamed responses are plain JSON."""
-    known = {tensor["name"]: tensor for tensor in described["outputs"]}
-    for word in options.outputs:
-        if "=" in word:
-            raise Invalid(f"--output {word}: '{options.model}' answers any number of times; only names are taken here")
-        if word not in known:
-            raise Invalid(f"--output {word}: the model has no such output; it has {', '.join(known)}")
-    shown = {name: known[name] for name in options.outputs or known}
-    path = address.path(options.model, options.version, "/generate_stream")
-    for event in events(address, path, flat_body(inputs, described, options.parameters)):
-        _show(*read_flat_answer(event, shown), options, out)
-        out.flush()
-
-
-def _show(header: Mapping[str, Any], arrays: Mapping[str, Array], options: InferOptions, out: TextIO) -> None:
-    if options.as_json:
+def _show(header: Mapping[str, Any], arrays: Mapping[str, Array], *, as_json: bool) -> None:
+    if as_json:
         outputs = [
             {"name": name, "datatype": dtype_of(array).wire, "shape": [*array.shape], "data": plain(array)}
             for name, array in arrays.items()
         ]
-        print(json.dumps({**header, "outputs": outputs}), file=out)
+        print(json.dumps({**header, "outputs": outputs}))
         return
     for name, array in arrays.items():
-        print(f"{name}  {dtype_of(array)} {json.dumps([*array.shape])}\n{array}", file=out)
+        print(f"{name}  {dtype_of(array)} {json.dumps([*array.shape])}\n{array}")

@@ -11,7 +11,7 @@ Decides the measured figures, for three kinds of requests:
   sequence is abandoned, because its further requests would be refused. A sequence that is open at the end of the
   measurement is ended, so that it holds no slot that other clients, or the next measurement, wait for.
 
-Does not know the contents of requests, which its callers `bench` and `sweep` provide. httptools parses responses.
+Does not know the contents of requests, which its caller `bench` provides. httptools parses responses.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import random
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, zip_longest
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import httptools
 import numpy as np
@@ -32,7 +32,7 @@ import trio
 from flowserve.cli.client import EVENT, NO_HEADERS, Address, Headers, MakeId, error_text, no_answer
 from flowserve.cli.tensors import InferBody, Parameters
 from flowserve.errors import FlowserveError, Invalid, Unavailable
-from flowserve.runtime.clock import SECOND_NS, ClockNs, running_clock
+from flowserve.runtime.clock import SECOND_NS, running_clock
 
 WARM_UP: Final = 0.2  # warm-up as a share of the measured time
 ANSWER_TIMEOUT_S: Final = 10.0  # requests not answered by then, after the end, count as failed
@@ -181,14 +181,15 @@ async def measure(clients: Sequence[SendRequest], seconds: float, ends: Sequence
         failures.append(Unavailable(f"requests were not answered within {ANSWER_TIMEOUT_S:g} s of the end"))
     if not latencies:
         raise failures[0] if failures else Unavailable(f"no request was answered within {seconds:g} s")
-    p50, p90, p99 = percentiles(latencies)
     why = str(failures[0]) if failures else ""
-    return Measured(len(clients), len(latencies) / seconds, p50, p90, p99, len(failures), why)
+    return Measured(len(clients), len(latencies) / seconds, *_percentiles(latencies), len(failures), why)
 
 
-def percentiles(durations_ns: Sequence[int]) -> tuple[float, float, float]:
-    """The 50th, 90th and 99th percentile, in ms. There is at least one duration."""
-    p50, p90, p99 = (float(one) for one in np.percentile(np.array(durations_ns), (50, 90, 99)) / 1e6)
+def _percentiles(durations_ns: Sequence[int]) -> tuple[Any, Any, Any]:
+    """The 50th, 90th and 99th percentile, in ms; None each without durations."""
+    if not durations_ns:
+        return None, None, None
+    p50, p90, p99 = (np.percentile(np.array(durations_ns), (50, 90, 99)) / 1e6).tolist()
     return p50, p90, p99
 
 
@@ -242,77 +243,65 @@ class StreamsMeasured:
     why: str = ""
 
 
-@dataclass(slots=True, eq=False)
-class _Times:
-    """Durations observed from `start_ns` on, in ns."""
-
-    start_ns: int
-    whole: list[int] = field(default_factory=list)
-    first: list[int] = field(default_factory=list)
-    between: list[int] = field(default_factory=list)
-    failures: list[FlowserveError] = field(default_factory=list)
-
-
 async def measure_streams(
     address: Address, path: str, body: bytes, concurrency: int, seconds: float
 ) -> StreamsMeasured:
     """One level, each client on its own connection, after a warm-up. Raises FlowserveError without any response."""
     clock = running_clock()
+    whole: list[int] = []  # durations in ns, as the next two
+    first: list[int] = []
+    between: list[int] = []
+    failures: list[FlowserveError] = []
+
+    async def send(connection: LoadConnection) -> None:
+        """Raises Invalid for an error status or a failed model, Unavailable if the server closes the connection."""
+        begun_ns = last_ns = clock()
+        if (status := await connection.begin()) != 200:
+            raise Invalid(f"the server answered {status}: {error_text(await connection.rest())}")
+        seen, failure, held = first, b"", b""
+        while piece := await connection.more():
+            now_ns = clock()
+            *events, held = (held + piece).split(b"\n\n")
+            for event in events:
+                if not event.startswith(EVENT):
+                    continue
+                if event.startswith(_ERROR):
+                    failure = event[len(EVENT) :]
+                elif now_ns >= start_ns:
+                    seen.append(now_ns - last_ns)
+                seen, last_ns = between, now_ns
+        if failure:
+            raise Invalid(f"the server answered: {error_text(failure)}")
+        if (now_ns := clock()) >= start_ns:
+            whole.append(now_ns - begun_ns)
+
+    async def run_client(connection: LoadConnection) -> None:
+        while True:
+            try:
+                await send(connection)
+            except FlowserveError as error:
+                failures.append(error)
+                await trio.sleep(0.01)  # do not add load to a server that refuses requests
+
     async with _connections(address, path, concurrency, body) as opened:
-        times = _Times(clock() + round(seconds * WARM_UP * SECOND_NS))
+        start_ns = clock() + round(seconds * WARM_UP * SECOND_NS)
         with trio.move_on_after(seconds * (1 + WARM_UP)):
             async with trio.open_nursery() as nursery:
                 for connection in opened:
-                    nursery.start_soon(_run_stream_client, connection, times, clock)
-    count = len(times.first) + len(times.between)
-    if not count and not times.whole:
-        raise times.failures[0] if times.failures else Unavailable(f"no response came within {seconds:g} s")
+                    nursery.start_soon(run_client, connection)
+    count = len(first) + len(between)
+    if not count and not whole:
+        raise failures[0] if failures else Unavailable(f"no response came within {seconds:g} s")
     return StreamsMeasured(
         concurrency,
-        len(times.whole) / seconds,
+        len(whole) / seconds,
         count / seconds,
-        *_percentiles(times.whole),
-        *_percentiles(times.first),
-        *_percentiles(times.between),
-        failed=len(times.failures),
-        why=str(times.failures[0]) if times.failures else "",
+        *_percentiles(whole),
+        *_percentiles(first),
+        *_percentiles(between),
+        failed=len(failures),
+        why=str(failures[0]) if failures else "",
     )
-
-
-def _percentiles(durations_ns: Sequence[int]) -> tuple[float | None, float | None, float | None]:
-    return percentiles(durations_ns) if durations_ns else (None, None, None)
-
-
-async def _run_stream_client(connection: LoadConnection, times: _Times, clock: ClockNs) -> None:
-    while True:
-        try:
-            await _send_stream_request(connection, times, clock)
-        except FlowserveError as error:
-            times.failures.append(error)
-            await trio.sleep(0.01)  # do not add load to a server that refuses requests
-
-
-async def _send_stream_request(connection: LoadConnection, times: _Times, clock: ClockNs) -> None:
-    """Raises Invalid for an error status or a failed model, Unavailable if the server closes the connection."""
-    begun_ns = last_ns = clock()
-    if (status := await connection.begin()) != 200:
-        raise Invalid(f"the server answered {status}: {error_text(await connection.rest())}")
-    seen, failure, held = times.first, b"", b""
-    while piece := await connection.more():
-        now_ns = clock()
-        *events, held = (held + piece).split(b"\n\n")
-        for event in events:
-            if not event.startswith(EVENT):
-                continue
-            if event.startswith(_ERROR):
-                failure = event[len(EVENT) :]
-            elif now_ns >= times.start_ns:
-                seen.append(now_ns - last_ns)
-            seen, last_ns = times.between, now_ns
-    if failure:
-        raise Invalid(f"the server answered: {error_text(failure)}")
-    if (now_ns := clock()) >= times.start_ns:
-        times.whole.append(now_ns - begun_ns)
 
 
 LENGTH: Final = 20  # requests per sequence, as perf_analyzer's default

@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
 from typing import Final
 
-from flowserve.observe.log_settings import LogChoice, LogSettings
-from flowserve.runtime.processes.tracebacks import OF_LINES
+from flowserve.observe.settings import LogChoice, LogSettings
+from flowserve.runtime.processes.printed import OF_LINES
 
 _log = logging.getLogger("flowserve.cli")
 
@@ -52,20 +52,6 @@ class LineFormatter(logging.Formatter):
         return "\n".join(map(escape, message.split("\n"))) if getattr(record, OF_LINES, False) else escape(message)
 
 
-class _LevelFilter(logging.Filter):
-    """Passes the selected levels."""
-
-    def __init__(self, choice: LogChoice) -> None:
-        super().__init__()
-        self._choice = choice
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        choice = self._choice
-        if record.levelno >= logging.ERROR:
-            return choice.log_error
-        return choice.log_warning if record.levelno >= logging.WARNING else choice.log_info
-
-
 def log_thread_exception(arguments: threading.ExceptHookArgs) -> None:
     """`threading.excepthook` that logs an uncaught exception of a thread, usually of a model's own thread."""
     kind, error = arguments.exc_type, arguments.exc_value
@@ -82,17 +68,20 @@ def configure(choice: LogChoice) -> LogSettings:
     file = choice.log_file
     handler = WatchedFileHandler(file, encoding="utf-8") if file else logging.StreamHandler(sys.stderr)
     logging.basicConfig(handlers=[handler], force=True)
-    chosen = logging.Filter()
 
-    def apply(choice: LogChoice) -> None:
-        nonlocal chosen
-        handler.removeFilter(chosen)
-        chosen = _LevelFilter(choice)
-        handler.addFilter(chosen)
+    def is_wanted(record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.ERROR:
+            return choice.log_error
+        return choice.log_warning if record.levelno >= logging.WARNING else choice.log_info
+
+    def apply(changed: LogChoice) -> None:
+        nonlocal choice
+        choice = changed
         handler.setFormatter(LineFormatter(choice.log_format))
         level = choice.log_verbose_level
         logging.getLogger().setLevel(logging.DEBUG if level > 1 else logging.INFO)
         logging.getLogger("flowserve").setLevel(logging.DEBUG if level else logging.INFO)
 
+    handler.addFilter(is_wanted)
     apply(choice)
     return LogSettings(choice, apply)

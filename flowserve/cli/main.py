@@ -1,7 +1,8 @@
 """The command `flowserve`: its subcommands, their arguments, and usage errors.
 
 Decides the commands and the form of usage errors: one line on standard error, exit status 2. Does not know what a
-command does: each has its module, which is imported when the command runs, so that `--help` is fast.
+command does: each has its module of that name with `execute(arguments, parser)`, which returns the exit status. It is
+imported when the command runs, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -13,20 +14,19 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from flowserve.cli.interrupts import INTERRUPTED, silent_interrupts
-from flowserve.cli.option_values import add_option, whole_number
-from flowserve.cli.options import add_config_name, add_run_arguments, contradiction, run_options
-from flowserve.cli.refused_options import INSTEAD, NOT_YET
-from flowserve.errors import FlowserveError, Invalid
+from flowserve.cli.option_values import add_option, levels, profile, request_parameter, seconds, whole_number
+from flowserve.cli.options import INSTEAD, NOT_YET, add_config_name, add_run_arguments, contradiction
+from flowserve.errors import FlowserveError
 from flowserve.version import __version__
 
 USAGE_ERROR: Final = 2
 NOT_WRITTEN: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG})
 PICTURES: Final = ("text", "dot", "mermaid", "svg", "png", "html", "json")  # as in render/formats.py
-LEVELS_MAX: Final = 1024
 
 DESCRIPTION: Final = """\
 Serve pipelines of models from a Triton model repository.
@@ -170,7 +170,7 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     add_option(infer, "--input NAME=VALUE", "once for each input", repeatable=True)
     add_option(infer, "--output NAME[=FILE]", "only these; FILE: .npy, .json, or bytes", repeatable=True)
     parameter = "request parameter: priority=1, timeout=50000 (microseconds), or any other"
-    add_option(infer, "--parameter NAME=VALUE", parameter, _request_parameter, repeatable=True)
+    add_option(infer, "--parameter NAME=VALUE", parameter, request_parameter, repeatable=True)
     add_option(infer, "--sequence-id ID", "correlation ID of the sequence: a number, or text")
     infer.add_argument("--sequence-start", action="store_true", help="the sequence begins with this request")
     infer.add_argument("--sequence-end", action="store_true", help="the sequence ends with this request")
@@ -184,14 +184,14 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     )
     bench.add_argument("target", metavar="URL MODEL", nargs="*", help="with --sweep only MODEL")
     add_option(bench, "--concurrency FROM:TO", "doubling, or N,M,...; default 1:32", levels, "1:32")
-    bench.add_argument("--seconds", type=_seconds, default=2.0, help="measured at each level; default 2")
+    bench.add_argument("--seconds", type=seconds, default=2.0, help="measured at each level; default 2")
     add_option(bench, "--input NAME=VALUE", "as for infer", repeatable=True)
-    add_option(bench, "--parameter NAME=VALUE", parameter, _request_parameter, repeatable=True)
+    add_option(bench, "--parameter NAME=VALUE", parameter, request_parameter, repeatable=True)
     text = "send concurrent sequences of N requests each; default 20 if MODEL has sequences"
     add_option(bench, "--sequence-length N", text, whole_number(1), 0)
     text = "try configurations of MODEL in this process, without a server"
     add_option(bench, "--sweep REPOSITORY", text, Path)
-    bench.add_argument("--p99-ms", type=_seconds, help="with --sweep: recommend only configurations within this bound")
+    bench.add_argument("--p99-ms", type=seconds, help="with --sweep: recommend only configurations within this bound")
     bench.add_argument("--json", action="store_true", help="one line of JSON")
 
     new = command(
@@ -211,55 +211,11 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     plan.add_argument("model", metavar="MODEL", type=Path, help="an ONNX file")
     plan.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="such as REPO/net/1/model.plan")
     text = "smallest, best and largest shapes of the inputs; repeatable, each an optimisation profile"
-    add_option(plan, "--profile NAME:MIN:OPT:MAX[,...]", text, _profile, repeatable=True)
+    add_option(plan, "--profile NAME:MIN:OPT:MAX[,...]", text, profile, repeatable=True)
     plan.add_argument("--fp16", action="store_true", help="compute in FP16 where that is faster (TensorRT 10)")
     add_option(plan, "--workspace-mib MIB", "default: no limit", whole_number(0), 0)
     add_option(plan, "--gpu N", "the GPU to build on; default 0", whole_number(0), 0)
     return parser, made
-
-
-def _request_parameter(word: str) -> tuple[str, object]:
-    from flowserve.cli.inputs import request_parameter
-
-    try:
-        return request_parameter(word)
-    except Invalid as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _profile(text: str) -> object:
-    from flowserve.cli.build_plan import profile
-
-    return profile(text)
-
-
-def levels(text: str) -> tuple[int, ...]:
-    """ "1:32" doubles from 1 to 32; "1,8" is a list."""
-    first, colon, last = text.partition(":")
-    try:
-        found = [int(part) for part in ([first, last] if colon else text.split(","))]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1 or max(found) > LEVELS_MAX or (colon and found[0] > found[1]):
-        raise argparse.ArgumentTypeError(f"expected FROM:TO or N,M,... from 1 to {LEVELS_MAX}, got {text!r}")
-    if not colon:
-        return tuple(found)
-    chosen = []
-    level = found[0]
-    while level < found[1]:
-        chosen.append(level)
-        level *= 2
-    return (*chosen, found[1])
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, at most 3600, got {text!r}")
-    return seconds
 
 
 def _refuse_leftovers(parser: argparse.ArgumentParser, leftovers: Sequence[str]) -> None:
@@ -315,11 +271,6 @@ def _prepare_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # Python's default for standard error
 
 
-def _has_color() -> bool:
-    """Whether messages may be coloured; follows https://no-color.org."""
-    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
 def _drop_output() -> None:
     """Redirect standard output to /dev/null; otherwise Python reports an error when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -340,38 +291,12 @@ def _main(arguments: Sequence[str] | None) -> int:
     required = {"run": "repositories", "check": "repositories", "graph": "repository"}.get(parsed.command)
     if required and not getattr(parsed, required):
         command.error(f"which repository? Say: {command.prog} REPO")
-    match parsed.command:
-        case "run":
-            return _run(parsed, command)
-        case "check":
-            with silent_interrupts():
-                from flowserve.cli.check import check
-
-            config_name = parsed.model_config_name or ""
-            return check(
-                parsed.repositories, sys.stdout, sys.stderr, _has_color(), config_name=config_name, as_json=parsed.json
-            )
-        case "graph":
-            with silent_interrupts():
-                from flowserve.cli.graph import GraphOptions, draw
-
-            options = GraphOptions(parsed.repository, parsed.model, parsed.format or "", parsed.output)
-            return draw(options, sys.stderr, color=_has_color())
-        case "infer":
-            _infer(parsed, command)
-        case "bench":
-            return _bench(parsed, command)
-        case "build-plan":
-            with silent_interrupts():
-                from flowserve.cli.build_plan import build
-
-            build(parsed, sys.stdout)
-        case _:
-            with silent_interrupts():
-                from flowserve.cli.new import new
-
-            new(parsed.folder, sys.stdout)
-    return 0
+    if parsed.command == "run":
+        return _run(parsed, command)
+    with silent_interrupts():
+        module = import_module(f"flowserve.cli.{parsed.command.replace('-', '_')}")
+    status: int = module.execute(parsed, command)
+    return status
 
 
 def _run(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
@@ -385,56 +310,11 @@ def _run(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
             private = find_graph(str(parsed.repositories[0])).write_private()
             parsed.repositories = [private.path]
     except FlowserveError as error:
-        from flowserve.cli.check import Printer
+        from flowserve.cli.check import print_failure
 
-        Printer(sys.stderr, _has_color()).failure("", error)
+        print_failure("", error)
         return 1
     with silent_interrupts():
         from flowserve.cli.run import run
 
-    return run(run_options(parsed))
-
-
-def _infer(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> None:
-    with silent_interrupts():
-        from flowserve.cli.infer import InferOptions, infer
-
-    parameters = dict(parsed.parameter)
-    if parsed.sequence_id is not None:
-        _, found = _request_parameter(f"sequence_id={parsed.sequence_id}")
-        is_id = type(found) in (int, str)  # 1.5 and true are not ids, so they are taken as text
-        parameters["sequence_id"] = found if is_id else parsed.sequence_id
-        parameters |= {"sequence_start": parsed.sequence_start, "sequence_end": parsed.sequence_end}
-    elif parsed.sequence_start or parsed.sequence_end:
-        command.error("--sequence-start and --sequence-end have no effect without --sequence-id")
-    version = str(parsed.model_version or "")
-    options = InferOptions(
-        parsed.url, parsed.model, version, parsed.input, parsed.output, parsed.json, parameters=parameters
-    )
-    infer(options, sys.stdout)
-
-
-def _bench(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
-    with silent_interrupts():
-        from flowserve.cli.bench import BenchOptions, bench
-
-    if len(parsed.target) != (1 if parsed.sweep else 2):
-        command.error(f"say {'MODEL' if parsed.sweep else 'URL MODEL'}, got {' '.join(parsed.target) or 'nothing'}")
-    for name in ("input", "parameter") if parsed.sweep else ():
-        if getattr(parsed, name):
-            command.error(f"--{name} has no effect with --sweep, which generates its requests")
-    if parsed.p99_ms and not parsed.sweep:
-        command.error("--p99-ms is the bound of a recommendation, which --sweep makes")
-    options = BenchOptions(
-        url=parsed.target[0],
-        model=parsed.target[-1],
-        concurrency=parsed.concurrency,
-        seconds=parsed.seconds,
-        inputs=parsed.input,
-        sweep=parsed.sweep,
-        p99_ms=parsed.p99_ms,
-        as_json=parsed.json,
-        parameters=dict(parsed.parameter),
-        sequence_length=parsed.sequence_length,
-    )
-    return bench(options, sys.stderr)
+    return run(parsed)

@@ -6,9 +6,10 @@ The files are plain text in this module; they are not checked when written.
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Final
 
 from flowserve.errors import Invalid
 
@@ -80,24 +81,24 @@ platform: "ensemble"
 max_batch_size: 32
 
 # The inputs of requests, and the outputs of responses.
-input [ {{ name: "TEXT" data_type: TYPE_STRING dims: [ 1 ] }} ]
-output [ {{ name: "WORD" data_type: TYPE_STRING dims: [ 1 ] }} ]
+input [ { name: "TEXT" data_type: TYPE_STRING dims: [ 1 ] } ]
+output [ { name: "WORD" data_type: TYPE_STRING dims: [ 1 ] } ]
 
 # key: the model's name of the tensor; value: this graph's name. Two steps that name the same tensor are joined.
-ensemble_scheduling {{
-  step {{
+ensemble_scheduling {
+  step {
     model_name: "{name}_count"
     model_version: -1
-    input_map {{ key: "TEXT" value: "TEXT" }}
-    output_map {{ key: "COUNTS" value: "letters" }}
-  }}
-  step {{
+    input_map { key: "TEXT" value: "TEXT" }
+    output_map { key: "COUNTS" value: "letters" }
+  }
+  step {
     model_name: "{name}_judge"
     model_version: -1
-    input_map {{ key: "COUNTS" value: "letters" }}
-    output_map {{ key: "WORD" value: "WORD" }}
-  }}
-}}
+    input_map { key: "COUNTS" value: "letters" }
+    output_map { key: "WORD" value: "WORD" }
+  }
+}
 """
 
 TEST_FILE: Final = """\
@@ -111,7 +112,7 @@ HERE = Path(__file__).parent
 
 def test_texts_with_many_vowels_sing():
     with Engine(HERE) as engine:
-        answer = engine.infer("{name}", {{"TEXT": np.array([["aria"], ["rhythm"]])}})
+        answer = engine.infer("{name}", {"TEXT": np.array([["aria"], ["rhythm"]])})
     assert answer["WORD"].tolist() == [[b"sung"], [b"spoken"]]
 
 
@@ -140,23 +141,24 @@ FILES: Final = {
     "test_{name}.py": TEST_FILE,
     "README.md": README_FILE,
 }
-FORMATTED: Final = (GRAPH_CONFIG, TEST_FILE, README_FILE)  # the templates that contain the name
 
 
-def new(path: Path, out: TextIO) -> None:
+def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Write the repository into a new folder. Raises Invalid."""
+    path: Path = arguments.folder
     name = path.name
     if not NAME.fullmatch(name):
         raise Invalid(f"{name!r} cannot be the graph's name: small letters, digits and _, a letter first")
     try:
         path.mkdir(parents=True)
         for where, text in FILES.items():
-            target = path / where.format(name=name)
+            target = path / where.replace("{name}", name)
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(text.format(name=name) if text in FORMATTED else text, encoding="utf-8")
+            target.write_text(text.replace("{name}", name), encoding="utf-8")
         (path / name / "1").mkdir()
     except FileExistsError:
         raise Invalid(f"{path} exists already; nothing was written") from None
     except OSError as error:
         raise Invalid(f"{path} cannot be written: {error.strerror}") from None
-    print(f"{path} is a repository of a graph called {name}; next: flowserve run {path}", file=out)
+    print(f"{path} is a repository of a graph called {name}; next: flowserve run {path}")
+    return 0

@@ -7,6 +7,8 @@ Decides the syntax of each kind of value and the message for an invalid one. Doe
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +17,8 @@ from flowserve.errors import Invalid
 from flowserve.observe.trace_settings import LEVELS, MODES, OPENTELEMETRY, TRITON
 
 if TYPE_CHECKING:
-    from flowserve.runtime.protocol.restriction import Restriction
+    from flowserve.runtime.protocol import Restriction
+    from flowserve.values import Parameter
 
 # Settings of the onnxruntime backend for all its models, each with its minimum. Other backends check their own.
 ONNXRUNTIME_SETTINGS: Final[Mapping[str, int]] = {
@@ -39,6 +42,9 @@ TRACE_SETTINGS: Final = {  # by mode, "" for the global ones
 _TRACE_NUMBERS: Final = {"rate": (0, 2**32 - 1), "count": (-1, 2**31 - 1), "log-frequency": (0, 2**32 - 1)}
 _BSP_MOST: Final = 2**31 - 1
 
+CONCURRENCY_MAX: Final = 1024
+
+Shape = tuple[int, ...]
 TraceSetting = tuple[str, str, str]  # mode ("" for global), name, value
 MetricsSetting = tuple[str, bool | tuple[float, ...]]
 
@@ -117,7 +123,7 @@ def local_cache(text: str) -> int:
 
 def restriction(text: str) -> Restriction:
     """GROUP[,GROUP...]:HEADER=VALUE."""
-    from flowserve.runtime.protocol.restriction import parse_restriction  # imported late, so that help is fast
+    from flowserve.runtime.protocol import parse_restriction  # imported late, so that help is fast
 
     try:
         return parse_restriction(text)
@@ -204,3 +210,64 @@ def trace_setting(text: str) -> TraceSetting:
     elif name == "resource" and not re.fullmatch(r"[^=]+=.*", value, re.DOTALL):
         raise argparse.ArgumentTypeError(f"expected resource=KEY=VALUE, got {value!r}")
     return mode, name, value
+
+
+def request_parameter(word: str) -> tuple[str, Parameter]:
+    """`NAME=VALUE`: a JSON number, true or false; anything else is text, bare or as a JSON string."""
+    name, equals, value = word.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {word!r}")
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return name, value
+    is_one = isinstance(found, str | bool | int) or (isinstance(found, float) and math.isfinite(found))
+    return name, found if is_one else value
+
+
+def levels(text: str) -> tuple[int, ...]:
+    """ "1:32" doubles from 1 to 32; "1,8" is a list."""
+    first, colon, last = text.partition(":")
+    try:
+        found = [int(part) for part in ([first, last] if colon else text.split(","))]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1 or max(found) > CONCURRENCY_MAX or (colon and found[0] > found[1]):
+        raise argparse.ArgumentTypeError(f"expected FROM:TO or N,M,... from 1 to {CONCURRENCY_MAX}, got {text!r}")
+    if not colon:
+        return tuple(found)
+    chosen = []
+    level = found[0]
+    while level < found[1]:
+        chosen.append(level)
+        level *= 2
+    return (*chosen, found[1])
+
+
+def seconds(text: str) -> float:
+    """More than 0, at most an hour."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= 3600:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, at most 3600, got {text!r}")
+    return found
+
+
+def profile(text: str) -> Mapping[str, tuple[Shape, Shape, Shape]]:
+    """ "X:1x4:8x4:16x4,Z:1:8:16": the smallest, best and largest shape of each varying input."""
+    ranges: dict[str, tuple[Shape, Shape, Shape]] = {}
+    for part in text.split(","):
+        name, *written = part.rsplit(":", 3)
+        try:
+            smallest, best, largest = (tuple(int(size) for size in shape.split("x")) for shape in written)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"expected NAME:MIN:OPT:MAX[,...], as X:1x4:8x4:16x4, got {text!r}"
+            ) from None
+        is_ordered = all(0 <= low <= at <= high for low, at, high in zip(smallest, best, largest, strict=False))
+        if not (name and is_ordered and len(smallest) == len(best) == len(largest)):
+            raise argparse.ArgumentTypeError(f"the shapes of {part!r} do not grow from the smallest to the largest")
+        ranges[name] = smallest, best, largest
+    return ranges

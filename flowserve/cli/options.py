@@ -1,19 +1,20 @@
-"""Options of `flowserve run`, parsed into a checked `RunOptions`.
+"""Options of `flowserve run`: their declarations, checks of options together, and the options of each part from them.
 
 Decides names (tritonserver's if it has the option), safe defaults and limits. The default addresses are local only,
-and HTTP's restrictions of API groups apply to gRPC too. `--gpu` has no counterpart in tritonserver. Does not know the
-effect of an option. Callers: `main`, `run`, `listen`; `authoring` for its defaults.
+and HTTP's restrictions of API groups apply to gRPC too. `--gpu` has no counterpart in tritonserver. Of tritonserver's
+options that flowserve does not implement, decides which are refused, with the name of the missing feature; which exist
+under another name; which are accepted because they request the existing behaviour, or tune a part that flowserve does
+not have. Does not know the effect of an option. Callers: `main`, `run`, `listen`; `authoring` for its defaults.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from flowserve.cli.option_values import (
     METRICS_QUANTILES,
@@ -34,16 +35,13 @@ from flowserve.cli.option_values import (
     trace_setting,
     whole_number,
 )
-from flowserve.cli.refused_options import add_arguments_without_effect, settings_without_effect
 from flowserve.grpc.options import KEY_PREFIX, MESSAGE_BYTES_MAX, GrpcOptions
-from flowserve.observe.log_settings import LogChoice
-from flowserve.observe.metrics_choice import EVERYTHING, MetricsChoice
+from flowserve.observe.settings import LogChoice, MetricsChoice
 from flowserve.observe.trace_settings import LEVELS, OFF, OPENTELEMETRY, TRITON, TraceChoice
 
 if TYPE_CHECKING:
-    from flowserve.runtime.protocol.restriction import Restriction
+    from flowserve.runtime.protocol import Restriction
 
-ControlMode = Literal["none", "poll", "explicit"]
 Certificate = tuple[Path, Path, Path | None]  # certificate, key, and the authority for clients' certificates
 
 LOCALHOST: Final = "127.0.0.1"
@@ -79,76 +77,65 @@ _COMPRESSION_LEVELS: Final = ("none", "low", "medium", "high")
 _NO_LIMIT: Final = frozenset({"grpc.max_connection_age_ms", "grpc.max_connection_age_grace_ms"})
 
 
-@dataclass(frozen=True, slots=True)
-class HttpChoice:
-    """`address` may be unix:PATH. `max_input_size` is in bytes. `certificate` None: plain HTTP.
-    `header_forward_pattern` None: no header reaches a model.
-    """
+# Options whose feature is missing, each as a phrase with its verb: the message names the feature, which helps more than
+# "unknown option".
+NOT_YET: Final[Mapping[str, str]] = {
+    "--backend-directory": "a directory of backends (third-party backends are Python packages with an entry point) is",
+    "--cache-directory": "other caches than the local one are",
+    "--cuda-virtual-address-size": "CUDA memory pools are",
+    "--enable-peer-access": "CUDA peer access is",
+    "--host-policy": "host policies are",
+    "--id": "naming the server is",
+    "--min-supported-compute-capability": "choosing GPUs by what they can compute is",
+    "--model-load-gpu-limit": "GPU memory limits are",
+    "--model-load-retry-count": "retrying loads is",
+    "--repoagent-directory": "repository agents are",
+    "--sagemaker-port": "SageMaker's endpoints are",
+    "--sagemaker-safe-port-range": "SageMaker's endpoints are",
+    "--sagemaker-thread-count": "SageMaker's endpoints are",
+    "--vertex-ai-default-model": "Vertex AI's endpoints are",
+    "--vertex-ai-port": "Vertex AI's endpoints are",
+    "--vertex-ai-thread-count": "Vertex AI's endpoints are",
+}
 
-    address: str = LOCALHOST
-    port: int = 8000
-    max_input_size: int = 64 * MEBIBYTE
-    certificate: Certificate | None = None
-    restrictions: tuple[Restriction, ...] = ()
-    header_forward_pattern: re.Pattern[str] | None = None
+# The message for options that exist under another name.
+INSTEAD: Final[Mapping[str, str]] = {
+    "--model-repository": "the repository is named without an option: flowserve run REPO",
+    "--model-store": "the repository is named without an option: flowserve run REPO",
+    "--port": "the option is --http-port",
+    "--host": "the option is --http-address",
+    "--trace-file": "the option is --trace-config triton,file=PATH",
+    "--trace-level": "the option is --trace-config level=LEVEL",
+    "--trace-rate": "the option is --trace-config rate=N",
+    "--trace-count": "the option is --trace-config count=N",
+    "--trace-log-frequency": "the option is --trace-config triton,log-frequency=N",
+    "--response-cache-byte-size": "the option is --cache-config local,size=BYTES",
+}
 
+# Switches that are accepted with the given value, the existing behaviour, and refused with the other value.
+AGREED: Final[Mapping[str, tuple[bool, str]]] = {
+    "--allow-http": (True, "serving without HTTP is"),
+    "--allow-sagemaker": (False, "SageMaker's endpoints are"),
+    "--allow-vertex-ai": (False, "Vertex AI's endpoints are"),
+    "--disable-auto-complete-config": (False, "serving without completing configurations is"),
+    "--model-namespacing": (False, "model namespacing is"),
+    "--reuse-grpc-port": (False, "sharing a port between servers is"),
+    "--reuse-http-port": (False, "sharing a port between servers is"),
+    "--strict-model-config": (False, "serving without completing configurations is"),
+}
 
-@dataclass(frozen=True, slots=True)
-class GrpcChoice:
-    """`port` None: the default port, if available. `open_over_http`: API groups that are restricted over gRPC only."""
+# Numeric options that only affect tritonserver's speed. They are accepted with a warning.
+WITHOUT_EFFECT: Final[Mapping[str, str]] = {
+    "--buffer-manager-thread-count": "what has to be copied is copied where it is used",
+    "--grpc-infer-allocation-pool-size": "gRPC messages are not kept",
+    "--grpc-infer-thread-count": "one thread serves all gRPC connections",
+    "--grpc-max-response-pool-size": "gRPC messages are not kept",
+    "--http-thread-count": "one event loop serves all HTTP connections",
+    "--model-load-thread-count": "how many models load at once is not chosen",
+}
 
-    is_allowed: bool = True
-    address: str = LOCALHOST
-    port: int | None = None
-    options: GrpcOptions = field(default_factory=GrpcOptions)
-    open_over_http: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class MetricsOptions:
-    """`port` None: the HTTP port only. `address` None: HTTP's address. `choice` None: no metrics."""
-
-    choice: MetricsChoice | None = EVERYTHING
-    port: int | None = None
-    address: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GpuChoice:
-    """`gpu_pool_bytes` is keyed by GPU number. None, or a missing GPU number, means the default."""
-
-    is_allowed: bool = True
-    pinned_pool_bytes: int | None = None
-    gpu_pool_bytes: Mapping[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """The parsed options. Sizes in bytes, times in seconds. A resource is its name, the count, and the device (None:
-    each device). `python_execution` None: the default of this system.
-    """
-
-    repositories: tuple[Path, ...]
-    http: HttpChoice = field(default_factory=HttpChoice)
-    metrics: MetricsOptions = field(default_factory=MetricsOptions)
-    grpc: GrpcChoice = field(default_factory=GrpcChoice)
-    allow_client_shm: bool = False
-    backend_settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    exit_timeout_s: int = 30
-    exit_on_error: bool = True
-    strict_readiness: bool = True
-    python_execution: str | None = None
-    gpu: GpuChoice = field(default_factory=GpuChoice)
-    model_control_mode: ControlMode = "none"
-    load_models: tuple[str, ...] = ()
-    model_config_name: str = ""
-    repository_poll_s: int = 15
-    rate_limit: bool = False
-    rate_limit_resources: tuple[tuple[str, int, int | None], ...] = ()
-    cache_bytes: int | None = None
-    trace: tuple[TraceSetting, ...] = ()
-    log: LogChoice = field(default_factory=LogChoice)
-    without_effect: tuple[str, ...] = ()
+# Built-in backends without settings for --backend-config. Backends not listed here, except onnxruntime, are plug-ins.
+_WITHOUT_SETTINGS: Final = ("callable", "python", "tensorrt")
 
 
 # Declarations
@@ -164,7 +151,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     _add_model_arguments(parser.add_argument_group("how models are loaded and run"))
     _add_gpu_arguments(parser.add_argument_group("GPUs"))
     _add_process_arguments(parser.add_argument_group("how it logs, traces and ends"))
-    add_arguments_without_effect(parser)
+    _add_arguments_without_effect(parser)
 
 
 def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
@@ -303,6 +290,26 @@ def _add_process_arguments(group: argparse._ArgumentGroup) -> None:
     add_option(group, "--trace-config SETTING", text, trace_setting, repeatable=True)
 
 
+def _add_arguments_without_effect(parser: argparse.ArgumentParser) -> None:
+    """Add these options, hidden from the help."""
+    for name, (value, feature) in AGREED.items():
+        # A switch without a value means true.
+        parser.add_argument(name, nargs="?", const="true", type=_agreed(value, feature), help=argparse.SUPPRESS)
+    for name in WITHOUT_EFFECT:
+        parser.add_argument(name, type=whole_number(0), help=argparse.SUPPRESS)
+
+
+def _agreed(value: bool, feature: str) -> Callable[[str], bool]:
+    words = ("true", "1") if value else ("false", "0")
+
+    def parse(text: str) -> bool:
+        if text.lower() not in words:
+            raise argparse.ArgumentTypeError(f"{feature} not supported yet; only {words[0]} is taken")
+        return value
+
+    return parse
+
+
 # Checks of options together
 
 
@@ -314,20 +321,12 @@ def contradiction(arguments: argparse.Namespace) -> str:
         return f"--trace-config: {flaw}"
     if "*" in arguments.load_model and set(arguments.load_model) != {"*"}:
         return "Wildcard model name '*' must be the ONLY startup model if specified at all."
-    return _http_contradiction(arguments) or _grpc_contradiction(arguments) or _metrics_contradiction(arguments)
-
-
-def _http_contradiction(arguments: argparse.Namespace) -> str:
     if group := _repeated_group(arguments.http_restricted_api):
         return f"--http-restricted-api: restricted api '{group}' can not be specified in multiple config groups"
     if (arguments.http_server_cert is None) != (arguments.http_server_key is None):
         return "--http-server-cert and --http-server-key go together"
     if arguments.http_root_cert and not arguments.http_server_cert:
         return "--http-root-cert has no effect without --http-server-cert"
-    return ""
-
-
-def _grpc_contradiction(arguments: argparse.Namespace) -> str:
     if group := _repeated_group(arguments.grpc_restricted_protocol):
         return f"--grpc-restricted-protocol: protocol '{group}' can not be specified in multiple config groups"
     files = (arguments.grpc_server_cert, arguments.grpc_server_key)
@@ -340,10 +339,6 @@ def _grpc_contradiction(arguments: argparse.Namespace) -> str:
             return "--grpc-root-cert has no effect without --grpc-use-ssl-mutual true: clients would not be asked"
     elif arguments.grpc_use_ssl is None and any((*files, arguments.grpc_root_cert)):
         return "certificates for gRPC have no effect without --grpc-use-ssl true"
-    return ""
-
-
-def _metrics_contradiction(arguments: argparse.Namespace) -> str:
     if arguments.metrics_address is not None and arguments.metrics_port is None:
         return "--metrics-address has no effect without --metrics-port"
     if arguments.metrics_port is not None and not arguments.allow_metrics:
@@ -357,86 +352,81 @@ def _repeated_group(restrictions: Iterable[Restriction]) -> str:
     return next((group for group, count in counts.items() if count > 1), "")
 
 
-# From parsed arguments without a contradiction to choices
+# From parsed arguments without a contradiction to the options of each part
 
 
-def run_options(arguments: argparse.Namespace) -> RunOptions:
-    """The checked options from the parsed arguments. If a setting of a backend, or the pool of a GPU, is given twice,
-    the last value wins, as on tritonserver.
-    """
-    backend_settings: dict[str, dict[str, str]] = {}
+def run_arguments(*words: str) -> argparse.Namespace:
+    """The arguments of a `flowserve run` with these words."""
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    return parser.parse_args(words)
+
+
+def without_effect(arguments: argparse.Namespace) -> list[str]:
+    """The given options without effect, settings of backends that no backend reads among them."""
+    settings = [(backend, key) for backend, key, _ in arguments.backend_config if backend in _WITHOUT_SETTINGS]
+    numbers = [name for name in WITHOUT_EFFECT if _value(arguments, name) is not None]
+    return [*numbers, *(f"--backend-config={backend},{key}" for backend, key in settings)]
+
+
+def _value(arguments: argparse.Namespace, option: str) -> Any:
+    return getattr(arguments, option.removeprefix("--").replace("-", "_"))
+
+
+def warning_of(names: Sequence[str]) -> str:
+    """One line about the given options without effect."""
+    reasons = {name: WITHOUT_EFFECT.get(name, "this backend has no settings") for name in names}
+    return "without effect here: " + ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
+
+
+def backend_settings(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """The settings of each backend. The last value wins if one is given twice, as on tritonserver."""
+    settings: dict[str, dict[str, str]] = {}
     for backend, key, value in arguments.backend_config:
-        backend_settings.setdefault(backend, {})[key] = value
-    pools = dict(arguments.cuda_memory_pool_byte_size)
-    return RunOptions(
-        repositories=tuple(arguments.repositories),
-        http=HttpChoice(
-            address=arguments.http_address,
-            port=arguments.http_port,
-            max_input_size=arguments.http_max_input_size,
-            certificate=_http_certificate(arguments),
-            restrictions=tuple(arguments.http_restricted_api),
-            header_forward_pattern=arguments.http_header_forward_pattern,
-        ),
-        metrics=metrics_options(arguments),
-        grpc=grpc_choice(arguments),
-        allow_client_shm=arguments.allow_client_shm,
-        backend_settings=backend_settings,
-        exit_timeout_s=arguments.exit_timeout_secs,
-        exit_on_error=arguments.exit_on_error,
-        strict_readiness=arguments.strict_readiness,
-        python_execution=arguments.python_execution,
-        gpu=GpuChoice(arguments.gpu == "auto", arguments.pinned_memory_pool_byte_size, pools),
-        model_control_mode=arguments.model_control_mode,
-        model_config_name=arguments.model_config_name or "",
-        load_models=tuple(dict.fromkeys(arguments.load_model)),
-        repository_poll_s=arguments.repository_poll_secs,
-        rate_limit=arguments.rate_limit == "execution_count",
-        rate_limit_resources=tuple(arguments.rate_limit_resource),
-        cache_bytes=arguments.cache_config,
-        trace=tuple(arguments.trace_config),
-        log=LogChoice(
-            log_file=arguments.log_file,
-            log_info=arguments.log_info,
-            log_warning=arguments.log_warning,
-            log_error=arguments.log_error,
-            log_verbose_level=arguments.log_verbose,
-            log_format=arguments.log_format,
-        ),
-        without_effect=(*arguments.without_effect, *settings_without_effect(arguments.backend_config)),
+        settings.setdefault(backend, {})[key] = value
+    return settings
+
+
+def log_choice(arguments: argparse.Namespace) -> LogChoice:
+    return LogChoice(
+        log_file=arguments.log_file,
+        log_info=arguments.log_info,
+        log_warning=arguments.log_warning,
+        log_error=arguments.log_error,
+        log_verbose_level=arguments.log_verbose,
+        log_format=arguments.log_format,
     )
 
 
-def _http_certificate(arguments: argparse.Namespace) -> Certificate | None:
+def http_certificate(arguments: argparse.Namespace) -> Certificate | None:
+    """None: plain HTTP."""
     if arguments.http_server_cert is None:
         return None
     return arguments.http_server_cert, arguments.http_server_key, arguments.http_root_cert
 
 
-def _grpc_certificate(arguments: argparse.Namespace) -> Certificate | None:
-    if arguments.grpc_use_ssl or arguments.grpc_use_ssl_mutual:
-        return arguments.grpc_server_cert, arguments.grpc_server_key, arguments.grpc_root_cert
-    return None
-
-
-def grpc_choice(arguments: argparse.Namespace) -> GrpcChoice:
-    http, own = arguments.http_restricted_api, arguments.grpc_restricted_protocol
-    options = GrpcOptions(
+def grpc_options(arguments: argparse.Namespace) -> GrpcOptions:
+    has_tls = arguments.grpc_use_ssl or arguments.grpc_use_ssl_mutual
+    certificate = arguments.grpc_server_cert, arguments.grpc_server_key, arguments.grpc_root_cert
+    return GrpcOptions(
         max_message_bytes=arguments.grpc_max_message_size,
         channel=_channel(arguments),
-        certificate=_grpc_certificate(arguments),
-        restrictions=_grpc_restrictions(http, own),
+        certificate=certificate if has_tls else None,
+        restrictions=_grpc_restrictions(arguments.http_restricted_api, arguments.grpc_restricted_protocol),
         forward_pattern=arguments.grpc_header_forward_pattern,
     )
-    closed = {group for one in http for group in one.groups}
-    still_open = tuple(group for one in own for group in one.groups if group not in closed)
-    return GrpcChoice(arguments.allow_grpc, arguments.grpc_address, arguments.grpc_port, options, still_open)
+
+
+def open_over_http(arguments: argparse.Namespace) -> list[str]:
+    """API groups that are restricted over gRPC only."""
+    closed = {group for one in arguments.http_restricted_api for group in one.groups}
+    return [group for one in arguments.grpc_restricted_protocol for group in one.groups if group not in closed]
 
 
 def _channel(arguments: argparse.Namespace) -> tuple[tuple[str, int], ...]:
     channel = [(_PERMIT_WITHOUT_CALLS, int(arguments.grpc_keepalive_permit_without_calls))]
     for option, (name, _, _) in _CHANNEL.items():
-        value = getattr(arguments, option.removeprefix("--").replace("-", "_"))
+        value = _value(arguments, option)
         if value or name not in _NO_LIMIT:
             channel.append((name, value))
     if level := _COMPRESSION_LEVELS.index(arguments.grpc_infer_response_compression_level):
@@ -451,12 +441,13 @@ def _grpc_restrictions(http: list[Restriction], own: list[Restriction]) -> tuple
     return (*(replace(one, name=KEY_PREFIX + one.name) for one in own), *(one for one in inherited if one.groups))
 
 
-def metrics_options(arguments: argparse.Namespace) -> MetricsOptions:
+def metrics_choice(arguments: argparse.Namespace) -> MetricsChoice | None:
+    """None: no metrics."""
     if not arguments.allow_metrics:
-        return MetricsOptions(None)
+        return None
     settings: dict[str, bool | tuple[float, ...]] = dict(arguments.metrics_config)  # the last value wins
     shares = settings.get(METRICS_QUANTILES, QUANTILES) if settings.get("summary_latencies") else ()
-    choice = MetricsChoice(
+    return MetricsChoice(
         has_latency_counters=bool(settings.get("counter_latencies", True)),
         has_first_response=bool(settings.get("histogram_latencies", True)),
         quantiles=shares if isinstance(shares, tuple) else (),
@@ -464,7 +455,6 @@ def metrics_options(arguments: argparse.Namespace) -> MetricsOptions:
         has_gpus=arguments.allow_gpu_metrics,
         interval_ms=arguments.metrics_interval_ms,
     )
-    return MetricsOptions(choice, arguments.metrics_port, arguments.metrics_address)
 
 
 def trace_choice(settings: Sequence[TraceSetting]) -> TraceChoice:

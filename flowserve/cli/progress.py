@@ -1,18 +1,25 @@
-"""Output of a server's start: a line per model while it loads, then a table of the served deployments and their URLs.
+"""Output of a server's start: a line per model while it loads, then a table of the served deployments and their URLs;
+and the console for tables.
 
-Decides the wording, and the plain form for logs and pipes; `terminal` has the form for terminals, which imports rich
-and is therefore chosen by the caller, `run`. Does not load, wait or listen: only values come in.
+Decides the wording, the plain form for logs and pipes, the appearance on a terminal, and how many names the live line
+of loading models shows. rich is imported when a terminal is written to. Does not load, wait or listen: only values come
+in. Callers: `run`, `bench`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Self, TextIO
+from typing import TYPE_CHECKING, Final, Self, TextIO
 
 from flowserve.cli.logs import escape
-from flowserve.runtime.engine.deployment import Deployment, Entry
+from flowserve.runtime.engine.deployments import Deployment, Entry
 from flowserve.runtime.loading.registry import LoadEvent
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PLAIN_WIDTH: Final = 120
+NAMES_MAX: Final = 5  # in the live line, which is redrawn with every line above it
 HEADINGS: Final = ("deployment", "versions", "what", "batch", "call")
 
 
@@ -38,6 +45,62 @@ class Progress:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         print(f"served at {url}", *lines, sep="\n", file=self._out, flush=True)
+
+
+class TerminalProgress(Progress):
+    """Coloured lines, and a last line that names the models that are still loading."""
+
+    def __init__(self, out: TextIO) -> None:
+        super().__init__(out)
+        self._console = output()
+        self._status = self._console.status("reading")
+        self._loading: dict[str, None] = {}  # in the order of their start
+
+    def __enter__(self) -> Self:
+        self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def report(self, event: LoadEvent) -> None:
+        from rich.text import Text
+
+        if event.state == "loading":
+            self._loading[event.name] = None
+        else:
+            self._loading.pop(event.name, None)
+            self._console.print(event_line(event), style="green" if event.state == "ready" else "red")
+        self._status.update(Text(loading_line([*self._loading])))
+
+    def served(self, entries: Mapping[str, Entry], url: str) -> None:
+        from rich.box import SIMPLE
+        from rich.table import Table
+
+        table = Table(box=SIMPLE, title=f"served at {url}", title_justify="left", pad_edge=False)
+        for heading in HEADINGS:
+            table.add_column(heading, overflow="fold")
+        for name, entry in sorted(entries.items()):
+            table.add_row(*deployment_row(name, entry), style="red" if entry.latest is None else None)
+        self._console.print(table)
+
+
+def output() -> Console:
+    """Standard output as a console. Names and reasons come from files, so nothing in them is interpreted as markup."""
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:
+        console = Console(markup=False, highlight=False, emoji=False, width=PLAIN_WIDTH, soft_wrap=True)
+    return console
+
+
+def loading_line(names: list[str]) -> str:
+    """The models that are loading, shortened to one line."""
+    if not names:
+        return "reading"
+    others = f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
+    return "loading " + ", ".join(map(escape, names[:NAMES_MAX])) + others
 
 
 def event_line(event: LoadEvent) -> str:

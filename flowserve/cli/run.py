@@ -2,7 +2,13 @@
 
 Decides the order of a server's life: the port is opened first; then models load, while health endpoints already answer
 (live, not ready); then the table of deployments and a last line with the URL; then requests, until a signal; then the
-drain. Does not know how each of these steps works: `runtime`, `http` and `grpc` do.
+drain. Decides also the meaning of the first and the second SIGTERM or SIGINT, and ends the process in time even if the
+event loop is blocked. Does not know how the steps work: `runtime`, `http` and `grpc` do.
+
+Decides too the errors and addresses of the ports, and when gRPC is served: all ports are opened before any model is
+loaded, so that a port in use is reported within milliseconds. A requested port must be available; the default port is
+served if possible, and otherwise both the log and the line in place of its address say so. grpcio is imported only by a
+server that uses it. Does not know how sockets are created (`http`).
 
 Standard output has the progress, the table and the line `listening on URL`; standard error has the log and error
 messages. Exit status: 0 after a stop signal if everything finished, 1 after a failure (reported on standard error).
@@ -10,39 +16,54 @@ messages. Exit status: 0 after a stop signal if everything finished, 1 after a f
 
 from __future__ import annotations
 
+import argparse
+import errno
 import logging
+import os
+import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Final, Self
 
 import trio
 
 from flowserve.cli import logs
-from flowserve.cli.listen import UNIX, listen, open_grpc, url
-from flowserve.cli.options import GpuChoice, RunOptions, opentelemetry_settings, trace_choice
-from flowserve.cli.progress import Progress
-from flowserve.cli.refused_options import warning_of
-from flowserve.cli.shutdown import Shutdown, end_now
-from flowserve.config.instances import OFF, Gpus
-from flowserve.errors import FlowserveError
+from flowserve.cli.options import (
+    DEFAULT_GRPC_PORT,
+    backend_settings,
+    grpc_options,
+    http_certificate,
+    log_choice,
+    metrics_choice,
+    open_over_http,
+    opentelemetry_settings,
+    trace_choice,
+    warning_of,
+    without_effect,
+)
+from flowserve.cli.progress import Progress, TerminalProgress
+from flowserve.config.types import OFF, Gpus
+from flowserve.errors import FlowserveError, Invalid
+from flowserve.grpc.options import NOT_INSTALLED, GrpcOptions, is_installed
 from flowserve.http.api.app import make_app, make_metrics_app
-from flowserve.http.api.infer import InferRoute
-from flowserve.http.api.options import AppOptions
-from flowserve.http.server.limits import Limits
-from flowserve.http.server.server import Server
+from flowserve.http.api.infer import AppOptions, InferRoute
+from flowserve.http.server.request_parser import Limits
+from flowserve.http.server.server import Server, open_listeners, open_unix_listener
 from flowserve.http.server.tls import tls_context
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.memory.devices import devices
 from flowserve.memory.pool import HOST, tune_malloc
-from flowserve.observe.log_settings import LogSettings
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.observe.settings import LogSettings
+from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import Control, ControlOptions, open_control
-from flowserve.runtime.protocol.request_parameters import forwarding_of
-from flowserve.runtime.protocol.restriction import hides_names
+from flowserve.runtime.protocol import Forwarding, hides_names
 from flowserve.runtime.tracing.traces import TraceOptions
 from flowserve.runtime.workers.factory import PYTHON_EXECUTION
 from flowserve.scheduling.rate_limit.limiter import Available
@@ -53,21 +74,29 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("flowserve.cli")
 
+UNIX: Final = "unix:"
+_WITHOUT: Final = (
+    f"Clients of port {DEFAULT_GRPC_PORT} do not reach this server. With --grpc-port, a port that is not available ends"
+    " the start; --allow-grpc false serves HTTP alone"
+)
+
 DESCRIPTORS_WANTED: Final = 65536
 BUSY_NAMES_MAX: Final = 10  # busy instances named in the log line of the drain
 # Share of the exit timeout that open sequences get at most; the rest is for their last requests and for closing.
 SEQUENCES_SHARE: Final = 0.9
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+GRACE_S: Final = 0.5  # time for the event loop, after the exit timeout, to report what is still running
 
 
-def run(options: RunOptions) -> int:
-    """Serve until a stop signal. Returns the exit status."""
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a stop signal. Returns the exit status. `arguments` as `options.run_arguments` returns them."""
     try:
-        log_settings = logs.configure(options.log)
+        log_settings = logs.configure(log_choice(arguments))
     except OSError as error:
-        return _failed(f"--log-file: '{options.log.log_file}' cannot be written: {error.strerror}")
+        return _failed(f"--log-file: '{arguments.log_file}' cannot be written: {error.strerror}")
     threading.excepthook = logs.log_thread_exception
-    if options.without_effect:
-        _log.warning("%s", warning_of(options.without_effect))
+    if ignored := without_effect(arguments):
+        _log.warning("%s", warning_of(ignored))
     tune_malloc()
     # A worker thread that finished computing waits this long for a busy event loop to release the interpreter lock;
     # Python's default of 5 ms is longer than most requests. Measured on a CNN at concurrency 8: 1.1 times the
@@ -77,18 +106,9 @@ def run(options: RunOptions) -> int:
     # On its own thread: abandoned folders may hold gigabytes of small files.
     threading.Thread(target=remove_abandoned, name="sweep", daemon=True).start()
     try:
-        return trio.run(_run, options, log_settings)
+        return trio.run(_run, arguments, log_settings)
     except KeyboardInterrupt:  # before the signal handlers were installed
         return 1
-
-
-def _progress() -> Progress:
-    """Progress on standard output: coloured on a terminal, plain lines elsewhere, without importing rich."""
-    if not sys.stdout.isatty():
-        return Progress(sys.stdout)
-    from flowserve.cli.terminal import TerminalProgress
-
-    return TerminalProgress(sys.stdout)
 
 
 def _allow_many_descriptors() -> None:
@@ -105,60 +125,73 @@ def _allow_many_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-async def _run(options: RunOptions, log_settings: LogSettings) -> int:
-    for repository in options.repositories:
+async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
+    for repository in arguments.repositories:
         if not repository.is_dir():
             what = "is not a folder" if repository.exists() else "does not exist"
             return _failed(f"model repository '{repository}' {what}")
-    with Shutdown(options.exit_timeout_s, options.repositories) as shutdown:
-        trace = TraceOptions(trace_choice(options.trace), opentelemetry_settings(options.trace))
+    exit_timeout_s, restrictions = arguments.exit_timeout_secs, tuple(arguments.http_restricted_api)
+    metrics_shown = metrics_choice(arguments)
+    with Shutdown(exit_timeout_s, arguments.repositories) as shutdown:
+        trace = TraceOptions(trace_choice(arguments.trace_config), opentelemetry_settings(arguments.trace_config))
         try:
-            tls = tls_context(*options.http.certificate) if options.http.certificate else None
-            listeners = listen(options.http.address, options.http.port)
-            metrics_listeners = _metrics_listeners(options)
-            grpc_server = open_grpc(options.grpc)
+            certificate = http_certificate(arguments)
+            tls = tls_context(*certificate) if certificate else None
+            listeners = listen(arguments.http_address, arguments.http_port)
+            metrics_listeners = _metrics_listeners(arguments)
+            grpc_server = open_grpc(arguments)
             trace.check()
         except FlowserveError as error:
             return _failed(str(error))
-        where = url(listeners[0], options.http.address, "https" if tls else "http")
-        engine_options = EngineOptions(
-            python_execution=options.python_execution or PYTHON_EXECUTION,
-            gpus=_gpus(options.gpu),
-            strict_readiness=options.strict_readiness,
-            rate_limit=tuple(Available(*given) for given in options.rate_limit_resources)
-            if options.rate_limit
-            else None,
-            cache_bytes=options.cache_bytes,
-            backend_settings=options.backend_settings,
-            trace=trace,
-            model_config_name=options.model_config_name,
-            tells_names=not hides_names((*options.http.restrictions, *options.grpc.options.restrictions)),
-            summaries=options.metrics.choice is not None and bool(options.metrics.choice.quantiles),
-        )
-        if options.rate_limit_resources and not options.rate_limit:
+        where = url(listeners[0], arguments.http_address, "https" if tls else "http")
+        resources = arguments.rate_limit_resource
+        has_rate_limit = arguments.rate_limit == "execution_count"
+        if resources and not has_rate_limit:
             _log.warning("--rate-limit-resource has no effect without --rate-limit execution_count")
-        control_options = ControlOptions(options.model_control_mode, options.load_models, options.repository_poll_s)
+        engine_options = EngineOptions(
+            python_execution=arguments.python_execution or PYTHON_EXECUTION,
+            gpus=_gpus(arguments),
+            strict_readiness=arguments.strict_readiness,
+            rate_limit=tuple(Available(*given) for given in resources) if has_rate_limit else None,
+            cache_bytes=arguments.cache_config,
+            backend_settings=backend_settings(arguments),
+            trace=trace,
+            model_config_name=arguments.model_config_name or "",
+            tells_names=not hides_names((*restrictions, *arguments.grpc_restricted_protocol)),
+            summaries=metrics_shown is not None and bool(metrics_shown.quantiles),
+        )
+        control_options = ControlOptions(
+            arguments.model_control_mode, tuple(dict.fromkeys(arguments.load_model)), arguments.repository_poll_secs
+        )
+        pattern = arguments.http_header_forward_pattern
+        app_options = AppOptions(
+            max_body_bytes=arguments.http_max_input_size,
+            client_memory=ClientMemory(is_allowed=arguments.allow_client_shm),
+            restrictions=restrictions,
+            metrics=metrics_shown,
+            forwarding=Forwarding(pattern, "--http-header-forward-pattern") if pattern else None,
+            log=log_settings,
+        )
         async with (
             open_engine(
                 engine_options,
-                exit_timeout_s=options.exit_timeout_s,
+                exit_timeout_s=exit_timeout_s,
                 deadline=lambda: shutdown.deadline,
                 on_close=_must_be_closed,
             ) as engine,
-            open_control(engine, options.repositories, control_options) as control,
+            open_control(engine, arguments.repositories, control_options) as control,
         ):
-            app_options = _app_options(options, log_settings)
             app = make_app(engine, app_options, control)
-            limits = Limits(max_body_bytes=options.http.max_input_size)
+            limits = Limits(max_body_bytes=arguments.http_max_input_size)
             server = Server(app, limits, HOST, tls, InferRoute(engine, app_options))
             async with trio.open_nursery() as nursery:
                 await nursery.start(server.serve, listeners)
-                metrics = Server(make_metrics_app(engine, options.metrics.choice)) if metrics_listeners else None
+                metrics = Server(make_metrics_app(engine, metrics_shown)) if metrics_listeners else None
                 if metrics is not None:
                     await nursery.start(metrics.serve, metrics_listeners)
                 if grpc_server is not None:
                     await nursery.start(grpc_server.serve, engine, control, app_options.client_memory, log_settings)
-                status = await _load(options, engine, control, shutdown, _progress(), where)
+                status = await _load(arguments.exit_on_error, engine, control, shutdown, where)
                 if status == 0:
                     await shutdown.asked.wait()
                 control.stop()
@@ -168,39 +201,28 @@ async def _run(options: RunOptions, log_settings: LogSettings) -> int:
     return status
 
 
-def _gpus(choice: GpuChoice) -> Gpus:
-    if not choice.is_allowed:
+def _gpus(arguments: argparse.Namespace) -> Gpus:
+    if arguments.gpu == "off":
         return OFF
     found = devices()
-    found.limit(choice.pinned_pool_bytes, choice.gpu_pool_bytes)
+    # The last value for a GPU wins, as on tritonserver.
+    found.limit(arguments.pinned_memory_pool_byte_size, dict(arguments.cuda_memory_pool_byte_size))
     return found.gpus
 
 
-def _metrics_listeners(options: RunOptions) -> list[socket.socket]:
-    if options.metrics.port is None:
+def _metrics_listeners(arguments: argparse.Namespace) -> list[socket.socket]:
+    if arguments.metrics_port is None:
         return []
-    beside = "127.0.0.1" if options.http.address.startswith(UNIX) else options.http.address
-    address = options.metrics.address or beside
-    listeners = listen(address, options.metrics.port, "--metrics-port", "--metrics-address")
+    beside = "127.0.0.1" if arguments.http_address.startswith(UNIX) else arguments.http_address
+    address = arguments.metrics_address or beside
+    listeners = listen(address, arguments.metrics_port, "--metrics-port", "--metrics-address")
     print(f"metrics on {url(listeners[0], address)}/metrics", flush=True)
     return listeners
 
 
-def _app_options(options: RunOptions, log_settings: LogSettings) -> AppOptions:
-    return AppOptions(
-        max_body_bytes=options.http.max_input_size,
-        client_memory=ClientMemory(is_allowed=options.allow_client_shm),
-        restrictions=options.http.restrictions,
-        metrics=options.metrics.choice,
-        forwarding=forwarding_of(options.http.header_forward_pattern, "--http-header-forward-pattern"),
-        log=log_settings,
-    )
-
-
-async def _load(
-    options: RunOptions, engine: Engine, control: Control, shutdown: Shutdown, progress: Progress, where: str
-) -> int:
+async def _load(exit_on_error: bool, engine: Engine, control: Control, shutdown: Shutdown, where: str) -> int:
     """Load all models and print the progress. Returns 0 if the server should continue (or was asked to stop)."""
+    progress = TerminalProgress(sys.stdout) if sys.stdout.isatty() else Progress(sys.stdout)
     try:
         with shutdown.until_asked() as loading, progress:
             failures = await control.start(progress.report)
@@ -210,7 +232,7 @@ async def _load(
         return 0
     if failures:
         _report_failures(failures, len(engine.deployments.entries))
-        if options.exit_on_error:
+        if exit_on_error:
             return _failed("not serving; --exit-on-error false serves the models that did load")
     progress.served(engine.deployments.entries, where)
     print(f"listening on {where}", flush=True)
@@ -264,3 +286,162 @@ def _report_failures(failures: Mapping[str, str], total: int) -> None:
 def _failed(message: str) -> int:
     print("\n".join(f"flowserve: {logs.escape(line)}" for line in message.splitlines()), file=sys.stderr, flush=True)
     return 1
+
+
+# ---------------------------------------------------------------------------------------------- stop signals
+
+
+class Shutdown:
+    """A context in which the first signal sets `asked` and starts the timeout, and the second ends the process at once.
+
+    It uses plain signal handlers rather than trio's receiver, because they also run while a model computes on the event
+    loop.
+    """
+
+    def __init__(self, exit_timeout_s: float, repositories: Sequence[Path]) -> None:
+        self.asked = trio.Event()
+        self.deadline = float("inf")  # on trio's clock, finite after the first signal
+        self._exit_timeout_s = exit_timeout_s
+        self._repositories = [one.resolve() for one in repositories]
+        self._until_asked = trio.CancelScope()
+        self._watchdog: threading.Timer | None = None
+
+    def __enter__(self) -> Self:
+        self._token = trio.lowlevel.current_trio_token()
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+
+    @contextmanager
+    def until_asked(self) -> Iterator[trio.CancelScope]:
+        """A scope that the signal cancels; `cancelled_caught` is true if it did."""
+        with trio.CancelScope() as scope:
+            self._until_asked = scope
+            if self.asked.is_set():
+                scope.cancel()
+            yield scope
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self._watchdog is not None:
+            end_now(128 + number, "second stop signal: ending at once")
+        self._watchdog = threading.Timer(self._exit_timeout_s + GRACE_S, self._overdue)
+        self._watchdog.daemon = True
+        self._watchdog.start()
+        self._token.run_sync_soon(self._ask)
+
+    def _ask(self) -> None:
+        self.deadline = trio.current_time() + self._exit_timeout_s
+        self.asked.set()
+        self._until_asked.cancel()
+
+    def _overdue(self) -> None:
+        where = self._held_at() or "the event loop does not answer"
+        end_now(1, f"not finished within the exit timeout (--exit-timeout-secs): {where}")
+
+    def _held_at(self) -> str:
+        """The innermost line of a model's own code that the event loop's thread executes, "" if there is none."""
+        for frame in reversed(traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])):
+            path = Path(frame.filename).resolve()
+            for repository in self._repositories:
+                if path.is_relative_to(repository):
+                    return f"{path.relative_to(repository)}:{frame.lineno} holds the event loop in {frame.name}()"
+        return ""
+
+
+def end_now(status: int, message: str) -> None:
+    """Write the reason to standard error and end the process, regardless of its threads."""
+    # Not print(): a signal may arrive during one, and a buffered stream is not reentrant.
+    os.write(2, f"flowserve: {message}\n".encode())
+    os._exit(status)
+
+
+# ---------------------------------------------------------------------------------------------- ports
+
+
+def listen(
+    address: str, port: int, option: str = "--http-port", address_option: str = "--http-address"
+) -> list[socket.socket]:
+    """Listening sockets for `address`. `port`, the value of `option`, may be 0: then the system picks one. An address
+    unix:PATH has no port. Raises Invalid with an alternative.
+    """
+    if address.startswith(UNIX):
+        path = address.removeprefix(UNIX)
+        try:
+            return [open_unix_listener(path)]
+        except (OSError, ValueError) as error:
+            reason = error.strerror.lower() if isinstance(error, OSError) and error.strerror else str(error)
+            raise Invalid(f"cannot listen on {address}: {reason}; choose another path") from error
+    try:
+        return open_listeners(address, port)
+    except (OSError, UnicodeError) as error:
+        raise Invalid(f"cannot listen on {address} port {port}: {_reason(error, option, address_option)}") from error
+
+
+def url(listener: socket.socket, address: str, scheme: str = "http") -> str:
+    """The server's URL for a client on this machine."""
+    if address.startswith(UNIX):
+        return address
+    host = f"[{address}]" if ":" in address else address
+    return f"{scheme}://{host}:{listener.getsockname()[1]}"
+
+
+def _reason(error: OSError | UnicodeError, option: str, address_option: str) -> str:
+    if isinstance(error, (socket.gaierror, UnicodeError)):
+        return f"no such address; try {address_option} 127.0.0.1"
+    text = (error.strerror or str(error)).lower()
+    if error.errno == errno.EADDRINUSE:
+        return f"{text}; stop the server that has it, or choose another {option} (0 picks a free one)"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"{text}; ports below 1024 are the administrator's, choose a higher {option}"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{text}; this machine does not have it, try {address_option} 127.0.0.1"
+    return text
+
+
+def open_grpc(arguments: argparse.Namespace) -> GrpcServer | None:
+    """The gRPC server with its port open, which is printed; None if gRPC is not served. Raises Invalid if a requested
+    port cannot be opened.
+    """
+    if not arguments.allow_grpc:
+        return None
+    options = grpc_options(arguments)
+    try:
+        return _bound(arguments, options)
+    except Invalid as error:
+        if arguments.grpc_port is not None or arguments.grpc_address.startswith(UNIX) or options.certificate:
+            raise
+        if not is_installed():
+            _log.info("gRPC is not served: %s", error)
+            return None
+        _log.warning("gRPC is not served: %s. %s", error, _WITHOUT)
+        print(f"gRPC is not served: port {DEFAULT_GRPC_PORT} is not available, the log says why", flush=True)
+        return None
+
+
+def _bound(arguments: argparse.Namespace, options: GrpcOptions) -> GrpcServer:
+    if not is_installed():
+        raise Invalid(NOT_INSTALLED)
+    # Errors reach clients and the log; grpcio would repeat them on standard error.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from flowserve.grpc.server import GrpcServer
+
+    if options.certificate is not None:
+        tls_context(*options.certificate)  # raises a specific error for bad files; grpcio would not
+    if groups := open_over_http(arguments):
+        _log.warning("restricted over gRPC only, not over HTTP: %s; see --http-restricted-api", ", ".join(groups))
+    address, port = arguments.grpc_address, DEFAULT_GRPC_PORT if arguments.grpc_port is None else arguments.grpc_port
+    server = GrpcServer(options)
+    try:
+        taken = server.bind(address, port)
+    except OSError as error:
+        # grpcio does not report the reason; the same attempt without it does.
+        for listener in listen(address, port, "--grpc-port", "--grpc-address"):
+            listener.close()
+        raise Invalid(f"cannot listen on {address} port {port}: {error}") from error
+    print(f"gRPC on {address if address.startswith(UNIX) else f'{address}:{taken}'}", flush=True)
+    return server

@@ -1,7 +1,8 @@
 """Guesses a model's backend from its configuration and the file names in its folder.
 
-Decides which folder names are versions, and the guess, which is Triton's, in its order. Does not read model files, and
-does not know which backends are installed. Callers: `load`, `repository/layout`.
+Decides which folder names are versions, the guess, which is Triton's, in its order, and the hints about Triton's other
+backends. Does not read model files, and does not know which backends are installed. Callers: `load`, `rules`,
+`unsupported`, `repository`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,29 @@ PLATFORM_OF_BACKEND: Final[Mapping[str, str]] = {
     "pytorch": "pytorch_libtorch",
     "tensorflow": "tensorflow_savedmodel",
 }
-BACKENDS_WITH_PLATFORMS: Final = frozenset(PLATFORM_OF_BACKEND)
+
+_EXPORT: Final = "export it: torch.onnx.export(model, inputs, '1/model.onnx', dynamo=True), or call it in a model.py"
+_TENSORRT_LLM: Final = (
+    "its engines are no TensorRT plans: call TensorRT-LLM in a decoupled model.py, or run trtllm-serve beside"
+    " this server"
+)
+# The alternative for each unsupported backend.
+OTHER_BACKENDS: Final[Mapping[str, str]] = {
+    "pytorch": _EXPORT,
+    "libtorch": _EXPORT,
+    "vllm": "call vLLM in a decoupled model.py, an answer for each piece of text, or run `vllm serve` beside this"
+    " server",
+    "tensorrtllm": _TENSORRT_LLM,
+    "tensorrt_llm": _TENSORRT_LLM,
+    "dali": "run the DALI pipeline, or the same steps with numpy and Pillow, in a model.py",
+    "fil": "convert the trees to ONNX (onnxmltools for XGBoost and LightGBM, skl2onnx for scikit-learn), or call their"
+    " library in a model.py",
+    "identity": "write a model.py that answers what it is given, or an ONNX file of Identity nodes",
+    "tensorflow": "convert it to ONNX: pip install tf2onnx, then python -m tf2onnx.convert --saved-model"
+    " 1/model.savedmodel --output 1/model.onnx, and leave `platform` out",
+    "openvino": "serve the ONNX file that the model was converted from: name it model.onnx and leave `backend`"
+    " and `platform` out",
+}
 # The files that Triton looks for in the first version's folder, in its order.
 FILES: Final = (
     ("model.savedmodel", "tensorflow"),
@@ -64,20 +87,17 @@ def fill_backend(message: ModelConfigProto, folder: Path, default_files: Mapping
     if message.backend and not message.platform:
         message.platform = PLATFORM_OF_BACKEND.get(message.backend, "")
     if message.backend and not message.default_model_filename:
-        message.default_model_filename = _default_file(message.backend, default_files)
+        usual = next((file for file, backend in FILES if backend == message.backend), "")
+        message.default_model_filename = default_files.get(message.backend, usual)
 
 
 def _guess(message: ModelConfigProto, folder: Path, default_files: Mapping[str, str]) -> str:
-    candidates = dict(FILES)
-    candidates.update((file, backend) for backend, file in default_files.items())
+    candidates = dict(FILES) | {file: backend for backend, file in default_files.items()}
     named = message.default_model_filename
     if named:
         return next((backend for file, backend in candidates.items() if Path(file).suffix == Path(named).suffix), "")
     present = set(_first_version(folder))
-    for file, backend in candidates.items():
-        if file in present:
-            return backend
-    return message.name.partition(".")[2]
+    return next((backend for file, backend in candidates.items() if file in present), message.name.partition(".")[2])
 
 
 def _first_version(folder: Path) -> Iterator[str]:
@@ -88,9 +108,3 @@ def _first_version(folder: Path) -> Iterator[str]:
             yield from (entry.name for entry in (folder / versions[0]).iterdir())
     except OSError:  # the rule that requires a backend, or the backend itself, reports an unreadable folder
         return
-
-
-def _default_file(backend: str, default_files: Mapping[str, str]) -> str:
-    if backend in default_files:
-        return default_files[backend]
-    return next((file for file, known in FILES if known == backend), "")

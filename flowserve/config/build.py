@@ -7,9 +7,9 @@ mistake in a file is reported with its line, one in JSON with its field. Checks 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final, Literal
 
@@ -25,8 +25,7 @@ Plain = str | int | float | bool
 
 # Parsing stops after this number; a file with more mistakes is not a configuration.
 PROBLEMS_MAX: Final = 100
-TRUE: Final = frozenset({"true", "True", "t", "1"})
-FALSE: Final = frozenset({"false", "False", "f", "0"})
+BOOLS: Final = dict.fromkeys(("true", "True", "t", "1"), True) | dict.fromkeys(("false", "False", "f", "0"), False)
 INTEGER: Final = re.compile(r"-?(0[xX][0-9a-fA-F]+|[0-9]+)")
 INFINITE: Final = re.compile(r"-?(inf|infinity|nan)", re.IGNORECASE)
 
@@ -70,7 +69,8 @@ class Builder:
         for entry in block.entries:
             self._path = prefix + entry.name
             field = self._field(schema, entry)
-            if field is None or self._is_null(entry.value):
+            is_null = isinstance(entry.value, ConfigScalar) and (entry.value.kind, entry.value.text) == ("word", "null")
+            if field is None or (self._is_json and is_null):
                 continue
             if not self._is_clash(field, entry, seen):
                 self._path = prefix + field.name
@@ -84,9 +84,6 @@ class Builder:
             text = f'Message type "{schema.name}" has no field named "{entry.name}"'
             self._problem(entry.at, text, did_you_mean(entry.name, schema.fields))
         return field
-
-    def _is_null(self, value: Value) -> bool:
-        return self._is_json and isinstance(value, ConfigScalar) and value.kind == "word" and value.text == "null"
 
     def _is_clash(self, field: Field, entry: ConfigEntry, seen: dict[str, ConfigEntry]) -> bool:
         """Whether the field, or another member of its oneof, was given before; records a problem."""
@@ -145,7 +142,7 @@ class Builder:
         key_field, value_field = (MESSAGES[field.type].fields[name] for name in ("key", "value"))
         target = getattr(message, field.name)
         for at, key, value in self._pairs(field, entry):
-            plain_key = self._plain(key_field, key, is_key=True)
+            plain_key = self._plain(key_field, key)
             if plain_key is None:
                 continue
             item_path = self._path = f"{path}[{plain_key}]"
@@ -182,19 +179,16 @@ class Builder:
                 member = self._field(schema, pair)
                 if member is not None and not self._is_clash(member, pair, given):
                     given[member.name] = pair
-            key = given.get("key")
-            value_entry = given.get("value")
-            empty = (
-                ConfigScalar(at, "string", "")
-                if schema.fields["key"].kind == "string"
-                else ConfigScalar(at, "number", "0")
-            )
-            yield (key.at if key else at), (key.value if key else empty), (value_entry.value if value_entry else None)
+            is_text = schema.fields["key"].kind == "string"
+            empty = ConfigScalar(at, "string", "") if is_text else ConfigScalar(at, "number", "0")
+            key = given.get("key", ConfigEntry(at, "key", empty))
+            yield key.at, key.value, given["value"].value if "value" in given else None
 
-    def _plain(self, field: Field, value: Value, *, is_key: bool = False) -> Plain | None:
+    def _plain(self, field: Field, value: Value) -> Plain | None:
         """The value as a Python object, or None with a recorded problem."""
         if not isinstance(value, ConfigScalar):
-            self._problem(value.at, f'field "{field.name}" takes a plain value, not a {_noun(value)}')
+            noun = "block" if isinstance(value, ConfigBlock) else "list"
+            self._problem(value.at, f'field "{field.name}" takes a plain value, not a {noun}')
             return None
         try:
             if field.kind == "string":
@@ -205,7 +199,7 @@ class Builder:
                 return self._float(value)
             if field.kind == "enum":
                 return self._enum(field, value)
-            return self._integer(field.kind, value, is_key)
+            return self._integer(field.kind, value)
         except WrongValue as wrong:
             self._problem(value.at, f'field "{field.name}": {wrong}')
             return None
@@ -220,24 +214,18 @@ class Builder:
         return value.text
 
     def _bool(self, value: ConfigScalar) -> bool:
-        if value.kind == "word" or (value.kind == "number" and not self._is_json):
-            if value.text in TRUE:
-                return True
-            if value.text in FALSE:
-                return False
+        is_bool = value.kind == "word" or (value.kind == "number" and not self._is_json)
+        if is_bool and value.text in BOOLS:
+            return BOOLS[value.text]
         raise WrongValue(f"Expected true or false, found {_shown(value)}")
 
     def _float(self, value: ConfigScalar) -> float:
         if value.kind != "string" or self._is_json:
-            if INFINITE.fullmatch(value.text):
-                return float(value.text)
-            try:
-                return float(value.text.rstrip("fF"))
-            except ValueError:
-                pass
+            with suppress(ValueError):
+                return float(value.text if INFINITE.fullmatch(value.text) else value.text.rstrip("fF"))
         raise WrongValue(f"Expected a number, found {_shown(value)}")
 
-    def _integer(self, kind: str, value: ConfigScalar, is_key: bool) -> int:
+    def _integer(self, kind: str, value: ConfigScalar) -> int:
         number: int | None = None
         if value.kind == "number" or (value.kind == "string" and self._is_json):
             number = _json_integer(value.text) if self._is_json else _text_integer(value.text)
@@ -279,13 +267,11 @@ class Builder:
             raise Problems([*self.problems, Problem("more mistakes follow", self._place(at))])
 
 
-def _each(entry: ConfigEntry) -> Iterator[tuple[int, Value]]:
+def _each(entry: ConfigEntry) -> list[tuple[int, Value]]:
     """The values of a repeated field, each with its offset: that of the field's name, or its own in a list."""
     if isinstance(entry.value, ConfigList):
-        for value in entry.value.values:
-            yield value.at, value
-    else:
-        yield entry.at, entry.value
+        return [(value.at, value) for value in entry.value.values]
+    return [(entry.at, entry.value)]
 
 
 def _text_integer(text: str) -> int | None:
@@ -301,19 +287,12 @@ def _text_integer(text: str) -> int | None:
 
 def _json_integer(text: str) -> int | None:
     """An integer in one of JSON's forms: 1, "1", 1.0 or 1e0."""
-    try:
+    with suppress(ValueError):
         return int(text)
-    except ValueError:
-        pass
-    try:
+    with suppress(ValueError):
         number = float(text)
-    except ValueError:
-        return None
-    return int(number) if math.isfinite(number) and number.is_integer() else None
-
-
-def _noun(value: ConfigBlock | ConfigList) -> str:
-    return "block" if isinstance(value, ConfigBlock) else "list"
+        return int(number) if number.is_integer() else None
+    return None
 
 
 def _shown(value: ConfigScalar) -> str:

@@ -10,18 +10,18 @@ both are in the backend's `Completion`. Callers: `load`, the load API.
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableSequence, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal, cast
 
-from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.model_config_pb2 import DataType, ModelInput, ModelInstanceGroup, ModelOutput
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.suggest import did_you_mean
-from flowserve.config.types import Completion, ModelConfig, SourceMap
+from flowserve.config.types import NO_GPUS, Completion, Gpus, ModelConfig, SourceMap
 from flowserve.errors import Problem
-from flowserve.values import TensorSpec
+from flowserve.values import TensorSpec, fits, shape_text
 
 TensorSide = Literal["input", "output"]
+Tensor = ModelInput | ModelOutput
 RULE: Final = "M90"
 # Backends whose models write their own configuration, and so may extend the user's.
 AUTHORS: Final = frozenset({"python"})
@@ -32,13 +32,11 @@ SEQUENCE_IDLE_DEFAULT_US: Final = 1_000_000
 
 def merge(message: ModelConfigProto, completion: Completion, source: SourceMap) -> list[Problem]:
     """Fill `message` in place. Returns every contradiction."""
-    both_given = _is_whole(message.input) and _is_whole(message.output)
-    merger = _Merger(message, completion, source, both_given)
+    merger = _Merger(message, completion, source, _is_whole(message.input) and _is_whole(message.output))
     about_batches = [*merger.batch_size()]
     about_tensors = [*merger.tensors("input"), *merger.tensors("output")]
     merger.policies()
-    problems = about_batches or about_tensors  # a wrong batch size shifts every dimension, so report only that
-    return [replace(problem, rule=RULE) for problem in problems]
+    return about_batches or about_tensors  # a wrong batch size shifts every dimension, so report only that
 
 
 @dataclass(slots=True)
@@ -59,20 +57,15 @@ class _Merger:
             return
         if self._is_author:
             if m.max_batch_size > theirs:
-                yield self._problem(
-                    "max_batch_size",
+                text = (
                     f"configuration specified max_batch_size {m.max_batch_size}, but in auto-complete-config function"
-                    f" for model {m.name} specified max_batch_size {theirs}",
                 )
+                yield self._problem("max_batch_size", f"{text} for model {m.name} specified max_batch_size {theirs}")
             m.max_batch_size = max(m.max_batch_size, theirs)
         elif m.max_batch_size > 0 and theirs == 0:
-            yield self._problem(
-                "max_batch_size",
-                f"autofill failed for model '{m.name}': model does not support batching while non-zero max_batch_size"
-                " is specified",
-                "every input and output of the model's file needs a first dimension that varies; or write"
-                " max_batch_size: 0",
-            )
+            text = f"autofill failed for model '{m.name}': model does not support batching while non-zero"
+            hint = "every input and output of the model's file needs a first dimension that varies; or write"
+            yield self._problem("max_batch_size", f"{text} max_batch_size is specified", f"{hint} max_batch_size: 0")
         elif "max_batch_size" not in self.source.places and not self.both_given:
             m.max_batch_size = theirs
 
@@ -80,7 +73,7 @@ class _Merger:
         theirs = self.completion.inputs if side == "input" else self.completion.outputs
         if theirs is None:
             return
-        ours: Sequence[ModelInput | ModelOutput] = self.message.input if side == "input" else self.message.output
+        ours: Sequence[Tensor] = self.message.input if side == "input" else self.message.output
         given = {tensor.name: index for index, tensor in enumerate(ours)}
         if not given:
             for spec in theirs:
@@ -102,9 +95,7 @@ class _Merger:
         if wants_batcher and m.WhichOneof("scheduling_choice") is None and (self._is_author or not self.both_given):
             m.dynamic_batching.SetInParent()
 
-    def _unknown(
-        self, side: TensorSide, ours: Sequence[ModelInput | ModelOutput], theirs: Sequence[TensorSpec]
-    ) -> Iterator[Problem]:
+    def _unknown(self, side: TensorSide, ours: Sequence[Tensor], theirs: Sequence[TensorSpec]) -> Iterator[Problem]:
         """Names that only one side knows. A model may have more outputs than the configuration, but not more inputs."""
         if self._is_author:
             return
@@ -119,95 +110,69 @@ class _Merger:
         missing = [spec.name for spec in theirs if spec.name not in given and not spec.optional]
         if side == "input" and missing:
             want = sum(not spec.optional for spec in theirs)
-            text = (
-                f"unable to load model '{self.message.name}', configuration expects {len(ours)} inputs, model provides"
-            )
-            yield self._problem("input", f"{text} {want}", f"missing in the configuration: {', '.join(missing)}")
+            text = f"unable to load model '{self.message.name}', configuration expects {len(ours)} inputs, model"
+            hint = f"missing in the configuration: {', '.join(missing)}"
+            yield self._problem("input", f"{text} provides {want}", hint)
 
-    def _join(
-        self, side: TensorSide, index: int, ours: ModelInput | ModelOutput, spec: TensorSpec
-    ) -> Iterator[Problem]:
+    def _join(self, side: TensorSide, index: int, ours: Tensor, spec: TensorSpec) -> Iterator[Problem]:
         path, name = f"{side}[{index}]", self.message.name
         if not ours.data_type:
             ours.data_type = _data_type(spec)
         elif ours.data_type != spec.dtype.number:
-            wanted = DataType.Name(ours.data_type)
-            yield self._problem(
-                f"{path}.data_type",
-                f"unable to load model '{name}', {side} '{spec.name}' is {wanted} in the configuration, but the model"
-                f" provides {spec.dtype.config_name}",
-            )
+            text = f"unable to load model '{name}', {side} '{spec.name}' is {DataType.Name(ours.data_type)} in the"
+            text = f"{text} configuration, but the model provides {spec.dtype.config_name}"
+            yield self._problem(f"{path}.data_type", text)
         if not ours.dims:
             self._set_dims(ours, spec)
             return
         seen = ours.reshape.shape if ours.HasField("reshape") else ours.dims
-        written = [-1, *seen] if self.message.max_batch_size > 0 else [*seen]
+        batches = self.message.max_batch_size > 0
+        written = (-1, *seen) if batches else (*seen,)
         model = self._full_dims(spec)
-        if not _fits(written, model):
-            yield self._problem(
-                f"{path}.dims",
-                f"model '{name}', tensor '{spec.name}': the model expects {len(model)} dimensions (shape"
-                f" {_shape(model)}) but the model configuration specifies {len(written)} dimensions (shape"
-                f" {_shape(written)})",
-                "an initial batch dimension is counted because max_batch_size > 0"
-                if self.message.max_batch_size > 0
-                else "",
-            )
+        is_single_value = written == (1,) and model == ()  # without batching
+        if not (is_single_value or fits(written, model)):
+            theirs, stated = (f"{len(dims)} dimensions (shape {shape_text(dims)})" for dims in (model, written))
+            text = f"model '{name}', tensor '{spec.name}': the model expects {theirs} but the model configuration"
+            hint = "an initial batch dimension is counted because max_batch_size > 0" if batches else ""
+            yield self._problem(f"{path}.dims", f"{text} specifies {stated}", hint)
 
-    def _full_dims(self, spec: TensorSpec) -> list[int]:
+    def _full_dims(self, spec: TensorSpec) -> tuple[int, ...]:
         """The full shape in the model's file: a completion omits the batch dimension if the model batches."""
-        dims = list(spec.dims if spec.reshape is None else spec.reshape)
-        return [-1, *dims] if self._leaves_batch_out else dims
-
-    @property
-    def _leaves_batch_out(self) -> bool:
+        dims = spec.dims if spec.reshape is None else spec.reshape
         theirs = self.completion.max_batch_size
-        return (self.message.max_batch_size if theirs is None else theirs) > 0
+        leaves_batch_out = (self.message.max_batch_size if theirs is None else theirs) > 0
+        return (-1, *dims) if leaves_batch_out else dims
 
     def _add(self, side: TensorSide, spec: TensorSpec) -> None:
+        tensor: Tensor
         if side == "input":
-            given = self.message.input.add(name=spec.name, optional=spec.optional, allow_ragged_batch=spec.ragged)
-            given.data_type = _data_type(spec)
-            self._set_dims(given, spec)
+            tensor = self.message.input.add(name=spec.name, optional=spec.optional, allow_ragged_batch=spec.ragged)
         else:
-            made = self.message.output.add(name=spec.name, label_filename=spec.labels)
-            made.data_type = _data_type(spec)
-            self._set_dims(made, spec)
+            tensor = self.message.output.add(name=spec.name, label_filename=spec.labels)
+        tensor.data_type = _data_type(spec)
+        self._set_dims(tensor, spec)
 
-    def _set_dims(self, tensor: ModelInput | ModelOutput, spec: TensorSpec) -> None:
+    def _set_dims(self, tensor: Tensor, spec: TensorSpec) -> None:
         """Scalars have dims [1] for clients; with batching they are reshaped to [] for the model, as on Triton."""
         batches = self.message.max_batch_size > 0
-        if spec.reshape is None:
-            dims = self._full_dims(spec)[1:] if batches and self._leaves_batch_out else self._full_dims(spec)
-        else:
-            dims = list(spec.dims)
+        dims = spec.dims if batches or spec.reshape is not None else self._full_dims(spec)
+        if spec.reshape is not None:
             tensor.reshape.shape.extend(spec.reshape)
-        tensor.dims.extend(dims or [1])
+        tensor.dims.extend(dims or (1,))
         if not dims and batches:
             tensor.reshape.SetInParent()
 
     def _problem(self, path: str, message: str, hint: str = "") -> Problem:
-        return Problem(message, self.source.place(path), hint=hint)
+        return Problem(message, self.source.place(path), RULE, hint)
 
 
-def _is_whole(tensors: Sequence[ModelInput | ModelOutput]) -> bool:
+def _is_whole(tensors: Sequence[Tensor]) -> bool:
     """Whether these tensors need no completion."""
     return bool(tensors) and all(tensor.data_type and tensor.dims for tensor in tensors)
 
 
-def _fits(written: Sequence[int], model: Sequence[int]) -> bool:
-    """Whether the written shape matches every dimension that the model fixes."""
-    if not model and list(written) == [1]:  # a single value without batching
-        return True
-    return len(written) == len(model) and all(b in (-1, a) for a, b in zip(written, model, strict=True))
-
-
 def _data_type(spec: TensorSpec) -> DataType:
     return cast("DataType", spec.dtype.number)
-
-
-def _shape(dims: Sequence[int]) -> str:
-    return "[" + ",".join(map(str, dims)) + "]"
 
 
 # ---------------------------------------------------------------------------------------------- defaults
@@ -227,7 +192,9 @@ def fill_defaults(message: ModelConfigProto, completion: Completion | None = Non
     if message.HasField("ensemble_scheduling"):
         message.model_transaction_policy.decoupled = False  # an ensemble's own flag has no meaning; its steps decide
     else:
-        _fill_pinned_memory(message)
+        for name in ("input_pinned_memory", "output_pinned_memory"):
+            if not message.optimization.HasField(name):
+                getattr(message.optimization, name).enable = True
         _fill_instance_groups(message, completion or Completion(), gpus)
 
 
@@ -245,12 +212,6 @@ def forget_defaults(message: ModelConfigProto, served: ModelConfig) -> None:
 def _prefer_the_largest(sizes: MutableSequence[int], max_batch_size: int) -> None:
     if not sizes and max_batch_size > 0:
         sizes.append(max_batch_size)
-
-
-def _fill_pinned_memory(message: ModelConfigProto) -> None:
-    for name in ("input_pinned_memory", "output_pinned_memory"):
-        if not message.optimization.HasField(name):
-            getattr(message.optimization, name).enable = True
 
 
 def _fill_instance_groups(message: ModelConfigProto, completion: Completion, gpus: Gpus) -> None:

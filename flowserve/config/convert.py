@@ -6,8 +6,8 @@ run. Does not check anything. Callers: `load`, the load API.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
@@ -15,7 +15,7 @@ from flowserve.config.model_config_pb2 import BatchInput as BatchInputProto
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.model_config_pb2 import ModelInput, ModelInstanceGroup, ModelOutput, ModelQueuePolicy, ModelWarmup
 from flowserve.config.model_config_pb2 import ModelSequenceBatching as SequenceProto
-from flowserve.config.schema import MESSAGES, MODEL_CONFIG, Message
+from flowserve.config.schema import MESSAGES, MODEL_CONFIG, Field
 from flowserve.config.types import (
     BatchInput,
     BatchOutput,
@@ -54,7 +54,11 @@ def to_config(message: ModelConfigProto, source: SourceMap) -> ModelConfig:
         ensemble=_ensemble(message),
         instance_groups=tuple(_instance_group(group) for group in message.instance_group),
         batch_inputs=_batch_inputs(message),
-        batch_outputs=_batch_outputs(message),
+        batch_outputs=tuple(
+            BatchOutput(tuple(made.target_name), source)
+            for made in message.batch_output
+            for source in made.source_input
+        ),
         warmup=tuple(_warmup_sample(sample) for sample in message.model_warmup),
         default_model_filename=message.default_model_filename,
         parameters={key: message.parameters[key].string_value for key in message.parameters},
@@ -69,27 +73,17 @@ def to_json(message: ModelConfigProto) -> dict[str, Any]:
     enumerations by name, 64-bit integers as numbers.
     """
     printed = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    return _with_numbers(printed, MODEL_CONFIG)
+    return {name: _with_numbers(value, MODEL_CONFIG.fields[name]) for name, value in printed.items()}
 
 
-def _with_numbers(printed: Mapping[str, Any], schema: Message) -> dict[str, Any]:
+def _with_numbers(value: Any, field: Field) -> Any:
     """Turn the strings that protobuf prints for 64-bit integers (for JavaScript) into numbers, as clients expect."""
-    result: dict[str, Any] = {}
-    for name, value in printed.items():
-        field = schema.fields[name]
-        if field.is_map:
-            inner = MESSAGES[field.type].fields["value"]
-            is_message = inner.kind == "message"
-            pairs = cast("Mapping[str, Any]", value).items()
-            result[name] = {k: _with_numbers(v, MESSAGES[inner.type]) if is_message else v for k, v in pairs}
-        elif field.kind == "message":
-            values = [_with_numbers(v, MESSAGES[field.type]) for v in (value if field.is_repeated else [value])]
-            result[name] = values if field.is_repeated else values[0]
-        elif field.kind in ("int64", "uint64"):
-            result[name] = [int(v) for v in value] if field.is_repeated else int(value)
-        else:
-            result[name] = value
-    return result
+    if isinstance(value, list):
+        return [_with_numbers(one, field) for one in value]
+    if field.kind == "message":
+        fields = MESSAGES[field.type].fields
+        return {name: _with_numbers(one, fields["value" if field.is_map else name]) for name, one in value.items()}
+    return int(value) if field.kind in ("int64", "uint64") else value
 
 
 def _specs(tensors: Iterable[ModelInput | ModelOutput]) -> tuple[TensorSpec, ...]:
@@ -122,11 +116,6 @@ def _batch_inputs(message: ModelConfigProto) -> tuple[BatchInput, ...]:
     )
 
 
-def _batch_outputs(message: ModelConfigProto) -> tuple[BatchOutput, ...]:
-    made = message.batch_output
-    return tuple(BatchOutput(tuple(each.target_name), source) for each in made for source in each.source_input)
-
-
 def _warmup_sample(sample: ModelWarmup) -> WarmupSample:
     return WarmupSample(
         name=sample.name,
@@ -148,11 +137,8 @@ def _warmup_sample(sample: ModelWarmup) -> WarmupSample:
 def _version_policy(message: ModelConfigProto) -> VersionPolicy:
     policy = message.version_policy
     choice = policy.WhichOneof("policy_choice")
-    if choice == "all":
-        return VersionPolicy(latest=0, all=True)
-    if choice == "specific":
-        return VersionPolicy(latest=0, specific=tuple(policy.specific.versions))
-    return VersionPolicy(latest=policy.latest.num_versions if choice else 1)
+    latest = policy.latest.num_versions if choice else 1  # 0 unless it is the choice
+    return VersionPolicy(latest, all=choice == "all", specific=tuple(policy.specific.versions))
 
 
 def _dynamic_batching(message: ModelConfigProto) -> DynamicBatching | None:

@@ -2,8 +2,14 @@
 
 Decides the order: `read_draft` reads the user's file and guesses the backend; the caller asks that backend for the
 declarations in the model's own files; `validate` merges both, checks all rules and applies the defaults. It also keeps
-the places of configurations that this process generated from Python code, so that messages name the user's line. Does
-not read model files. Callers: `repository`, `authoring`.
+the places of configurations that this process generated from Python code, so that messages name the user's line.
+
+Decides too which problems are suppressed as consequences of other mistakes, by the fields that determine the validity
+of others. A mistake in one of those causes further ones (a wrong max_batch_size shifts every dimension); a mistake in
+any other field does not affect the rest, so that all independent mistakes are reported in one run. An omitted field
+counts as determining, because its intended value is unknown.
+
+Does not read model files. Callers: `repository`, `authoring`, `runtime`.
 """
 
 from __future__ import annotations
@@ -11,46 +17,88 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
 from flowserve.config.backends import fill_backend
 from flowserve.config.complete import fill_defaults, gpus_to_cpu, merge
 from flowserve.config.convert import to_config
-from flowserve.config.error_cascade import broken_fields, independent_problems
-from flowserve.config.instances import NO_GPUS, Gpus
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
-from flowserve.config.parse import Parsed, parse, read_text
-from flowserve.config.rules import find_problems
-from flowserve.config.rules.subject import RuleInput
-from flowserve.config.types import Completion, ModelConfig, SourceMap
-from flowserve.config.unsupported import UNSUPPORTED, ignored_fields, refuse_backend
+from flowserve.config.parse import Parsed, field_of, parse, read_text
+from flowserve.config.rules import Rule, RuleInput, batching, model, tensors
+from flowserve.config.schema import MODEL_CONFIG
+from flowserve.config.types import NO_GPUS, Completion, Gpus, ModelConfig, SourceMap
+from flowserve.config.unsupported import ignored_fields, refusals
 from flowserve.errors import Place, Problem, Problems
 
 log = logging.getLogger("flowserve.config")
 
 CONFIG_FILE: Final = "config.pbtxt"
 VARIANTS: Final = "configs"  # the folder of named configurations
+UNWRITTEN: Final = ""
+DETERMINING: Final = frozenset(
+    {
+        UNWRITTEN,
+        "platform",
+        "backend",
+        "max_batch_size",
+        "input",
+        "output",
+        "batch_input",
+        "batch_output",
+        "sequence_batching",
+        "ensemble_scheduling",
+        "default_model_filename",
+    }
+)
+INDEPENDENT: Final = frozenset({"name", "version_policy"})  # their rules read no other field
+DEPENDS_ON_BACKEND: Final = frozenset({"instance_group", "parameters"})  # their rules read only the backend besides
+
+RULES: Final[Sequence[Rule]] = (
+    model.name,
+    model.backend_is_known,
+    model.platform_fits_backend,
+    model.batch_size_and_versions,
+    model.instance_groups,
+    model.execution,
+    model.other_parameters,
+    model.model_files,
+    model.metrics,
+    model.response_cache,
+    model.ensemble,
+    tensors.declarations,
+    tensors.reshapes,
+    tensors.tensorrt_tensors,
+    tensors.unique_names,
+    tensors.model_outputs,
+    tensors.batch_inputs,
+    tensors.batch_outputs,
+    tensors.whole_batches,
+    tensors.warmup,
+    batching.preferred_sizes,
+    batching.priorities,
+    batching.control_tensors,
+    batching.slot_utilization,
+    batching.server_inputs,
+    batching.states,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """The user's configuration of one model folder, mistakes included, before completion from the model's own files.
 
-    `name` is the folder's name. `backend` is "" for ensembles and if it is unknown. `preliminary` is the unchecked
-    configuration for `Backend.complete`. `backends` are the available ones.
+    `preliminary` is the unchecked configuration for `Backend.complete`; its `backend` is "" for ensembles and if it is
+    unknown. `backends` are the available ones.
     """
 
-    name: str
     folder: Path
-    source: SourceMap
-    message: ModelConfigProto
-    backend: str
+    parsed: Parsed
     preliminary: ModelConfig
     backends: frozenset[str]
-    parsed: Parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +122,9 @@ def read_draft(folder: Path, repository: Path, default_files: Mapping[str, str],
     """
     home = folder.relative_to(repository).as_posix()
     named = (f"{VARIANTS}/{config_name}.pbtxt",) if config_name else ()
-    found = next((name for name in (*named, CONFIG_FILE) if _is_there(folder / name)), None)
+    # A broken link is a mistake, not a missing file.
+    present = (name for name in (*named, CONFIG_FILE) if (folder / name).exists() or (folder / name).is_symlink())
+    found = next(present, None)
     if found is not None:
         file = f"{home}/{found}"
         parsed = parse(read_text(folder / found, file), file)
@@ -84,25 +134,12 @@ def read_draft(folder: Path, repository: Path, default_files: Mapping[str, str],
     return draft_of(parsed, folder, default_files)
 
 
-def _is_there(path: Path) -> bool:
-    return path.exists() or path.is_symlink()  # a broken link is a mistake, not a missing file
-
-
 def draft_of(parsed: Parsed, folder: Path, default_files: Mapping[str, str]) -> Draft:
     """The draft of a parsed configuration, whose message it takes over."""
-    message, source = parsed.message, parsed.source
+    message = parsed.message
     message.name = message.name or folder.name
     fill_backend(message, folder, default_files)
-    return Draft(
-        name=folder.name,
-        folder=folder,
-        source=source,
-        message=message,
-        backend=message.backend,
-        preliminary=to_config(message, source),
-        backends=frozenset(default_files),
-        parsed=parsed,
-    )
+    return Draft(folder, parsed, to_config(message, parsed.source), frozenset(default_files))
 
 
 def finish(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) -> ModelConfig:
@@ -117,27 +154,42 @@ def validate(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) 
     """Complete and check a draft. `completion` has the declarations of the model's own files, None for ensembles.
     `gpus` are those available to the model's instances.
     """
-    message = ModelConfigProto()
-    message.CopyFrom(draft.message)
+    message, source = ModelConfigProto(), draft.parsed.source
+    message.CopyFrom(draft.parsed.message)
     if gpus.is_off:
         for group in gpus_to_cpu(message):
-            log.warning("%s: instance group %s runs on the CPU instead of a GPU (--gpu=off)", draft.source.file, group)
+            log.warning("%s: instance group %s runs on the CPU instead of a GPU (--gpu=off)", source.file, group)
     uses_gpus = completion is None or completion.gpu_instance_count > 0
-    subject = RuleInput(message, draft.source, draft.name, draft.folder, gpus, uses_gpus)
-    problems = merge(message, completion, draft.source) if completion else []
+    subject = RuleInput(message, source, draft.folder, gpus, uses_gpus)
+    problems = merge(message, completion, source) if completion else []
     problems += find_problems(subject)
-    problems += find_problems(subject, UNSUPPORTED)
-    problems += refuse_backend(subject, draft.backends)
-    broken = draft.parsed.broken | broken_fields(problems, draft.source)
+    problems += refusals(subject, draft.backends)
+    broken = draft.parsed.broken | broken_fields(problems, source)
     if draft.parsed.problems:
-        problems = [*draft.parsed.problems, *independent_problems(problems, draft.source, draft.parsed.broken)]
-    ignored = [*ignored_fields(message, draft.source)]
+        problems = [*draft.parsed.problems, *independent_problems(problems, source, draft.parsed.broken)]
+    ignored = [*ignored_fields(message, source)]
     fill_defaults(message, completion, gpus)
-    return Validated(to_config(message, draft.source), _in_order(problems), broken, ignored)
+    problems.sort(key=lambda problem: problem.place or Place(""))
+    return Validated(to_config(message, source), problems, broken, ignored)
 
 
-def _in_order(problems: list[Problem]) -> list[Problem]:
-    return sorted(problems, key=lambda problem: problem.place or Place(""))
+def can_check_others(fields: Iterable[str]) -> bool:
+    """Whether the other fields can be checked despite mistakes in these fields."""
+    return DETERMINING.isdisjoint(fields)
+
+
+def broken_fields(problems: Iterable[Problem], source: SourceMap) -> set[str]:
+    """The top-level fields in which rules found mistakes, by the places of the problems."""
+    fields = {place: field_of(path) for path, place in source.places.items()}
+    return {fields.get(problem.place, UNWRITTEN) if problem.place else UNWRITTEN for problem in problems}
+
+
+def independent_problems(problems: Iterable[Problem], source: SourceMap, broken: Collection[str]) -> list[Problem]:
+    """The problems in fields other than the `broken` ones that are no consequence of these."""
+    fields = {*MODEL_CONFIG.fields}.difference(broken)
+    if not can_check_others(broken):
+        fields &= INDEPENDENT | DEPENDS_ON_BACKEND if {"backend", "platform"}.isdisjoint(broken) else INDEPENDENT
+    return [problem for problem in problems if broken_fields([problem], source) <= fields]
 
 
 _sources: dict[str, SourceMap] = {}  # by the real path of a model's folder
@@ -156,3 +208,8 @@ def authored(folder: Path, read: SourceMap) -> SourceMap:
     if source is None:
         return read
     return SourceMap(source.file, {path: source.place(path) for path in read.places})
+
+
+def find_problems(subject: RuleInput) -> list[Problem]:
+    """Every violation of every rule, by rule."""
+    return sorted(chain.from_iterable(rule(subject) for rule in RULES), key=lambda problem: int(problem.rule[1:]))

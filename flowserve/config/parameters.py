@@ -1,7 +1,7 @@
 """Keys of `parameters {}` that flowserve itself reads: admission limits, Python environments, CPU inputs.
 
 Decides the names of these parameters and their valid values. Does not know their effect (`runtime/admission`,
-`repository/environment`). Callers: `rules`, `ignored`, `repository`, `runtime`, test tools.
+`repository/read`). Callers: `rules`, `ignored`, `repository`, `runtime`, test tools.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from google.protobuf import text_format
 from google.protobuf.json_format import MessageToDict
 
 from flowserve.config.build import Builder, Format
-from flowserve.config.error_cascade import field_of
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.schema import MODEL_CONFIG
+from flowserve.config.suggest import nearest
 from flowserve.config.syntax import Text, parse_json, parse_pbtxt
 from flowserve.config.types import SourceMap
 from flowserve.errors import Place, Problem, Problems
@@ -69,6 +69,12 @@ def parse(text: str, file: str, format: Format = "pbtxt") -> Parsed:  # noqa: A0
     return Parsed(message, SourceMap(file, builder.places), tuple(problems), frozenset(map(field_of, builder.broken)))
 
 
+def field_of(path: str) -> str:
+    """The top-level field of a path; an unknown name counts as the most similar field."""
+    name = path.partition(".")[0].partition("[")[0]
+    return name if name in MODEL_CONFIG.fields else nearest(name, MODEL_CONFIG.fields) or name
+
+
 def read_text(path: Path, file: str) -> str:
     """A configuration file's text. Raises `Problems` if it cannot be read, is too large, or is not UTF-8."""
     try:
@@ -77,8 +83,7 @@ def read_text(path: Path, file: str) -> str:
         with path.open("rb") as stream:
             raw = stream.read(SIZE_MAX_BYTES + 1)
     except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise Problems([Problem(f"cannot be read: {reason}", Place(file))]) from None
+        raise Problems([Problem(f"cannot be read: {error.strerror or type(error).__name__}", Place(file))]) from None
     if len(raw) > SIZE_MAX_BYTES:
         raise Problems([_too_large(file)])
     try:

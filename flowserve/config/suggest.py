@@ -23,8 +23,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     small = {one.casefold(): one for one in names}
     if close := difflib.get_close_matches(name.casefold(), small, n=1):
         return small[close[0]]
-    longer = (one for one in names if len(name) >= BEGINNING_MIN and one.startswith(name))
-    return next(longer, "")
+    return next((one for one in names if len(name) >= BEGINNING_MIN and one.startswith(name)), "")
 
 
 def did_you_mean(name: str, known: Iterable[str], quote: str = '"') -> str:

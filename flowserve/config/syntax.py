@@ -61,11 +61,7 @@ class Text:
     def __init__(self, text: str, file: str) -> None:
         self.text = text
         self.file = file
-        self._line_starts = [0]
-        start = text.find("\n")
-        while start >= 0:
-            self._line_starts.append(start + 1)
-            start = text.find("\n", start + 1)
+        self._line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
 
     def place(self, at: int) -> Place:
         line = bisect_right(self._line_starts, at)
@@ -93,7 +89,8 @@ TOKEN: Final = re.compile(
     re.VERBOSE,
 )
 ESCAPE: Final = re.compile(
-    r"\\(?:(?P<octal>[0-7]{1,3})|[xX](?P<hex>[0-9a-fA-F]{1,2})|u(?P<u>[0-9a-fA-F]{4})|U(?P<U>[0-9a-fA-F]{8})|(?P<one>.))"
+    rb"\\(?:(?P<octal>[0-7]{1,3})|[xX](?P<hex>[0-9a-fA-F]{1,2})|u(?P<u>[0-9a-fA-F]{4})|U(?P<U>[0-9a-fA-F]{8})"
+    rb"|(?P<one>[\x80-\xff]+|.))"
 )
 ESCAPES: Final = dict(zip("abfnrtv\\'\"?", "\a\b\f\n\r\t\v\\'\"?", strict=True))
 CLOSING: Final = {"{": "}", "<": ">"}
@@ -107,7 +104,7 @@ JUNK: Final = {"=": 'a value stands behind ":"', "/": 'a comment begins with "#"
 
 def parse_pbtxt(text: Text) -> ConfigBlock:
     """The tree of a whole file. Raises `Problems` with the place of the first syntax error."""
-    return _PbtxtParser(text).file()
+    return ConfigBlock(0, _PbtxtParser(text).entries(END))
 
 
 class _PbtxtParser:
@@ -121,9 +118,6 @@ class _PbtxtParser:
         self._depth = 0
         self._lists = 0  # number of open lists
         self._advance()
-
-    def file(self) -> ConfigBlock:
-        return ConfigBlock(0, self._entries(END))
 
     def _advance(self) -> None:
         source, at = self._text.text, self._next_at
@@ -154,8 +148,7 @@ class _PbtxtParser:
         self._text.fail(self._at, f"unexpected character {character!r}", hint)
 
     def _merge(self) -> str:
-        is_one = MERGE.match(self._text.text, self._at)
-        return "this line is of a merge that was left with conflicts" if is_one else ""
+        return "this line is of a merge that was left with conflicts" if MERGE.match(self._text.text, self._at) else ""
 
     def _accept(self, kind: str) -> bool:
         if self._kind != kind:
@@ -167,7 +160,7 @@ class _PbtxtParser:
         found = "the end of the file" if self._kind == END else self._value
         self._text.fail(self._at, f"Expected {what}, found {found}", hint)
 
-    def _entries(self, closing: str, opened_at: int = 0) -> tuple[ConfigEntry, ...]:
+    def entries(self, closing: str, opened_at: int = 0) -> tuple[ConfigEntry, ...]:
         entries = []
         while not self._accept(closing) if closing != END else self._kind != END:
             entries.append(self._entry(closing, opened_at))
@@ -213,7 +206,7 @@ class _PbtxtParser:
         if self._depth > DEPTH_MAX:
             self._text.too_deep(at)
         self._advance()
-        entries = self._entries(closing, at)
+        entries = self.entries(closing, at)
         self._depth -= 1
         return ConfigBlock(at, entries)
 
@@ -243,36 +236,26 @@ class _PbtxtParser:
         sign = "-" if self._accept("-") else ""
         if self._kind not in ("number", "word"):
             self._expected("a value")
-        kind, text = self._kind, sign + self._value
+        scalar = ConfigScalar(at, "number" if self._kind == "number" else "word", sign + self._value)
         self._advance()
-        return ConfigScalar(at, "number" if kind == "number" else "word", text)
+        return scalar
 
     def _strings(self) -> str:
         """Adjacent strings are concatenated; their escapes may together encode UTF-8 bytes."""
         at, raw = self._at, bytearray()
         while self._kind == "string":
-            raw += self._unescaped(self._value[1:-1])
+            raw += ESCAPE.sub(self._escape, self._utf8(self._value[1:-1]))
             self._advance()
         try:
             return raw.decode()
         except UnicodeDecodeError:
             self._text.fail(at, "string is not valid UTF-8 after its escapes are resolved")
 
-    def _unescaped(self, body: str) -> bytes:
-        if "\\" not in body:
-            return self._utf8(body)
-        raw, end = bytearray(), 0
-        for match in ESCAPE.finditer(body):
-            raw += self._utf8(body[end : match.start()])
-            raw += self._escape(match)
-            end = match.end()
-        return bytes(raw + self._utf8(body[end:]))
-
-    def _escape(self, match: re.Match[str]) -> bytes:
-        kind, digits = match.lastgroup, match.group(match.lastgroup or 0)
+    def _escape(self, match: re.Match[bytes]) -> bytes:
+        kind, digits = match.lastgroup, match.group(match.lastgroup or 0).decode()
         if kind == "one":
             if digits not in ESCAPES:
-                self._text.fail(self._at, f"Invalid escape sequence \\{digits} in a string")
+                self._text.fail(self._at, f"Invalid escape sequence \\{digits[0]} in a string")
             return ESCAPES[digits].encode()
         code = int(digits, 8 if kind == "octal" else 16)
         if kind in ("octal", "hex"):
@@ -301,12 +284,10 @@ JSON_PLAIN: Final = re.compile(
 def parse_json(text: Text) -> ConfigBlock:
     """The tree of a whole document, which must be an object. Raises `Problems` with the place of a syntax error."""
     parser = _JsonParser(text)
-    parser.skip()
     value = parser.value(1)
     if not isinstance(value, ConfigBlock):
         text.fail(value.at, "a configuration in JSON is an object: it begins with {")
-    parser.skip()
-    if parser.at < len(text.text):
+    if parser.peek():
         text.fail(parser.at, "unexpected text after the end of the object")
     return value
 
@@ -319,15 +300,16 @@ class _JsonParser:
         self._text = text
         self._source = text.text
 
-    def skip(self) -> None:
+    def peek(self) -> str:
+        """Advance over white space. The next character, "" at the end."""
         match = JSON_SPACE.match(self._source, self.at)
         self.at = match.end() if match else self.at
+        return self._source[self.at : self.at + 1]
 
     def value(self, depth: int) -> Value:
-        at = self.at
+        character, at = self.peek(), self.at
         if depth > DEPTH_MAX:
             self._text.too_deep(at)
-        character = self._source[at : at + 1]
         if character == '"':
             return ConfigScalar(at, "string", self._string())
         if character == "{":
@@ -343,15 +325,12 @@ class _JsonParser:
     def _object(self, depth: int) -> ConfigBlock:
         at, entries = self.at, list[ConfigEntry]()
         while self._more("}", first=not entries):
-            name_at = self.at
-            if self._source[self.at : self.at + 1] != '"':
+            if self.peek() != '"':
                 self._text.fail(self.at, 'Expected a field name in double quotes or "}"')
-            name = self._string()
-            self.skip()
-            if self._source[self.at : self.at + 1] != ":":
+            name_at, name = self.at, self._string()
+            if self.peek() != ":":
                 self._text.fail(self.at, 'Expected ":"')
             self.at += 1
-            self.skip()
             entries.append(ConfigEntry(name_at, name, self.value(depth + 1)))
         return ConfigBlock(at, tuple(entries))
 
@@ -362,20 +341,16 @@ class _JsonParser:
         return ConfigList(at, tuple(values))
 
     def _more(self, closing: str, *, first: bool) -> bool:
-        """Advance over the opening bracket or the comma to the next element; False after the closing bracket."""
+        """Advance over the opening bracket or the comma; False after the closing bracket."""
         if first:
             self.at += 1
-        self.skip()
-        character = self._source[self.at : self.at + 1]
-        if character == closing:
-            self.at += 1
-            return False
-        if not first:
-            if character != ",":
-                self._text.fail(self.at, f'Expected "," or "{closing}"')
-            self.at += 1
-            self.skip()
-        return True
+        character = self.peek()
+        if character != closing and first:
+            return True
+        if character not in (closing, ","):
+            self._text.fail(self.at, f'Expected "," or "{closing}"')
+        self.at += 1
+        return character == ","
 
     def _string(self) -> str:
         try:

@@ -2,13 +2,14 @@
 
 Decides the frozen records that `config` returns. They contain checked values only and no protobuf types;
 `ModelConfig.json` is the configuration in the form of the protocol. `SourceMap` has the places of fields, so that a
-rule in any package can report the user's line. Does not read files. Callers: every package.
+rule in any package can report the user's line; `instances_of` expands instance groups for the available GPUs, `count`
+instances on each of them. Does not read files, nor detect GPUs (`memory/devices`). Callers: every package.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from flowserve.errors import Place
@@ -112,6 +113,24 @@ class InstanceGroup:
     passive: bool = False
     rate_limiter: RateLimiter = RateLimiter()
     profiles: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The GPUs available to models. `absence` is the reason if there are none. `is_off`: the operator has disabled
+    GPUs, and instances that request one run on the CPU. `is_assumed`: the models will run on another machine that has
+    the requested GPUs.
+    """
+
+    ids: tuple[int, ...] = ()
+    absence: str = ""
+    is_off: bool = False
+    is_assumed: bool = False
+
+
+NO_GPUS = Gpus()
+OFF = Gpus(is_off=True)
+ASSUMED = Gpus(is_assumed=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +268,20 @@ class ModelConfig:
     def steps(self) -> tuple[EnsembleStep, ...]:
         """The steps of an ensemble; () for a plain model."""
         return self.ensemble.steps if self.ensemble else ()
+
+
+def instances_of(config: ModelConfig) -> list[tuple[str, InstanceGroup]]:
+    """The name of every instance of a model, and its group with `gpus` reduced to the instance's own: () on the CPU,
+    and if the GPUs are only assumed to exist.
+    """
+    instances = []
+    for group in config.instance_groups:
+        if not group.gpus:
+            instances += [(f"{group.name}_{number}", group) for number in range(group.count)]
+        for gpu in group.gpus:
+            here = replace(group, gpus=(gpu,))
+            instances += [(f"{group.name}_{number}_gpu{gpu}", here) for number in range(group.count)]
+    return instances
 
 
 @dataclass(frozen=True, slots=True)

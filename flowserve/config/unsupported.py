@@ -1,120 +1,57 @@
-"""Unsupported features in valid configurations: refusals, one function per feature, and warnings.
+"""Unsupported features in valid configurations: refusals and warnings.
 
 Decides: a feature that would change results is refused by name. Ignored with a warning are hints about performance, or
 about hardware that flowserve does not manage. Further warnings: a Python environment that the model cannot get,
 batching settings without effect, a cache that does not exist, and a parameter key that is nearly one of flowserve's and
-would otherwise pass for the model's own. Callers: `load`, `repository`, `runtime`; `rules/model` for the hints about
-other backends.
+would otherwise pass for the model's own. Callers: `load`, `repository`, `runtime`.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
 from google.protobuf.message import Message
 
+from flowserve.config.backends import OTHER_BACKENDS
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.model_config_pb2 import ModelOptimizationPolicy
 from flowserve.config.parameters import ADMISSION_KEYS, ENVIRONMENT
-from flowserve.config.rules.subject import Rule, RuleInput
+from flowserve.config.rules import RuleInput
 from flowserve.config.types import ModelConfig, SourceMap
 from flowserve.errors import Place, Problem
 
-YET: Final = "is not supported yet"
-_EXPORT: Final = "export it: torch.onnx.export(model, inputs, '1/model.onnx', dynamo=True), or call it in a model.py"
-_TENSORRT_LLM: Final = (
-    "its engines are no TensorRT plans: call TensorRT-LLM in a decoupled model.py, or run trtllm-serve beside"
-    " this server"
-)
-# The alternative for each unsupported backend.
-OTHER_BACKENDS: Final[Mapping[str, str]] = {
-    "pytorch": _EXPORT,
-    "libtorch": _EXPORT,
-    "vllm": "call vLLM in a decoupled model.py, an answer for each piece of text, or run `vllm serve` beside this"
-    " server",
-    "tensorrtllm": _TENSORRT_LLM,
-    "tensorrt_llm": _TENSORRT_LLM,
-    "dali": "run the DALI pipeline, or the same steps with numpy and Pillow, in a model.py",
-    "fil": "convert the trees to ONNX (onnxmltools for XGBoost and LightGBM, skl2onnx for scikit-learn), or call their"
-    " library in a model.py",
-    "identity": "write a model.py that answers what it is given, or an ONNX file of Identity nodes",
-    "tensorflow": "convert it to ONNX: pip install tf2onnx, then python -m tf2onnx.convert --saved-model"
-    " 1/model.savedmodel --output 1/model.onnx, and leave `platform` out",
-    "openvino": "serve the ONNX file that the model was converted from: name it model.onnx and leave `backend`"
-    " and `platform` out",
-}
 
+def refusals(s: RuleInput, available: frozenset[str]) -> Iterator[Problem]:
+    """The features that are refused; of Triton's backends those that are not `available`, each with an alternative."""
+    m = s.message
 
-def _not_yet(s: RuleInput, path: str, feature: str, hint: str = "") -> Problem:
-    return s.problem(path, f"model '{s.message.name}': {feature} {YET}", hint)
+    def not_yet(rule: str, path: str, feature: str, hint: str = "") -> Problem:
+        return s.problem(rule, path, f"model '{m.name}': {feature} is not supported yet", hint)
 
-
-def decoupled(s: RuleInput) -> Iterator[Problem]:
-    """An ONNX model cannot be decoupled. An ensemble's own flag has no meaning, because its steps decide."""
-    if s.message.model_transaction_policy.decoupled and not s.is_ensemble and s.message.backend == "onnxruntime":
+    # An ensemble's own flag has no meaning, because its steps decide.
+    if m.model_transaction_policy.decoupled and not s.is_ensemble and m.backend == "onnxruntime":
         text = "a decoupled model_transaction_policy of an ONNX model"
-        yield _not_yet(s, "model_transaction_policy.decoupled", text, "put it behind a model.py that is decoupled")
-
-
-def shape_tensors(s: RuleInput) -> Iterator[Problem]:
-    for path, text, tensor in s.tensors():
-        if tensor.is_shape_tensor:
-            yield _not_yet(s, f"{path}.is_shape_tensor", f"is_shape_tensor of {text}")
-
-
-def non_linear_formats(s: RuleInput) -> Iterator[Problem]:
-    for path, text, tensor in s.tensors():
-        if tensor.is_non_linear_format_io:
-            yield _not_yet(s, f"{path}.is_non_linear_format_io", f"is_non_linear_format_io of {text}")
-
-
-def namespaces(s: RuleInput) -> Iterator[Problem]:
-    for index, step in enumerate(s.message.ensemble_scheduling.step):
+        yield not_yet("N2", "model_transaction_policy.decoupled", text, "put it behind a model.py that is decoupled")
+    for rule, field in (("N13", "is_shape_tensor"), ("N14", "is_non_linear_format_io")):
+        for path, text, tensor in s.tensors():
+            if getattr(tensor, field):
+                yield not_yet(rule, f"{path}.{field}", f"{field} of {text}")
+    for index, step in enumerate(m.ensemble_scheduling.step):
         if step.model_namespace:
             path = f"ensemble_scheduling.step[{index}].model_namespace"
-            yield _not_yet(s, path, f"model_namespace of step {index}")
-
-
-def operations(s: RuleInput) -> Iterator[Problem]:
-    if s.message.model_operations.op_library_filename:
-        yield _not_yet(s, "model_operations", "model_operations (custom operators)")
-
-
-def agents(s: RuleInput) -> Iterator[Problem]:
-    """An agent may verify a checksum or decrypt the model, so it cannot be ignored."""
-    if s.message.model_repository_agents.agents:
-        yield _not_yet(s, "model_repository_agents", "model_repository_agents")
-
-
-def places(s: RuleInput) -> Iterator[Problem]:
+            yield not_yet("N17", path, f"model_namespace of step {index}")
+    if m.model_operations.op_library_filename:
+        yield not_yet("N18", "model_operations", "model_operations (custom operators)")
+    if m.model_repository_agents.agents:  # an agent may verify a checksum or decrypt the model
+        yield not_yet("N19", "model_repository_agents", "model_repository_agents")
     if s.parameter("execution") == "ray":
-        yield _not_yet(s, "parameters[execution]", 'execution "ray"', 'use "process", "thread", "inline" or "auto"')
-
-
-UNSUPPORTED: Final[Mapping[str, Rule]] = {
-    "N2": decoupled,
-    "N13": shape_tensors,
-    "N14": non_linear_formats,
-    "N17": namespaces,
-    "N18": operations,
-    "N19": agents,
-    "N21": places,
-}
-BACKEND_RULE: Final = "N22"
-
-
-def refuse_backend(s: RuleInput, available: frozenset[str]) -> Iterator[Problem]:
-    """Refuse Triton's backends that are not installed, each with an alternative."""
-    backend = s.message.backend
-    if backend in OTHER_BACKENDS and backend not in available:
+        yield not_yet("N21", "parameters[execution]", 'execution "ray"', 'use "process", "thread", "inline" or "auto"')
+    if m.backend in OTHER_BACKENDS and m.backend not in available:
         path = "backend" if "backend" in s.source.places else "platform"
-        label = s.message.platform or backend
-        yield Problem(
-            f"model '{s.message.name}': {label} {YET}", s.source.place(path), BACKEND_RULE, OTHER_BACKENDS[backend]
-        )
+        yield not_yet("N22", path, m.platform or m.backend, OTHER_BACKENDS[m.backend])
 
 
 # ---------------------------------------------------------------------------------------------- warnings

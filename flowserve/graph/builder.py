@@ -14,7 +14,7 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -51,7 +51,7 @@ def parse_tensor(name: str, text: str) -> TensorSpec:
 
 def input_json(spec: TensorSpec) -> dict[str, Any]:
     """An entry of `input` in JSON form."""
-    made = _tensor_json(spec)
+    made = output_json(spec)
     if spec.optional:
         made["optional"] = True
     if spec.ragged:
@@ -61,16 +61,11 @@ def input_json(spec: TensorSpec) -> dict[str, Any]:
 
 def output_json(spec: TensorSpec) -> dict[str, Any]:
     """An entry of `output` in JSON form."""
-    made = _tensor_json(spec)
-    if spec.labels:
-        made["label_filename"] = spec.labels
-    return made
-
-
-def _tensor_json(spec: TensorSpec) -> dict[str, Any]:
     made: dict[str, Any] = {"name": spec.name, "data_type": spec.dtype.config_name, "dims": list(spec.dims)}
     if spec.reshape is not None:
         made["reshape"] = {"shape": list(spec.reshape)}
+    if spec.labels:
+        made["label_filename"] = spec.labels
     return made
 
 
@@ -140,29 +135,14 @@ class Outputs:
         return f"<outputs {', '.join(self._part.output_names)} of {self._part.name!r}>"
 
 
-class Part(ABC):
+class Part:
     """A possible step of a graph: a model, or another graph."""
 
     name: str
     place: Place
-
-    @property
-    def builder(self) -> GraphBuilder | None:
-        """The builder of a part that is a graph, else None."""
-        return None
-
-    @property
-    @abstractmethod
-    def inputs(self) -> tuple[TensorSpec, ...]: ...
-
-    @property
-    @abstractmethod
-    def outputs(self) -> tuple[TensorSpec, ...]: ...
-
-    @property
-    @abstractmethod
-    def max_batch_size(self) -> int:
-        """Rows per batch; 0: its tensors have no batch dimension."""
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    max_batch_size: int  # rows per batch; 0: its tensors have no batch dimension
 
     # An output of a graph is declared by its parts, which may be graphs again. `output_names` and `output_spec` look up
     # only what is needed; reading all of `outputs` would double the work with each level of nesting.
@@ -170,15 +150,11 @@ class Part(ABC):
     @property
     def output_names(self) -> list[str]:
         """The names of `outputs`."""
-        builder = self.builder
-        return [one.name for one in (self.outputs if builder is None else builder.declared_outputs)]
+        return [spec.name for spec in self.outputs]
 
     def output_spec(self, name: str) -> TensorSpec:
         """The output of that name."""
-        builder = self.builder
-        if builder is None:
-            return next(spec for spec in self.outputs if spec.name == name)
-        return builder.output_spec(next(one for one in builder.declared_outputs if one.name == name))
+        return next(spec for spec in self.outputs if spec.name == name)
 
     def __call__(self, *tensors: Tensor | Outputs, **named: Tensor | Outputs) -> Outputs:
         """Add this part as a step to the tensors' graph. Tensors are the part's inputs in order, or by name."""
@@ -196,7 +172,7 @@ class Part(ABC):
         return graph.call(self, tensors, named)
 
 
-class DeclaredPart(Part):
+class DeclaredPart(Part, ABC):
     """A part whose configuration is in Python. `folder` is the folder it was loaded from, if any."""
 
     folder: Path | None = None
@@ -231,31 +207,34 @@ class GraphOutput:
     place: Place
 
 
-@dataclass(slots=True, eq=False)
-class GraphBuilder:
+class GraphBuilder(DeclaredPart):
     """The steps, inputs and outputs of one graph while it is written. `problems` are the mistakes recorded so far."""
 
-    name: str
-    place: Place
-    max_batch_size: int | None = None
-    calls: list[StepCall] = field(default_factory=list)
-    declared_inputs: dict[str, tuple[TensorSpec, Place]] = field(default_factory=dict)
-    declared_outputs: list[GraphOutput] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    # Fields of the configuration besides the wiring, copied unchanged.
-    options: dict[str, Any] = field(default_factory=dict)
-    # An input was used directly as an output: the mistake to fix first, whatever else is missing.
-    outputs_an_input: bool = False
-    depth: int = 1  # of nested graphs, this one included
+    def __init__(self, name: str, *, max_batch_size: int | None = None, max_inflight_requests: int = 0) -> None:
+        self.name = require(name, str, "the name of a graph is a text")
+        self.place = calling_line()
+        self.declared_batch_size = max_batch_size
+        self.calls: list[StepCall] = []
+        self.declared_inputs: dict[str, tuple[TensorSpec, Place]] = {}
+        self.declared_outputs: list[GraphOutput] = []
+        self.problems: list[Problem] = []
+        self.options: dict[str, Any] = {}  # fields of the configuration besides the wiring, copied unchanged
+        if max_inflight_requests:
+            self.options["ensemble_scheduling"] = {"max_inflight_requests": max_inflight_requests}
+        # An input was used directly as an output: the mistake to fix first, whatever else is missing.
+        self.outputs_an_input = False
+        self.depth = 1  # of nested graphs, this one included
 
     # Building
 
-    def add_input(self, name: str, text: str) -> Tensor:
+    def input(self, name: str, tensor: str) -> Tensor:
+        """Declare an input: `graph.input("IMAGE", "UINT8[-1,-1,3]")`, dims without the batch dimension."""
         self._refuse_second(require(name, str, "the name of an input is a text"), "input", name in self.declared_inputs)
-        self.declared_inputs[name] = (self._spec(name, text), calling_line())
+        self.declared_inputs[name] = (self._spec(name, tensor), calling_line())
         return Tensor(self, GRAPH, name)
 
-    def add_output(self, name: str, tensor: Tensor | Outputs | None, text: str) -> None:
+    def output(self, name: str, tensor: Tensor | Outputs | None = None, *, spec: str = "") -> None:
+        """Declare an output. `tensor` None: the tensor a step gave this name. `spec` "": as the step declares it."""
         require(name, str, "the name of an output is a text")
         self._refuse_second(name, "output", any(other.name == name for other in self.declared_outputs))
         one = None if tensor is None else self._one(tensor)
@@ -265,11 +244,11 @@ class GraphBuilder:
             return
         if one is not None:
             self._give_name(one, name)
-        self.declared_outputs.append(
-            GraphOutput(name, one, self._spec(name, text, is_output=True) if text else None, calling_line())
-        )
+        declared = self._spec(name, spec, is_output=True) if spec else None
+        self.declared_outputs.append(GraphOutput(name, one, declared, calling_line()))
 
-    def add_step(self, part: Part, inputs: Mapping[str, Tensor | Outputs | str], outputs: Mapping[str, str]) -> None:
+    def step(self, part: Part, inputs: Mapping[str, str | Tensor | Outputs], outputs: Mapping[str, str]) -> None:
+        """Add a step wired by names, as in a file: the part's tensor -> the graph's tensor."""
         require(part, Part, "a step is of a model or a graph", "@flowserve.model makes one of a function")
         require(inputs, Mapping, "the inputs of a step are a dict")
         require(outputs, Mapping, "the outputs of a step are a dict")
@@ -295,18 +274,17 @@ class GraphBuilder:
         """Raises Problems if the part contains this graph, because neither would be well-defined, and if graphs are
         nested deeper than DEPTH_LIMIT.
         """
-        inside = [call.part.builder]
+        parts = [call.part]
         seen: set[int] = set()
-        while inside:
-            builder = inside.pop()
-            if builder is self:
+        while parts:
+            part = parts.pop()
+            if part is self:
                 text = f"graph '{self.name}' cannot contain itself, not even through others"
                 raise Problems([Problem(text, call.place, "B2")])
-            if builder is not None and id(builder) not in seen:
-                seen.add(id(builder))
-                inside += [one.part.builder for one in builder.calls]
-        within = call.part.builder
-        depth = 1 + within.depth if within is not None else 1
+            if isinstance(part, GraphBuilder) and id(part) not in seen:
+                seen.add(id(part))
+                parts += [one.part for one in part.calls]
+        depth = 1 + call.part.depth if isinstance(call.part, GraphBuilder) else 1
         if depth > DEPTH_LIMIT:
             text = f"graph '{self.name}' nests graphs {depth} deep; at most {DEPTH_LIMIT} are allowed"
             raise Problems([Problem(text, call.place, "G19")])
@@ -362,24 +340,24 @@ class GraphBuilder:
         """Each part once, in the order of its first call."""
         return list({id(call.part): call.part for call in self.calls}.values())
 
-    def batch_size(self) -> int:
+    @property
+    def max_batch_size(self) -> int:  # type: ignore[override]  # read-only, because it is computed
         """The declared `max_batch_size`, or else the minimum of all parts."""
         sizes: list[int] = []
-        inside, seen = [self], {id(self)}
-        while inside:  # each graph once, even if several others contain it
-            builder = inside.pop()
-            if builder.max_batch_size is not None:
-                sizes.append(builder.max_batch_size)
-                continue
-            if not builder.calls:
-                sizes.append(0)
-            for call in builder.calls:
-                within = call.part.builder
-                if within is None:
-                    sizes.append(call.part.max_batch_size)
-                elif id(within) not in seen:
-                    seen.add(id(within))
-                    inside.append(within)
+        parts: list[Part] = [self]
+        seen = {id(self)}
+        while parts:  # each graph once, even if several others contain it
+            part = parts.pop()
+            if not isinstance(part, GraphBuilder):
+                sizes.append(part.max_batch_size)
+            elif part.declared_batch_size is not None:
+                sizes.append(part.declared_batch_size)
+            else:
+                inside = part.parts()
+                if not inside:
+                    sizes.append(0)
+                parts += [one for one in inside if id(one) not in seen]
+                seen.update(map(id, inside))
         return min(sizes)
 
     def name_of(self, tensor: Tensor) -> str:
@@ -392,14 +370,22 @@ class GraphBuilder:
         before = sum(1 for other in self.calls[: tensor.call] if other.part.name == call.part.name)
         return f"{call.part.name}{f'#{before + 1}' if before else ''}.{tensor.port}"
 
-    def input_specs(self) -> tuple[TensorSpec, ...]:
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:  # type: ignore[override]
         return tuple(spec for spec, _ in self.declared_inputs.values())
 
-    def output_specs(self) -> tuple[TensorSpec, ...]:
-        return tuple(self.output_spec(output) for output in self.declared_outputs)
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:  # type: ignore[override]
+        return tuple(map(self._output_spec, self.declared_outputs))
 
-    def output_spec(self, output: GraphOutput) -> TensorSpec:
-        """The declaration of an output."""
+    @property
+    def output_names(self) -> list[str]:
+        return [output.name for output in self.declared_outputs]
+
+    def output_spec(self, name: str) -> TensorSpec:
+        return self._output_spec(next(output for output in self.declared_outputs if output.name == name))
+
+    def _output_spec(self, output: GraphOutput) -> TensorSpec:
         if output.spec is not None:
             return output.spec
         for number, call in enumerate(self.calls):
@@ -410,14 +396,13 @@ class GraphBuilder:
         return parse_tensor(output.name, _UNKNOWN)
 
     def config(self) -> dict[str, Any]:
-        """The configuration in JSON form."""
         scheduling = {"step": [self._step(number, call) for number, call in enumerate(self.calls)]}
         return {
             "name": self.name,
             "platform": "ensemble",
-            "max_batch_size": self.batch_size(),
-            "input": [input_json(spec) for spec in self.input_specs()],
-            "output": [output_json(spec) for spec in self.output_specs()],
+            "max_batch_size": self.max_batch_size,
+            "input": [input_json(spec) for spec in self.inputs],
+            "output": [output_json(spec) for spec in self.outputs],
             **self.options,
             "ensemble_scheduling": {**self.options.get("ensemble_scheduling", {}), **scheduling},
         }
@@ -446,7 +431,6 @@ class GraphBuilder:
         return [port for port in own if port in used] + [port for port in used if port not in own]
 
     def source(self) -> SourceMap:
-        """The place of each field of the configuration."""
         places = {"": self.place, "name": self.place, "ensemble_scheduling": self.place, "max_batch_size": self.place}
         places |= {f"input[{number}]": place for number, (_, place) in enumerate(self.declared_inputs.values())}
         places |= {f"output[{number}]": output.place for number, output in enumerate(self.declared_outputs)}

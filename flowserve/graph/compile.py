@@ -15,21 +15,19 @@ from typing import Final, NamedTuple
 import networkx as nx
 
 from flowserve.config.types import ModelConfig
-from flowserve.errors import Place, Problem, Problems
-from flowserve.graph.conversion import Conversion, conversion, inside
+from flowserve.errors import Problem, Problems
 from flowserve.graph.nesting import are_nested, origins, written_by
 from flowserve.graph.rules import ensemble_problems
-from flowserve.graph.types import DEPTH_LIMIT, GRAPH, Edge, Graph, ModelKey, Node
+from flowserve.graph.types import DEPTH_LIMIT, GRAPH, Edge, Graph, ModelKey, Node, conversion, inside
 from flowserve.graph.wiring import (
     AvailableModels,
+    Declaration,
     WiredStep,
     Wiring,
-    differ_by_batch,
     ensembles_below,
     inconsistent_shape,
     port_index,
     shapes_meet,
-    side_of,
     wire,
 )
 from flowserve.values import TensorSpec
@@ -90,19 +88,15 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One model call before numbering.
+    """One model call before numbering: the index of `node` is its position among the calls.
 
     `sources[i]` feeds the model's i-th input; None if an optional input is omitted.
     """
 
-    name: str
+    node: Node
     config: ModelConfig
-    version: int
-    path: tuple[str, ...]
-    place: Place
     order: tuple[int, ...]
     sources: tuple[_Source | None, ...]
-    max_inflight: int
 
 
 @dataclass(slots=True)
@@ -184,41 +178,41 @@ class _Folding:
         assert version is not None
         # An omitted optional input of a nested ensemble has no source, and neither have the inputs it feeds.
         sources = tuple(scope.tensors.get(step.written.input_map.get(spec.name, "")) for spec in config.inputs)
-        place = scope.wiring.place(step.written.path)
-        order = (*scope.order, step.index)
-        self.calls.append(_Call(name, config, version, scope.path, place, order, sources, scope.max_inflight))
-        call = len(self.calls) - 1
+        call = len(self.calls)
+        node = Node(
+            index=call,
+            name=name,
+            model=ModelKey(config.name, version),
+            inputs=config.inputs,
+            outputs=config.outputs,
+            max_batch_size=config.max_batch_size,
+            path=scope.path,
+            place=scope.wiring.place(step.written.path),
+            decoupled=config.decoupled,
+            max_inflight=scope.max_inflight,
+        )
+        self.calls.append(_Call(node, config, (*scope.order, step.index), sources))
         return [_Source(call, j, f"{name}/{spec.name}", spec) for j, spec in enumerate(config.outputs)]
 
     def graph(self, version: int) -> Graph:
         """Number the calls and join them by edges."""
         number = {call: index for index, call in enumerate(self._topological())}
         number[GRAPH] = GRAPH
-        nodes = {number[call]: self._node(number[call], made) for call, made in enumerate(self.calls)}
-        edges = [
-            Edge(
-                joint.source.tensor,
-                number[joint.source.call],
-                joint.source.output,
-                number[joint.reader],
-                joint.port,
-                self._conversion(joint),
-            )
-            for joint in self.joints()
-        ]
+        nodes = {number[made.node.index]: made.node for made in self.calls}
+        edges: list[Edge] = []
+        for source, reader, port, spec, config in self.joints():
+            batches, wants_batches = self.producer(source).max_batch_size > 0, config.max_batch_size > 0
+            change = conversion(source.reshapes, source.spec.dims, batches, spec.dims, wants_batches)
+            edges.append(Edge(source.tensor, number[source.call], source.output, number[reader], port, change))
+        edges.sort(key=lambda edge: (edge.producer, edge.output, edge.consumer == GRAPH, edge.consumer, edge.input))
         return Graph(
             name=self.config.name,
             version=version,
             inputs=self.config.inputs,
             outputs=self.config.outputs,
             max_batch_size=self.config.max_batch_size,
-            nodes=tuple(nodes[index] for index in range(len(nodes))),
-            edges=tuple(
-                sorted(
-                    edges,
-                    key=lambda edge: (edge.producer, edge.output, edge.consumer == GRAPH, edge.consumer, edge.input),
-                )
-            ),
+            nodes=tuple(replace(nodes[index], index=index) for index in range(len(nodes))),
+            edges=tuple(edges),
             is_ensemble=True,
             shares_limits=shares_limits(self.config),
         )
@@ -230,20 +224,6 @@ class _Folding:
             joined.add_edges_from((source.call, consumer) for source in call.sources if source and source.call != GRAPH)
         yield from nx.lexicographical_topological_sort(joined, key=lambda call: self.calls[call].order)
 
-    def _node(self, index: int, call: _Call) -> Node:
-        return Node(
-            index=index,
-            name=call.name,
-            model=ModelKey(call.config.name, call.version),
-            inputs=call.config.inputs,
-            outputs=call.config.outputs,
-            max_batch_size=call.config.max_batch_size,
-            path=call.path,
-            place=call.place,
-            decoupled=call.config.decoupled,
-            max_inflight=call.max_inflight,
-        )
-
     def joints(self) -> Iterator[_Joint]:
         """Every source with each of its readers."""
         for consumer, call in enumerate(self.calls):
@@ -252,11 +232,6 @@ class _Folding:
                     yield _Joint(source, consumer, port, spec, call.config)
         for port, (source, spec) in enumerate(zip(self.outputs, self.config.outputs, strict=True)):
             yield _Joint(source, GRAPH, port, spec, self.config)
-
-    def _conversion(self, joint: _Joint) -> Conversion | None:
-        source, spec = joint.source, joint.spec
-        batches, wants_batches = (config.max_batch_size > 0 for config in (self.producer(source), joint.config))
-        return conversion(source.reshapes, source.spec.dims, batches, spec.dims, wants_batches)
 
     def producer(self, source: _Source) -> ModelConfig:
         return self.config if source.call == GRAPH else self.calls[source.call].config
@@ -293,11 +268,9 @@ def _too_large(wiring: Wiring) -> Iterator[Problem]:
 def _disagreements_across_folds(config: ModelConfig, folding: _Folding) -> Iterator[Problem]:
     """A -1 in a nested ensemble's inputs and outputs matches everything; the tensors on both sides must match too."""
     for source, consumer, port, spec, reader in folding.joints():
-        place = config.source.place(f"output[{port}]") if consumer == GRAPH else folding.calls[consumer].place
-        writer = folding.producer(source)
-        first = side_of(writer.name, source.spec, writer.max_batch_size > 0)
-        second = side_of(reader.name, spec, reader.max_batch_size > 0)
-        if not shapes_meet(first, second) and not differ_by_batch(first, second):
+        place = config.source.place(f"output[{port}]") if consumer == GRAPH else folding.calls[consumer].node.place
+        first, second = Declaration(folding.producer(source), source.spec), Declaration(reader, spec)
+        if not shapes_meet(first, second):
             text = inconsistent_shape(config.name, source.tensor, first, second)
             yield Problem(text, place, "G15", "a dimension of -1 in a nested ensemble hides this")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from flowserve.config.types import SourceMap
@@ -22,49 +22,26 @@ Function = Callable[..., Any]
 BACKEND: Final = "callable"
 
 
+@dataclass(eq=False, repr=False)
 class FunctionModel(DeclaredPart):
     """A function with its declaration. Calling it on tensors wires it; `function` is the decorated function."""
 
-    def __init__(
-        self,
-        function: Function,
-        *,
-        name: str,
-        inputs: tuple[TensorSpec, ...],
-        outputs: tuple[TensorSpec, ...],
-        max_batch_size: int,
-        max_queue_delay_us: int,
-        instances: int,
-        execution: ExecutionPlace,
-        is_pure: bool,
-        decoupled: bool,
-        place: Place,
-    ) -> None:
-        self.function = function
-        self.name = name
-        self.max_queue_delay_us = max_queue_delay_us
-        self.instances = instances
-        self.execution = execution
-        self.is_pure = is_pure
-        self.decoupled = decoupled
-        self.place = place
-        self._inputs = inputs
-        self._outputs = tuple(replace(spec, ragged=False) for spec in outputs)
+    function: Function
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    max_batch_size: int
+    max_queue_delay_us: int
+    instances: int
+    execution: ExecutionPlace
+    is_pure: bool
+    decoupled: bool
+    place: Place
+
+    def __post_init__(self) -> None:
         # For a batch these are lists with an array per request. A configuration cannot express it.
-        self.ragged_outputs = frozenset(spec.name for spec in outputs if spec.ragged)
-        self._max_batch_size = max_batch_size
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self._inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self._outputs
-
-    @property
-    def max_batch_size(self) -> int:
-        return self._max_batch_size
+        self.ragged_outputs = frozenset(spec.name for spec in self.outputs if spec.ragged)
+        self.outputs = tuple(replace(spec, ragged=False) for spec in self.outputs)
 
     def __repr__(self) -> str:
         return f"<model {self.name!r} of function {self.function.__module__}.{self.function.__qualname__}>"
@@ -73,15 +50,15 @@ class FunctionModel(DeclaredPart):
         made: dict[str, Any] = {
             "name": self.name,
             "backend": BACKEND,
-            "max_batch_size": self._max_batch_size,
-            "input": [input_json(spec) for spec in self._inputs],
-            "output": [output_json(spec) for spec in self._outputs],
+            "max_batch_size": self.max_batch_size,
+            "input": [input_json(spec) for spec in self.inputs],
+            "output": [output_json(spec) for spec in self.outputs],
             "instance_group": [{"count": self.instances, "kind": "KIND_CPU"}],
             "parameters": {"execution": {"string_value": self.execution}},
         }
         if self.decoupled:
             made["model_transaction_policy"] = {"decoupled": True}
-        elif self._max_batch_size:
+        elif self.max_batch_size:
             delay = {"max_queue_delay_microseconds": self.max_queue_delay_us} if self.max_queue_delay_us else {}
             made["dynamic_batching"] = delay
         return made

@@ -57,12 +57,6 @@ def origins(graph: Graph, edges: Sequence[Edge]) -> list[tuple[int, ...]]:
     return found
 
 
-def outcome(graph: Graph, edges: Sequence[Edge]) -> tuple[int, ...]:
-    """The same as `origins`, for the graph's responses."""
-    found = origins(graph, edges)
-    return joined([written_by(graph, found, edge.producer) for edge in edges if edge.consumer == GRAPH])
-
-
 def joined(chains: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """The longest chain if each chain is a prefix of it; else the union of all, which is no prefix of another chain."""
     if are_nested(chains):
@@ -90,8 +84,9 @@ def nesting(graph: Graph, edges: Sequence[Edge], slot_of: dict[tuple[int, int], 
     is_shared = graph.shares_limits and any(node.max_inflight for node in graph.nodes)
     if not is_shared and not any(graph.nodes[index].decoupled for index in active):
         return None
-    splits = outcome(graph, edges)
-    depth = [len(chain) for chain in origins(graph, edges)]
+    found = origins(graph, edges)
+    splits = joined([written_by(graph, found, edge.producer) for edge in edges if edge.consumer == GRAPH])
+    depth = [len(chain) for chain in found]
     slots = len(slot_of)
     level = [0] * slots
     makers = [GRAPH] * slots

@@ -12,9 +12,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from flowserve.graph.conversion import Conversion
 from flowserve.graph.nesting import Nesting, nesting
-from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
+from flowserve.graph.types import GRAPH, Conversion, Edge, Graph, ModelKey, Node
 
 NO_SLOT: Final = -1  # an optional input without a producer, or an output without a reader
 
@@ -34,10 +33,10 @@ class PlanNode:
 
     Properties that would otherwise be derived for every request: `sole[i]`: only this node reads the slot of input
     i, and only at that input. `plain` is the slot of the node's only input if nothing but its number of rows is
-    left to check (its shape may vary), else NO_SLOT. `then`: the node's only output has one reader, a node that
-    waits for nothing else: (j, slot, that node's index), else None. `goes_on`: the same as `then` if this node is
-    also the only reader of its only slot and the next node is plain, else None. `ends`: the node's only output is
-    read by the graph alone: (j, slot), else None. `frees` are the slots that only this node reads.
+    left to check (its shape may vary), else NO_SLOT. `goes_on`: the node's only output has one reader, a plain node
+    that waits for nothing else, and this node is the only reader of its only slot: (j, slot, the next node's
+    index), else None. `ends`: the node's only output is read by the graph alone: (j, slot), else None. `frees` are
+    the slots that only this node reads.
     """
 
     index: int
@@ -55,7 +54,6 @@ class PlanNode:
     converts: tuple[tuple[int, int, Conversion], ...]
     sole: tuple[bool, ...]
     plain: int
-    then: tuple[int, int, int] | None
     goes_on: tuple[int, int, int] | None
     ends: tuple[int, int] | None
     frees: tuple[int, ...]
@@ -132,17 +130,17 @@ def _run(
     """The nodes that a batch of node n may pass as one route: each reads only tensors written on the route, each has
     another model, and no tensor except the last node's is read elsewhere. () if there is no second node.
     """
-    run = [n]
+    run = [nodes[n]]
     made = set(nodes[n].outputs)
     models = {nodes[n].model}
     for node in nodes[n + 1 :]:
         if node.model not in models and made.issuperset(node.inputs) and _may_follow(graph, node):
-            run.append(node.index)
+            run.append(node)
             made.update(node.outputs)
             models.add(node.model)
-    while len(run) > 1 and not _is_private(nodes, run, consumers, output_slots):
+    while len(run) > 1 and not is_private(run, consumers, output_slots):
         run.pop()
-    return tuple(run) if len(run) > 1 and nodes[n].max_batch_size and nodes[n].writes else ()
+    return tuple(node.index for node in run) if len(run) > 1 and run[0].max_batch_size and run[0].writes else ()
 
 
 def _may_follow(graph: Graph, node: PlanNode) -> bool:
@@ -154,15 +152,13 @@ def _may_follow(graph: Graph, node: PlanNode) -> bool:
     return not any(spec.ragged for spec in graph.nodes[node.index].inputs)
 
 
-def _is_private(
-    nodes: Sequence[PlanNode], run: Sequence[int], consumers: Sequence[tuple[int, ...]], output_slots: Sequence[int]
-) -> bool:
+def is_private(run: Sequence[PlanNode], consumers: Sequence[tuple[int, ...]], output_slots: Sequence[int]) -> bool:
     """Whether the tensors written before the last node of a run are read by nodes of the run only."""
-    inside = set(run)
+    inside = {node.index for node in run}
     return all(
         inside.issuperset(consumers[slot]) and slot not in output_slots
-        for n in run[:-1]
-        for _, slot, _ in nodes[n].writes
+        for node in run[:-1]
+        for _, slot, _ in node.writes
     )
 
 
@@ -237,22 +233,17 @@ def _plan_node(graph: Graph, node: Node, wires: _Wires, missing: Sequence[int], 
         outputs=written,
         writes=writes,
         max_batch_size=node.max_batch_size,
-        variable=_variable(node),
+        variable=tuple(i for i, spec in enumerate(node.inputs) if spec.is_variable and not spec.ragged),
         optional=_may_lack(node),
         checks=tuple(wires.checks[node.index]),
         wanted=tuple(node.outputs[j].name for j, *_ in writes) if graph.is_ensemble else (),
         converts=tuple(wires.converts[node.index]),
         sole=sole,
         plain=inputs[0] if _is_plain(node, wires) else NO_SLOT,
-        then=then,
         goes_on=then if goes_on else None,
         ends=writes[0][:2] if len(writes) == 1 and not writes[0][2] else None,
         frees=tuple(slot for slot, is_sole in zip(inputs, sole, strict=True) if is_sole),
     )
-
-
-def _variable(node: Node) -> tuple[int, ...]:
-    return tuple(i for i, spec in enumerate(node.inputs) if spec.is_variable and not spec.ragged)
 
 
 def _may_lack(node: Node) -> bool:

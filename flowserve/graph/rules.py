@@ -10,34 +10,31 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Final
 
 import networkx as nx
 
 from flowserve.config.suggest import did_you_mean
-from flowserve.config.types import LATEST
+from flowserve.config.types import LATEST, ModelConfig
 from flowserve.errors import Place, Problem
 from flowserve.graph.types import GRAPH
 from flowserve.graph.wiring import (
+    Declaration,
     End,
     WiredStep,
     Wiring,
-    both_ends,
     circles,
     circles_below,
     contradictions,
-    differ_by_batch,
+    dims_meet,
     ensembles_below,
     feeds_required_input,
     first_step_per_model,
     inconsistent_shape,
     known_steps,
-    not_written,
-    shape_hint,
     shapes_meet,
-    step_text,
     steps_that_reach_an_output,
-    unreachable,
     wire,
 )
 
@@ -186,7 +183,7 @@ def _every_tensor_has_one_writer(w: Wiring) -> Iterator[Problem]:
             by = (
                 "is an input of the ensemble"
                 if first.step == GRAPH
-                else f"is already written by {step_text(w, first.step)}"
+                else f"is already written by {_step_text(w, first.step)}"
             )
             where = f"step {writer.step}" if writer.step != GRAPH else "input"
             yield Problem(
@@ -213,19 +210,19 @@ def _every_tensor_that_is_read_is_written(w: Wiring) -> Iterator[Problem]:
             continue
         spare = [name for name in w.writers if name not in w.readers]
         hint = did_you_mean(tensor, spare) or did_you_mean(tensor, w.writers)
-        yield Problem(not_written(w, tensor, readers), w.place_of_reader(readers[0]), hint=hint)
+        yield Problem(_not_written(w, tensor, readers), w.place_of_reader(readers[0]), hint=hint)
 
 
 def _no_cycle(w: Wiring) -> Iterator[Problem]:
     joined = w.step_graph()
     for members in circles(joined):
         path = nx.find_cycle(joined.subgraph(members), members[0])
-        texts = [f"{step_text(w, a)} writes '{joined.edges[a, b]['tensor']}'" for a, b in path]
+        texts = [f"{_step_text(w, a)} writes '{joined.edges[a, b]['tensor']}'" for a, b in path]
         tensor = joined.edges[path[-1]]["tensor"]
         reader = next(end for end in w.readers[tensor] if end.step == path[0][0])
         yield Problem(
-            f"{unreachable(w, tensor, {reader.step})}: cycle: {', '.join(texts)}, which"
-            f" {step_text(w, path[0][0])} reads",
+            f"{_unreachable(w, tensor, {reader.step})}: cycle: {', '.join(texts)}, which"
+            f" {_step_text(w, path[0][0])} reads",
             w.place_of_reader(reader),
             hint="a graph runs forward only; break the circle at one of these tensors",
         )
@@ -252,7 +249,7 @@ def _every_step_leads_to_an_output(w: Wiring) -> Iterator[Problem]:
         tensor = next(iter(step.written.output_map.values()))
         wanted = [name for name in w.readers if name not in w.writers]
         yield Problem(
-            f"ensemble tensor '{tensor}' is unused in ensemble '{w.name}': {step_text(w, step.index)} leads to no"
+            f"ensemble tensor '{tensor}' is unused in ensemble '{w.name}': {_step_text(w, step.index)} leads to no"
             " output of the ensemble",
             w.place(step.written.path),
             hint=did_you_mean(tensor, wanted),
@@ -263,19 +260,19 @@ def _every_step_leads_to_an_output(w: Wiring) -> Iterator[Problem]:
 
 
 def _data_types_agree(w: Wiring) -> Iterator[Problem]:
-    for tensor, first, second, place in contradictions(w, lambda a, b: a.dtype is b.dtype):
+    for tensor, first, second, place in contradictions(w, lambda a, b: a.spec.dtype is b.spec.dtype):
         yield Problem(
-            f"in ensemble {w.name}, ensemble tensor {tensor}: inconsistent data type: {first.dtype.config_name}"
+            f"in ensemble {w.name}, ensemble tensor {tensor}: inconsistent data type: {first.spec.dtype.config_name}"
             " is inferred from model"
-            f" {first.owner} while {second.dtype.config_name} is inferred from model {second.owner}",
+            f" {first.owner.name} while {second.spec.dtype.config_name} is inferred from model {second.owner.name}",
             place,
-            hint=both_ends(first, second),
+            hint=f"{first} meets {second} here",
         )
 
 
 def _shapes_agree(w: Wiring) -> Iterator[Problem]:
-    for tensor, first, second, place in contradictions(w, lambda a, b: shapes_meet(a, b) or differ_by_batch(a, b)):
-        hint = shape_hint(first, second, w.name)
+    for tensor, first, second, place in contradictions(w, shapes_meet):
+        hint = _shape_hint(first, second, w.config)
         yield Problem(inconsistent_shape(w.name, tensor, first, second), place, hint=hint)
 
 
@@ -309,6 +306,51 @@ def _first_problem_inside(w: Wiring, step: WiredStep) -> str:
             for problem in rule(inside):
                 return str(replace(problem, rule=number))
     return ""
+
+
+# Texts
+
+
+def _step_text(w: Wiring, index: int) -> str:
+    return f"step {index} (model '{w.steps[index].written.model}')"
+
+
+def _not_written(w: Wiring, tensor: str, readers: list[End]) -> str:
+    if readers[0].step == GRAPH:
+        return f"ensemble output '{tensor}' for ensemble {w.name}' is not used: no step writes it"
+    by = f"no step writes '{tensor}', which {_step_text(w, readers[0].step)} reads as '{readers[0].port}'"
+    if readers[-1].step == GRAPH:
+        return f"output '{tensor}' for ensemble '{w.name}' is not written: {by}"
+    return f"{_unreachable(w, tensor, {end.step for end in readers})}: {by}"
+
+
+def _unreachable(w: Wiring, tensor: str, readers: set[int]) -> str:
+    """Triton's text for a tensor that never gets a value; it names an output that depends on it, if there is one."""
+    joined = w.step_graph()
+    waiting = readers.union(*(nx.descendants(joined, step) for step in readers))
+    for spec in w.config.outputs:
+        if any(end.step in waiting for end in w.writers.get(spec.name, ())):
+            return (
+                f"output '{spec.name}' for ensemble '{w.name}' is not written:"
+                f" at least one of its depending tensors, '{tensor}', is not connected"
+            )
+    return f"ensemble tensor '{tensor}' is unused in ensemble '{w.name}'"
+
+
+def _shape_hint(first: Declaration, second: Declaration, ensemble: ModelConfig) -> str:
+    """The hint for two shapes that do not match: the change that was probably intended, else both ends."""
+    both = f"{first} meets {second} here"
+    for one, other in ((first, second), (second, first)):
+        dims = one.spec.dims
+        if one.batches and other.batches and dims[:1] == (-1,) and dims_meet(dims[1:], other.spec.dims):
+            return f"{both}; dims leave out the batch dimension, and those of {one} begin with it?"
+    own, dims = first.spec.dims, second.spec.dims
+    if -1 in (*own, *dims) or first.batches != second.batches or prod(own) != prod(dims):
+        return both
+    inner = dims if second.spec.reshape is None else second.spec.reshape
+    outside, within = (dims, own) if second.owner is ensemble else (own, inner)
+    wanted, shape = (", ".join(map(str, sizes)) for sizes in (outside, within))
+    return f"{both}; they hold equally many elements: dims: [ {wanted} ] reshape {{ shape: [ {shape} ] }} for {second}"
 
 
 RULES: Final[Mapping[str, EnsembleRule]] = {

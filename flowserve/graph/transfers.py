@@ -19,7 +19,7 @@ from typing import Final, Literal
 from flowserve.config.parameters import FORCE_CPU
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.graph.types import GRAPH, Edge, Graph
-from flowserve.values import ANY_GPU, HOST_MEMORY, DType, MemoryPlace, TensorSpec, gpu_memory
+from flowserve.values import ANY_GPU, HOST_MEMORY, DType, MemoryPlace, gpu_memory
 
 MemoryPlaces = frozenset[MemoryPlace]
 ON_HOST: Final[MemoryPlaces] = frozenset({HOST_MEMORY})
@@ -97,20 +97,19 @@ def _transfer(graph: Graph, edge: Edge, places: Sequence[MemoryPlaces], crossed:
         crossing = (edge.producer, edge.output, to, (edge.consumer, edge.input) if changes else ())
         kind = "shared" if crossing in crossed else "copy"
         crossed.add(crossing)
-    return Transfer(kind, _in_order(source), _in_order(to), _row_bytes(spec))
+    is_fixed = not spec.is_variable and spec.dtype is not DType.BYTES
+    row_bytes = prod(spec.dims) * spec.dtype.itemsize if is_fixed else None
+    return Transfer(kind, _in_order(source), _in_order(to), row_bytes)
 
 
 def _kind(source: MemoryPlaces, to: MemoryPlaces) -> Kind:
     if source == to and (len(to) == 1 or all(place.is_gpu for place in to)):
         return "view"
-    return "depends" if _may_meet(source, to) else "copy"
-
-
-def _may_meet(source: MemoryPlaces, to: MemoryPlaces) -> bool:
-    if source & to:
-        return True
     # A group without a list of GPUs uses all of them.
-    return any(ANY_GPU in one and any(place.is_gpu for place in other) for one, other in ((source, to), (to, source)))
+    may_meet = source & to or any(
+        ANY_GPU in one and any(place.is_gpu for place in other) for one, other in ((source, to), (to, source))
+    )
+    return "depends" if may_meet else "copy"
 
 
 def _places_of(group: InstanceGroup) -> Sequence[MemoryPlace]:
@@ -121,9 +120,3 @@ def _places_of(group: InstanceGroup) -> Sequence[MemoryPlace]:
 
 def _in_order(places: MemoryPlaces) -> tuple[MemoryPlace, ...]:
     return tuple(sorted(places, key=lambda place: (place.is_gpu, place.number)))
-
-
-def _row_bytes(spec: TensorSpec) -> int | None:
-    if spec.is_variable or spec.dtype is DType.BYTES:
-        return None
-    return prod(spec.dims) * spec.dtype.itemsize

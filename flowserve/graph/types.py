@@ -4,17 +4,77 @@ Decides the records Graph, Node and Edge and their numbering. A plain model is a
 here: `compile`, for ensembles, imports networkx and is not loaded by a server without ensembles. Nested ensembles are
 already folded in: a node's `path` names the ensembles that contained it. `plan` derives the data for the request path.
 Callers: every package above `graph`.
+
+Decides too which edges need a conversion, because their two ends declare the tensor differently (few; the others have
+None and cost nothing), and how the shape changes: by an ensemble's `reshape`, and by a leading 1 that is added or
+removed between a model with a batch dimension and one without. It is derived from the configurations alone: the ranks
+at both ends show whether a dimension is missing. Does not convert tensors (`memory/tensor`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Place
-from flowserve.graph.conversion import Conversion
 from flowserve.values import TensorSpec
+
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Each of `reshapes` is applied first, from dims to dims without the batch dimension. Then, with `batch` 1, a
+    leading 1 is added; with `batch` -1 a leading 1 is removed.
+    """
+
+    reshapes: tuple[tuple[Dims, Dims], ...] = ()
+    batch: int = 0
+
+
+def conversion(
+    reshapes: tuple[tuple[Dims, Dims], ...], dims: Dims, batches: bool, wanted: Dims, wants_batches: bool
+) -> Conversion | None:
+    """The conversion of an edge whose producer writes `dims` (after the reshapes) and whose consumer reads `wanted`.
+
+    If only one end batches, equal ranks mean that the batch dimension is missing at the other end; otherwise the other
+    end's dims are the full shape.
+    """
+    batch = 0
+    if batches != wants_batches and len(dims) == len(wanted):
+        batch = 1 if wants_batches else -1
+    return Conversion(reshapes, batch) if reshapes or batch else None
+
+
+def inside(spec: TensorSpec) -> TensorSpec:
+    """An ensemble's input or output as its steps see it, after `reshape`."""
+    return spec if spec.reshape is None else replace(spec, dims=spec.reshape, reshape=None)
+
+
+def reshaped(shape: Dims, dims: Dims, target: Dims) -> Dims:
+    """`shape`, which matches `dims`, converted to `target`: the sizes of varying dims fill those of the target in
+    order.
+    """
+    varying = iter([size for size, dim in zip(shape, dims, strict=True) if dim == -1])
+    return tuple(next(varying) if dim == -1 else dim for dim in target)
+
+
+def inner_shape(shape: Dims, spec: TensorSpec) -> Dims:
+    """The shape of a tensor as the model sees it, reshaped as configured. With or without batch dimension."""
+    if spec.reshape is None:
+        return shape
+    batch = len(shape) - len(spec.dims)
+    return shape[:batch] + reshaped(shape[batch:], spec.dims, spec.reshape)
+
+
+def outer_shape(shape: Dims, spec: TensorSpec) -> Dims:
+    """The shape for requests of a tensor that the model sees in this `shape`: the inverse of `inner_shape`."""
+    if spec.reshape is None:
+        return shape
+    batch = len(shape) - len(spec.reshape)
+    return shape[:batch] + reshaped(shape[batch:], spec.reshape, spec.dims)
+
 
 GRAPH: Final = -1  # as a producer or consumer: the graph's own inputs or outputs
 DEPTH_LIMIT: Final = 100  # of nested ensembles, in files and in Python
@@ -51,10 +111,6 @@ class Node:
     place: Place | None = None
     decoupled: bool = False
     max_inflight: int = 0
-
-    @property
-    def is_batching(self) -> bool:
-        return self.max_batch_size > 0
 
 
 @dataclass(frozen=True, slots=True)

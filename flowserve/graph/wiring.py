@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import networkx as nx
 
 from flowserve.config.types import LATEST, EnsembleStep, ModelConfig
 from flowserve.errors import Place
-from flowserve.graph.conversion import inside
-from flowserve.graph.types import GRAPH
-from flowserve.values import DType, TensorSpec
+from flowserve.graph.types import GRAPH, inside
+from flowserve.values import TensorSpec, shape_text
 
 AvailableModels = Mapping[str, Mapping[int, ModelConfig]]
 
@@ -95,18 +93,11 @@ def port_index(specs: tuple[TensorSpec, ...], name: str) -> int:
     return [spec.name for spec in specs].index(name)
 
 
-def pick_version(versions: Mapping[int, ModelConfig], wanted: int) -> int | None:
-    """The version that `wanted` selects (LATEST: the highest), or None if it is not available."""
-    if wanted == LATEST:
-        return max(versions, default=None)
-    return wanted if wanted in versions else None
-
-
 def find_step_model(step: EnsembleStep, available: AvailableModels) -> tuple[int | None, ModelConfig | None]:
     """The version and configuration of a step's model, (None, None) if they are not available."""
     versions = available.get(step.model, {})
-    version = pick_version(versions, step.version)
-    return version, None if version is None else versions[version]
+    version = max(versions, default=LATEST) if step.version == LATEST else step.version
+    return (version, versions[version]) if version in versions else (None, None)
 
 
 def wire(config: ModelConfig, available: AvailableModels, failed: Mapping[str, str]) -> Wiring:
@@ -164,44 +155,32 @@ def containment_order(configs: Mapping[str, ModelConfig]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """The declaration of a tensor at one end.
+    """The declaration of a tensor at one end: the input or output `spec` of the model or ensemble `owner`."""
 
-    `owner` is the model's (or the ensemble's) name, `port` the input or output there. `reshape`: the model's own shape,
-    if it differs from `dims`.
-    """
+    owner: ModelConfig
+    spec: TensorSpec
 
-    owner: str
-    port: str
-    dtype: DType
-    dims: tuple[int, ...]
-    batches: bool
-    reshape: tuple[int, ...] | None = None
+    @property
+    def batches(self) -> bool:
+        return self.owner.max_batch_size > 0
 
     @property
     def full(self) -> tuple[int, ...]:
         """The full shape, with a leading -1 for the batch dimension if there is one."""
-        return (-1, *self.dims) if self.batches else self.dims
+        return (-1, *self.spec.dims) if self.batches else self.spec.dims
 
-
-def side_of(owner: str, spec: TensorSpec, batches: bool) -> Declaration:
-    return Declaration(owner, spec.name, spec.dtype, spec.dims, batches, spec.reshape)
+    def __str__(self) -> str:
+        return f"'{self.spec.name}' of '{self.owner.name}'"
 
 
 def shapes_meet(a: Declaration, b: Declaration) -> bool:
-    """Whether the full shapes of two ends can match; -1 matches anything."""
-    return _dims_meet(a.full, b.full)
+    """Whether the full shapes of two ends can match (-1 matches anything), or the dims match and only one end has a
+    batch dimension: a leading 1 is then added or removed.
+    """
+    return dims_meet(a.full, b.full) or (a.batches != b.batches and dims_meet(a.spec.dims, b.spec.dims))
 
 
-def _shape_text(side: Declaration) -> str:
-    return f"[{','.join(map(str, side.full))}]"
-
-
-def differ_by_batch(a: Declaration, b: Declaration) -> bool:
-    """Whether the dims match and only one end has a batch dimension: a leading 1 is then added or removed."""
-    return a.batches != b.batches and _dims_meet(a.dims, b.dims)
-
-
-def _dims_meet(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+def dims_meet(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     return len(a) == len(b) and all(x == y or -1 in (x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -231,37 +210,15 @@ def _side(w: Wiring, end: End, *, is_writer: bool) -> Declaration | None:
             return None
         model, specs = step.model, step.model.outputs if is_writer else step.model.inputs
     spec = next((spec for spec in specs if spec.name == end.port), None)
-    return None if spec is None else side_of(model.name, spec, model.max_batch_size > 0)
+    return None if spec is None else Declaration(model, spec)
 
 
 def inconsistent_shape(ensemble: str, tensor: str, first: Declaration, second: Declaration) -> str:
     """Triton's message for two ends with different shapes."""
     return (
-        f"in ensemble {ensemble}, ensemble tensor {tensor}: inconsistent shape: {_shape_text(first)} is inferred from"
-        f" model {first.owner} while {_shape_text(second)} is inferred from model {second.owner}"
+        f"in ensemble {ensemble}, ensemble tensor {tensor}: inconsistent shape: {shape_text(first.full)} is inferred"
+        f" from model {first.owner.name} while {shape_text(second.full)} is inferred from model {second.owner.name}"
     )
-
-
-def both_ends(first: Declaration, second: Declaration) -> str:
-    return f"'{first.port}' of '{first.owner}' meets '{second.port}' of '{second.owner}' here"
-
-
-def shape_hint(first: Declaration, second: Declaration, ensemble: str) -> str:
-    """The hint for two shapes that do not match: the change that was probably intended, else both ends."""
-    both = both_ends(first, second)
-    for one, other in ((first, second), (second, first)):
-        if one.batches and other.batches and one.dims[:1] == (-1,) and _dims_meet(one.dims[1:], other.dims):
-            return (
-                f"{both}; dims leave out the batch dimension, and those of '{one.port}' of '{one.owner}' begin with it?"
-            )
-    fixed = -1 not in (*first.dims, *second.dims) and first.batches == second.batches
-    if not fixed or prod(first.dims) != prod(second.dims):
-        return both
-    inner = second.dims if second.reshape is None else second.reshape
-    outside, within = (second.dims, first.dims) if second.owner == ensemble else (first.dims, inner)
-    which = f"'{second.port}' of '{second.owner}'"
-    dims, shape = (", ".join(map(str, sizes)) for sizes in (outside, within))
-    return f"{both}; they hold equally many elements: dims: [ {dims} ] reshape {{ shape: [ {shape} ] }} for {which}"
 
 
 def circles(joined: nx.DiGraph[Any]) -> list[list[Any]]:
@@ -279,32 +236,6 @@ def known_steps(w: Wiring) -> Iterator[tuple[WiredStep, ModelConfig]]:
 def first_step_per_model(w: Wiring) -> Iterable[tuple[str, WiredStep]]:
     """Each model's name with the first step that names it."""
     return {step.written.model: step for step in reversed(w.steps)}.items()
-
-
-def step_text(w: Wiring, index: int) -> str:
-    return f"step {index} (model '{w.steps[index].written.model}')"
-
-
-def not_written(w: Wiring, tensor: str, readers: list[End]) -> str:
-    if readers[0].step == GRAPH:
-        return f"ensemble output '{tensor}' for ensemble {w.name}' is not used: no step writes it"
-    by = f"no step writes '{tensor}', which {step_text(w, readers[0].step)} reads as '{readers[0].port}'"
-    if readers[-1].step == GRAPH:
-        return f"output '{tensor}' for ensemble '{w.name}' is not written: {by}"
-    return f"{unreachable(w, tensor, {end.step for end in readers})}: {by}"
-
-
-def unreachable(w: Wiring, tensor: str, readers: set[int]) -> str:
-    """Triton's text for a tensor that never gets a value; it names an output that depends on it, if there is one."""
-    joined = w.step_graph()
-    waiting = readers.union(*(nx.descendants(joined, step) for step in readers))
-    for spec in w.config.outputs:
-        if any(end.step in waiting for end in w.writers.get(spec.name, ())):
-            return (
-                f"output '{spec.name}' for ensemble '{w.name}' is not written:"
-                f" at least one of its depending tensors, '{tensor}', is not connected"
-            )
-    return f"ensemble tensor '{tensor}' is unused in ensemble '{w.name}'"
 
 
 def steps_that_reach_an_output(w: Wiring) -> set[int]:

@@ -5,7 +5,7 @@ order of responses in a stream, ports, keepalive and TLS of grpcio's server, and
 guest of the engine's trio loop, so that a request changes threads nowhere (docs/decisions/0021).
 
 Does not know how requests are validated, scheduled or run (`runtime`), or HTTP. Code shared with `http` is in
-`runtime/protocol`. grpcio is imported in this package only, and not by `options`, which the command line imports.
+`runtime/protocol.py`. grpcio is imported in this package only, and not by `options`, which the command line imports.
 
 Caller: `cli`. Entry points: `options.GrpcOptions`, `server.GrpcServer`.
 """

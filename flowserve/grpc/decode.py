@@ -10,7 +10,8 @@ Does not know whether names, types and shapes fit the model: the engine validate
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +21,7 @@ from flowserve.errors import Invalid
 from flowserve.grpc.service_pb2 import InferParameter, ModelInferRequest
 from flowserve.memory import raw
 from flowserve.memory.client_memory import Portion
-from flowserve.runtime.protocol.request_parameters import KNOWN_PARAMETERS, RESERVED_PREFIX, reserved
+from flowserve.runtime.protocol import KNOWN_PARAMETERS, RESERVED_PREFIX, reserved
 from flowserve.values import BY_WIRE, Array, DType, Parameter, Request
 
 EMPTY_FINAL: Final = "triton_enable_empty_final_response"
@@ -43,81 +44,29 @@ _HAS_LENGTH: Final = 2  # protobuf's wire type of strings, bytes and messages
 _RAW: Final = ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | _HAS_LENGTH
 
 InputLayout = tuple[str, DType, tuple[int, ...], int]  # name, data type, shape, number of elements
-
-
-@dataclass(frozen=True, slots=True)
-class SharedInput:
-    """An input in the client's shared memory."""
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-    count: int
-    portion: Portion
-
-
-@dataclass(slots=True)
-class DecodedRequest:
-    """A request and the form of its response: `classes` and `portions` are by output. `shared` are inputs that are
-    still to be read into `request`. `wants_final`: the end of a decoupled response is marked by an empty response.
-    """
-
-    request: Request
-    shared: list[SharedInput] = field(default_factory=list)
-    classes: dict[str, int] = field(default_factory=dict)
-    portions: dict[str, Portion] = field(default_factory=dict)
-    wants_final: bool = False
+# The part of a message before its raw tensors: the target, the request's fields after its inputs, the classes,
+# whether an empty final response is wanted, and the inputs.
+_Kept = tuple[tuple[str, str], tuple[Any, ...], dict[str, int], bool, tuple[InputLayout, ...]]
+_fields_of: Final = attrgetter(*(one.name for one in fields(Request) if one.name != "inputs"))
 
 
 @dataclass(slots=True)
 class ReceivedMessage:
-    """A message for a `target` (model and version). `error`: why it cannot be decoded, if so."""
+    """A request for a `target` (model and version), and the form of its response: `classes` and `portions` are by
+    output. `shared` are inputs in the client's shared memory that are still to be read into `request`. `wants_final`:
+    the end of a decoupled response is marked by an empty response. `error`: why the message cannot be decoded, if so.
+    """
 
     target: tuple[str, str]
-    decoded: DecodedRequest
+    request: Request
+    shared: list[tuple[InputLayout, Portion]] = field(default_factory=list)
+    classes: dict[str, int] = field(default_factory=dict)
+    portions: dict[str, Portion] = field(default_factory=dict)
+    wants_final: bool = False
     error: Invalid | None = None
-
-    def valid(self) -> DecodedRequest:
-        """The decoded request. Raises Invalid."""
-        if self.error is not None:
-            raise self.error
-        return self.decoded
 
 
 # ---------------------------------------------------------------------------------------------- bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """The decoded part of a message before its raw tensors."""
-
-    target: tuple[str, str]
-    decoded: DecodedRequest
-    inputs: tuple[InputLayout, ...]
-
-    def decode(self, blocks: list[memoryview]) -> ReceivedMessage:
-        """The message with this part and these raw tensors."""
-        model, former = self.target[0], self.decoded.request
-        inputs: dict[str, Array] = {}
-        request = Request(
-            inputs,
-            former.outputs,
-            "",
-            former.priority,
-            former.timeout_us,
-            former.sequence_id,
-            former.sequence_start,
-            former.sequence_end,
-            former.parameters,
-        )
-        decoded = DecodedRequest(request, classes=self.decoded.classes, wants_final=self.decoded.wants_final)
-        try:
-            for (name, dtype, shape, count), block in zip(self.inputs, blocks, strict=True):
-                raw.check_size(name, model, dtype, count, len(block))
-                inputs[name] = raw.decode(block, name, model, dtype, shape, count)
-        except Invalid as error:
-            return ReceivedMessage(self.target, decoded, error.with_traceback(None))
-        return ReceivedMessage(self.target, decoded)
 
 
 class MessageReader:
@@ -133,26 +82,36 @@ class MessageReader:
             return self._decode(data, None)
         head, blocks = parts
         kept = self._kept.get(head)
-        if kept is None or len(kept.inputs) != len(blocks):
+        if kept is None or len(kept[-1]) != len(blocks):
             return self._decode(head, blocks)
-        return kept.decode(blocks)
+        target, others, classes, wants_final, layouts = kept
+        inputs: dict[str, Array] = {}
+        received = ReceivedMessage(target, Request(inputs, *others), classes=classes, wants_final=wants_final)
+        try:
+            for (name, dtype, shape, count), block in zip(layouts, blocks, strict=True):
+                raw.check_size(name, target[0], dtype, count, len(block))
+                inputs[name] = raw.decode(block, name, target[0], dtype, shape, count)
+        except Invalid as error:
+            received.error = error.with_traceback(None)
+        return received
 
     def _decode(self, head: bytes, blocks: list[memoryview] | None) -> ReceivedMessage | Invalid:
         try:
             message = ModelInferRequest.FromString(head)
         except DecodeError:
             return unreadable(ModelInferRequest)
-        target = message.model_name, message.model_version
         try:
-            decoded = decode_request(message, blocks)
+            received = decode_request(message, blocks)
         except Invalid as error:
-            return ReceivedMessage(target, DecodedRequest(Request({}, id=message.id)), error.with_traceback(None))
-        if blocks and len(head) <= _KEPT_BYTES_MAX and not (message.id or decoded.shared or decoded.portions):
+            target = message.model_name, message.model_version
+            return ReceivedMessage(target, Request({}, id=message.id), error=error.with_traceback(None))
+        if blocks and len(head) <= _KEPT_BYTES_MAX and not (message.id or received.shared or received.portions):
             if len(self._kept) >= _KEPT_MAX:
                 self._kept.clear()
-            empty = replace(decoded, request=replace(decoded.request, inputs={}))
-            self._kept[head] = _Kept(target, empty, tuple(_layout(tensor) for tensor in message.inputs))
-        return ReceivedMessage(target, decoded)
+            layouts = tuple(_layout(tensor) for tensor in message.inputs)
+            others = _fields_of(received.request)
+            self._kept[head] = received.target, others, received.classes, received.wants_final, layouts
+        return received
 
 
 def unreadable(kind: Any) -> Invalid:
@@ -198,9 +157,9 @@ def split(data: bytes) -> tuple[bytes, list[memoryview]] | None:
 # ---------------------------------------------------------------------------------------------- message
 
 
-def decode_request(message: ModelInferRequest, blocks: Sequence[raw.Buffer] | None = None) -> DecodedRequest:
+def decode_request(message: ModelInferRequest, blocks: Sequence[raw.Buffer] | None = None) -> ReceivedMessage:
     """`blocks` are the raw tensors if they were split off the message. Raises `Invalid`, naming the field."""
-    decoded = DecodedRequest(Request({}, id=message.id))
+    decoded = ReceivedMessage((message.model_name, message.model_version), Request({}, id=message.id))
     if message.parameters:
         _parameters(message, decoded)
     _inputs(message, decoded, message.raw_input_contents if blocks is None else blocks)
@@ -214,7 +173,7 @@ def _layout(tensor: ModelInferRequest.InferInputTensor) -> InputLayout:
     return tensor.name, dtype, shape, raw.element_count(tensor.name, shape, dtype)
 
 
-def _inputs(message: ModelInferRequest, decoded: DecodedRequest, given_raw: Sequence[raw.Buffer]) -> None:
+def _inputs(message: ModelInferRequest, decoded: ReceivedMessage, given_raw: Sequence[raw.Buffer]) -> None:
     model = message.model_name
     blocks = iter(given_raw)
     is_raw = bool(given_raw)
@@ -240,7 +199,7 @@ def _inputs(message: ModelInferRequest, decoded: DecodedRequest, given_raw: Sequ
                     "shared memory"
                 )
             raw.check_size(name, model, dtype, count, portion.size)
-            decoded.shared.append(SharedInput(name, dtype, shape, count, portion))
+            decoded.shared.append(((name, dtype, shape, count), portion))
             given[name] = _READ_LATER
         elif is_raw:
             if has_contents:
@@ -291,7 +250,7 @@ def _typed(
     return raw.shaped(flat, name, shape)
 
 
-def _outputs(message: ModelInferRequest, decoded: DecodedRequest) -> None:
+def _outputs(message: ModelInferRequest, decoded: ReceivedMessage) -> None:
     decoded.request.outputs = tuple(output.name for output in message.outputs)
     listed: set[str] = set()
     for output in message.outputs:
@@ -323,7 +282,7 @@ def _portion(parameters: Mapping[str, InferParameter], where: str) -> Portion | 
     return Portion(region, offset, _number(parameters, "shared_memory_byte_size", where))
 
 
-def _parameters(message: ModelInferRequest, decoded: DecodedRequest) -> None:
+def _parameters(message: ModelInferRequest, decoded: ReceivedMessage) -> None:
     request, given = decoded.request, message.parameters
     where = f"of the request for model '{message.model_name}'"
     request.priority = _number(given, "priority", where)

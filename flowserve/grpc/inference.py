@@ -15,15 +15,14 @@ from typing import Any, Final, TypeVar
 import trio
 
 from flowserve.errors import FlowserveError, Internal, Unavailable, Unsupported
-from flowserve.grpc.decode import DecodedRequest
+from flowserve.grpc.decode import ReceivedMessage
 from flowserve.grpc.encode import MessageEncoder, Parts
 from flowserve.grpc.guest import GuestLoop
 from flowserve.memory import raw
 from flowserve.memory.client_memory import ClientMemory, RegionWindow
 from flowserve.runtime.engine.classification import rank
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.responses import ResponseIterator
-from flowserve.runtime.tracing.watch import Watch
+from flowserve.runtime.engine.engine import Engine, ResponseIterator
+from flowserve.runtime.tracing.tracing import Watch
 from flowserve.scheduling.flow import Flow
 from flowserve.values import Response
 
@@ -51,13 +50,13 @@ class EngineAccess:
         self.nursery = nursery
         self.encoder = MessageEncoder()
 
-    async def infer(self, target: tuple[str, str], decoded: DecodedRequest, context: str = "") -> Parts:
+    async def infer(self, message: ReceivedMessage, context: str = "") -> Parts:
         """The single response to a request. `context`: the caller's trace context. Raises FlowserveError."""
-        call = InferCall(self, target, decoded, context)
+        call = InferCall(self, message, context)
         try:
             flow = call.submit()
             if flow is None:
-                raise Unsupported(f"{ONE_RESPONSE}: '{target[0]}' answers in a stream")
+                raise Unsupported(f"{ONE_RESPONSE}: '{message.target[0]}' answers in a stream")
             if not flow.done:
                 await self._wait(flow)
             return call.encode(self.engine.response(flow))
@@ -126,18 +125,14 @@ class InferCall:
         "_flow",
         "_room",
         "_scope",
-        "_target",
         "_watch",
         "_windows",
-        "decoded",
+        "message",
     )
 
-    def __init__(
-        self, access: EngineAccess, target: tuple[str, str], decoded: DecodedRequest, context: str = ""
-    ) -> None:
+    def __init__(self, access: EngineAccess, message: ReceivedMessage, context: str = "") -> None:
         self._access = access
-        self._target = target
-        self.decoded = decoded
+        self.message = message
         self._context = context
         self._watch: Watch | None = None  # if it is traced
         self._flow: Flow | None = None
@@ -152,17 +147,18 @@ class InferCall:
 
     def submit(self) -> Flow | None:
         """Submit the request. For a decoupled model returns None without submitting it. Raises FlowserveError."""
-        engine, decoded = self._access.engine, self.decoded
-        watch = engine.traces.sample(self._target[0], self._context) if engine.traces.is_on else None
+        engine, memory, message = self._access.engine, self._access.memory, self.message
+        watch = engine.traces.sample(message.target[0], self._context) if engine.traces.is_on else None
         if watch is not None:
             watch.mark("GRPC_WAITREAD_START")
             self._watch = watch
-        deployment = self._deployment = engine.deployments.find(*self._target)
-        if decoded.shared:
-            self._read_shared_inputs()
-        if decoded.portions:
-            self._windows = self._access.memory.windows(decoded.portions)
-        request = decoded.request
+        deployment = self._deployment = engine.deployments.find(*message.target)
+        request = message.request
+        for (name, dtype, shape, count), portion in message.shared:
+            data = memory.window(portion).read()
+            request.inputs[name] = raw.decode(data, name, message.target[0], dtype, shape, count)
+        if message.portions:
+            self._windows = memory.windows(message.portions)
         request.stamp = engine.next_stamp()
         if watch is not None:
             watch.mark("GRPC_WAITREAD_END")
@@ -184,7 +180,7 @@ class InferCall:
             if flow is None:
                 self._room = trio.Semaphore(UNSENT_MAX)
                 self._scope = trio.CancelScope()
-                responses = self._access.engine.stream(self._deployment, self.decoded.request, self._watch)
+                responses = self._access.engine.stream(self._deployment, self.message.request, self._watch)
                 self._delivered = trio.Event()
                 self._access.nursery.start_soon(
                     self._deliver, responses, self._scope, on_response, turn, self._delivered
@@ -223,18 +219,12 @@ class InferCall:
         watch = self._watch
         if watch is not None:
             watch.mark("GRPC_SEND_START")
-        if self.decoded.classes:
-            rank(response, self.decoded.classes, self._deployment)
+        if self.message.classes:
+            rank(response, self.message.classes, self._deployment)
         parts = self._access.encoder.encode(response, self._windows, is_final=is_final)
         if watch is not None:
             watch.mark("GRPC_SEND_END")
         return parts
-
-    def _read_shared_inputs(self) -> None:
-        for one in self.decoded.shared:
-            data = self._access.memory.window(one.portion).read()
-            array = raw.decode(data, one.name, self._target[0], one.dtype, one.shape, one.count)
-            self.decoded.request.inputs[one.name] = array
 
     def _outcome(self, flow: Flow) -> Outcome:
         """The response or the error. Raises nothing, because it is called inside the engine's step."""

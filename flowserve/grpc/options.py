@@ -10,9 +10,10 @@ import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from flowserve.runtime.protocol.restriction import Restriction
+if TYPE_CHECKING:
+    from flowserve.runtime.protocol import Restriction
 
 NOT_INSTALLED: Final = "grpcio is not installed; `pip install 'flowserve[grpc]'` brings it"
 KEY_PREFIX: Final = "triton-grpc-protocol-"  # of the header that holds a restricted group's key

@@ -19,28 +19,19 @@ import trio
 from google.protobuf.message import DecodeError, Message
 
 from flowserve.errors import FlowserveError, Forbidden
+from flowserve.grpc import service_pb2 as pb
 from flowserve.grpc.decode import MessageReader, unreadable
 from flowserve.grpc.encode import STATUS, details_of
 from flowserve.grpc.guest import GuestLoop
 from flowserve.grpc.health_pb2 import HealthCheckRequest
 from flowserve.grpc.inference import EngineAccess, internal_error
 from flowserve.grpc.options import GrpcOptions
-from flowserve.grpc.service import (
-    CALLS,
-    GROUP,
-    HEALTH_SERVICE,
-    INFER_CALL,
-    SERVICE,
-    STREAM_CALL,
-    HealthService,
-    Service,
-)
+from flowserve.grpc.service import CALLS, GROUP, HEALTH_SERVICE, INFER_CALL, SERVICE, STREAM_CALL, Service
 from flowserve.memory.client_memory import ClientMemory
-from flowserve.observe.log_settings import LogSettings
+from flowserve.observe.settings import LogSettings
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.loading.control import Control
-from flowserve.runtime.protocol.request_parameters import forwarding_of
-from flowserve.runtime.protocol.restriction import Restriction, by_group
+from flowserve.runtime.protocol import Forwarding, Restriction, by_group
 
 UNIX: Final = "unix:"
 CLOSE_S_MAX: Final = 5.0
@@ -84,10 +75,10 @@ class GrpcServer:
         try:
             async with trio.open_nursery() as nursery:
                 access = EngineAccess(engine, memory, self._guest, nursery)
-                forwarding = forwarding_of(self._options.forward_pattern, "--grpc-header-forward-pattern")
-                service = Service(engine, control, memory, log, access, forwarding)
-                health = HealthService(lambda: engine.deployments.is_ready)
-                server.add_generic_rpc_handlers(self._handlers(service, health))
+                pattern = self._options.forward_pattern
+                forwarding = Forwarding(pattern, "--grpc-header-forward-pattern") if pattern else None
+                service = Service(access, control, log, forwarding)
+                server.add_generic_rpc_handlers(self._handlers(service))
                 nursery.start_soon(self._guest.run, name="grpc")
                 await self._start(server)
                 task_status.started()
@@ -150,7 +141,7 @@ class GrpcServer:
                 port = server.add_secure_port(where, credentials)
         return port
 
-    def _handlers(self, service: Service, health: HealthService) -> tuple[Any, ...]:
+    def _handlers(self, service: Service) -> tuple[Any, ...]:
         restrictions = by_group(self._options.restrictions)
         reader = MessageReader()
 
@@ -162,16 +153,16 @@ class GrpcServer:
             call = handler(name, lambda request, _: method(request))
             return grpc.unary_unary_rpc_method_handler(call, _reader(kind), _serialized)
 
-        calls = {name: unary(name, kind, partial(method, service)) for name, (kind, method, _) in CALLS.items()}
+        calls = {name: unary(name, getattr(pb, f"{name}Request"), partial(service.respond, name)) for name in CALLS}
         # The responses of these two are bytes already.
         calls[INFER_CALL] = grpc.unary_unary_rpc_method_handler(handler(INFER_CALL, service.infer), reader)
         calls[STREAM_CALL] = grpc.stream_stream_rpc_method_handler(
             handler(STREAM_CALL, lambda _, context: service.stream(context, self._stopping)), reader
         )
         probes = {
-            "Check": unary("Check", HealthCheckRequest, health.check),
+            "Check": unary("Check", HealthCheckRequest, service.check),
             "Watch": grpc.unary_stream_rpc_method_handler(
-                handler("Watch", lambda request, context: health.watch(request, context, self._stopping)),
+                handler("Watch", lambda request, context: service.watch(request, context, self._stopping)),
                 _reader(HealthCheckRequest),
                 _serialized,
             ),

@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from flowserve.errors import FlowserveError, Unavailable
-from flowserve.grpc.decode import DecodedRequest, ReceivedMessage
+from flowserve.grpc.decode import ReceivedMessage
 from flowserve.grpc.encode import empty_final_response, stream_error, stream_message
 from flowserve.grpc.inference import STOPPING, STREAMED, EngineAccess, InferCall, Outcome, internal_error
 
@@ -28,37 +29,35 @@ _Item = tuple[Message | None, Callable[[], None]]
 _END: Final[_Item] = (None, lambda: None)
 
 
+@dataclass(slots=True, eq=False)
 class _StreamedRequest:
     """One request of a stream. `message` is its only response. `is_settled`: that response exists, or there will be
     several.
     """
 
-    __slots__ = ("call", "id", "is_settled", "message", "sequence", "target")
-
-    def __init__(self, received: ReceivedMessage) -> None:
-        self.id = received.decoded.request.id
-        self.target = received.target
-        self.call: InferCall | None = None
-        self.sequence: SequenceKey | None = None
-        self.is_settled = False
-        self.message: Message | None = None
+    id: str
+    target: tuple[str, str]
+    call: InferCall | None = None
+    sequence: SequenceKey | None = None
+    is_settled: bool = False
+    message: Message | None = None
 
 
 class InferStream:
-    """`decoded` returns a message's request. `trace_context`: the caller's, for all requests. `ends_on_error`: the
-    first failed request ends the stream with its status.
+    """`prepare` completes a message, or raises its error. `trace_context`: the caller's, for all requests.
+    `ends_on_error`: the first failed request ends the stream with its status.
     """
 
     def __init__(
         self,
         access: EngineAccess,
-        decoded: Callable[[ReceivedMessage], DecodedRequest],
+        prepare: Callable[[ReceivedMessage], None],
         trace_context: str = "",
         *,
         ends_on_error: bool = False,
     ) -> None:
         self._access = access
-        self._decoded = decoded
+        self._prepare = prepare
         self._trace_context = trace_context
         self._ends_on_error = ends_on_error
         self._room = asyncio.Semaphore(IN_FLIGHT_MAX)
@@ -128,18 +127,18 @@ class InferStream:
             raise received
 
     def _begin(self, received: ReceivedMessage) -> None:
-        request = _StreamedRequest(received)
+        request = _StreamedRequest(received.request.id, received.target)
         self._requests.add(request)
         self._order.append(request)
         try:
-            decoded = self._decoded(received)
+            self._prepare(received)
         except FlowserveError as error:
             self._on_outcome(request, error)
             return
-        call = request.call = InferCall(self._access, request.target, decoded, self._trace_context)
+        call = request.call = InferCall(self._access, received, self._trace_context)
         before = None
-        if decoded.request.sequence_id:
-            request.sequence = request.target, decoded.request.sequence_id
+        if received.request.sequence_id:
+            request.sequence = request.target, received.request.sequence_id
             before = self._sequences.get(request.sequence)
             self._sequences[request.sequence] = call
         call.begin(partial(self._on_outcome, request), partial(self._on_response, request), before)
@@ -169,8 +168,8 @@ class InferStream:
         if outcome is not None:
             message = self._encoded(request, outcome)
             if not isinstance(outcome, FlowserveError):
-                written = partial(self._sent, request)
-        elif call.decoded.wants_final:
+                written = partial(self._sent, request)  # not call.sent, which would keep a cancelled call alive
+        elif call.message.wants_final:
             message = stream_message(empty_final_response(request.target[0], call.version, request.id))
         self._to_write.put_nowait((message, written))
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable
 from typing import Final
 
 from flowserve.memory.pool import ALIGNMENT
@@ -53,12 +54,12 @@ class Arena:
         """A block of at least `nbytes`: its segment, and its offset there. The caller returns it by `give_back`."""
         ended, spare = self._ended, self._spare
         while ended:
-            address = ended.popleft()
-            space = self._by_number[address[0]]
-            if space.lent[address[1]] == PAGE and len(spare) < _SPARE_MAX:
-                spare.append(address)
+            block = ended.popleft()
+            space = self._by_number[block[0]]
+            if space.lent[block[1]] == PAGE and len(spare) < _SPARE_MAX:
+                spare.append(block)
             else:
-                space.give_back(address[1])
+                space.give_back(block[1])
         size = -(-(nbytes or 1) // PAGE) * PAGE
         if spare:
             if size == PAGE:
@@ -77,32 +78,22 @@ class Arena:
         segment, offset = self.take(nbytes)
         return Lease(segment, offset, nbytes, self._ended.append, (segment.number, offset))
 
-    def give_back(self, place: BlockAddress) -> None:
-        """Return the block at `place`. Only on the arena's own thread."""
-        number, offset = place
-        space = self._by_number[number]
-        if space.lent[offset] == PAGE and len(self._spare) < _SPARE_MAX:
-            self._spare.append(place)
-        else:
-            space.give_back(offset)
+    def give_back(self, blocks: Iterable[BlockAddress]) -> None:
+        """Return these blocks. Only on the arena's own thread."""
+        for block in blocks:
+            space = self._by_number[block[0]]
+            if space.lent[block[1]] == PAGE and len(self._spare) < _SPARE_MAX:
+                self._spare.append(block)
+            else:
+                space.give_back(block[1])
 
     @property
     def lent_bytes(self) -> int:
         """Bytes in use, in whole pages."""
-        self._collect_returned()
+        while self._ended:
+            self.give_back((self._ended.popleft(),))
         self._put_back()
         return sum(sum(space.lent.values()) for space in self._spaces)
-
-    def check(self) -> None:
-        """Assert that free and lent blocks tile every segment. For tests."""
-        self._collect_returned()
-        self._put_back()
-        for space in self._spaces:
-            space.check()
-
-    def _collect_returned(self) -> None:
-        while self._ended:
-            self.give_back(self._ended.popleft())
 
     def _put_back(self) -> None:
         while self._spare:
@@ -158,16 +149,3 @@ class _Space:
         else:
             starts.insert(i, start)
             sizes.insert(i, size)
-
-    def check(self) -> None:
-        pieces = sorted([*zip(self._starts, self._sizes, strict=True), *self.lent.items()])
-        end = 0
-        for start, size in pieces:
-            assert start == end, f"a hole or an overlap at {end}"
-            assert start % PAGE == 0
-            assert size % PAGE == 0
-            assert size > 0
-            end = start + size
-        assert end == self.segment.size
-        for i in range(1, len(self._starts)):
-            assert self._starts[i - 1] + self._sizes[i - 1] < self._starts[i], "two free neighbours"

@@ -17,7 +17,6 @@ Does not know HTTP or gRPC, its callers. Names and messages follow Triton's call
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import stat
@@ -30,7 +29,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from flowserve.errors import AlreadyExists, FlowserveError, Invalid, NotFound, Unavailable, Unsupported
-from flowserve.memory.device import OpenedMemory
+from flowserve.memory.device import Allocation
 from flowserve.memory.device_memory import DeviceMemory
 from flowserve.memory.devices import devices
 from flowserve.values import HOST_MEMORY
@@ -93,14 +92,12 @@ class Region:
             raise _shrunk(self.name)
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class _Opened:
     """The memory behind one open handle."""
 
-    __slots__ = ("__weakref__", "memory", "opened")
-
-    def __init__(self, memory: DeviceMemory, opened: OpenedMemory) -> None:
-        self.memory = memory
-        self.opened = opened
+    memory: DeviceMemory
+    opened: Allocation
 
 
 class CudaRegion:
@@ -116,17 +113,16 @@ class CudaRegion:
     def read(self, offset: int, size: int) -> bytearray:
         data = bytearray(size)
         if size:
-            memory = self._opened.memory
-            there = self._opened.opened.address + offset
-            memory.copy_and_wait(memory.place, HOST_MEMORY, _address(data), there, size)
+            memory, there = self._opened.memory, self._opened.opened.address + offset
+            here = np.frombuffer(data, np.uint8).ctypes.data
+            memory.copy_and_wait(memory.place, HOST_MEMORY, here, there, size)
         return data
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         if len(data):
-            held = np.frombuffer(data, np.uint8)
-            memory = self._opened.memory
-            there = self._opened.opened.address + offset
-            memory.copy_and_wait(HOST_MEMORY, memory.place, there, held.ctypes.data, held.nbytes)
+            memory, there = self._opened.memory, self._opened.opened.address + offset
+            here = np.frombuffer(data, np.uint8)
+            memory.copy_and_wait(HOST_MEMORY, memory.place, there, here.ctypes.data, here.nbytes)
 
 
 class CudaHandles:
@@ -134,7 +130,7 @@ class CudaHandles:
 
     def __init__(self) -> None:
         self._open: weakref.WeakValueDictionary[tuple[int, bytes], _Opened] = weakref.WeakValueDictionary()
-        self._over: deque[tuple[DeviceMemory, OpenedMemory]] = deque()
+        self._over: deque[tuple[DeviceMemory, Allocation]] = deque()
 
     def region(self, name: str, handle: bytes, device: int, size: int) -> CudaRegion:
         """Open `handle` if necessary. Raises Invalid if the GPU does not exist, the handle cannot be opened, or its
@@ -154,7 +150,12 @@ class CudaHandles:
             raise Invalid(f"{refused}: {error}") from None
         opened = self._open.get((device, handle))
         if opened is None:
-            opened = self._open[device, handle] = self._opened(memory, handle, refused)
+            try:
+                found = memory.device.open_handle(handle)
+            except ValueError as error:
+                raise Invalid(f"{refused}: the handle cannot be opened: {error}") from error
+            opened = self._open[device, handle] = _Opened(memory, found)
+            weakref.finalize(opened, self._over.append, (memory, found)).atexit = False
         there = opened.opened.nbytes
         if not 0 < size <= there:
             raise Invalid(f"{refused}: {size} bytes do not lie in an allocation of {there} bytes")
@@ -165,15 +166,6 @@ class CudaHandles:
         while self._over:
             memory, opened = self._over.popleft()
             memory.device.close_handle(opened)
-
-    def _opened(self, memory: DeviceMemory, handle: bytes, refused: str) -> _Opened:
-        try:
-            found = memory.device.open_handle(handle)
-        except ValueError as error:
-            raise Invalid(f"{refused}: the handle cannot be opened: {error}") from error
-        opened = _Opened(memory, found)
-        weakref.finalize(opened, self._over.append, (memory, found)).atexit = False
-        return opened
 
 
 class RegionWindow:
@@ -264,7 +256,9 @@ class ClientMemory:
     def window(self, portion: Portion) -> RegionWindow:
         """The portion a request names, checked. Raises `NotFound`, and `Invalid` if it is not inside its region."""
         self.check_allowed()
-        region = self._region(portion.region)
+        region = self._regions.get(portion.region)
+        if region is None:
+            raise NotFound(f"Unable to find shared memory region: '{portion.region}'")
         end = portion.offset + portion.size
         if end > _UINT64_MAX:
             raise Invalid(f"Integer overflow: offset + byte size for shared memory region: '{region.name}'")
@@ -301,20 +295,12 @@ class ClientMemory:
         if not name:
             return [one for _, one in sorted(self._regions.items()) if isinstance(one, kind)]
         region = self._regions.get(name)
-        words = ("CUDA", "system") if kind is Region else ("system", "CUDA")
         if region is None:
-            system = kind is Region
-            raise NotFound(f"Unable to find {'' if system else 'cuda '}shared memory region: '{name}'")
+            raise NotFound(f"Unable to find {'' if kind is Region else 'cuda '}shared memory region: '{name}'")
         if not isinstance(region, kind):
-            text = f"The region named '{name}' is registered as {words[0]} shared memory, not {words[1]} shared memory"
-            raise NotFound(text)
+            own, other = ("system", "CUDA") if kind is Region else ("CUDA", "system")
+            raise NotFound(f"The region named '{name}' is registered as {other} shared memory, not {own} shared memory")
         return [region]
-
-    def _region(self, name: str) -> Region | CudaRegion:
-        region = self._regions.get(name)
-        if region is None:
-            raise NotFound(f"Unable to find shared memory region: '{name}'")
-        return region
 
     def check_allowed(self) -> None:
         """Raises `Unsupported` if the operator does not allow client memory."""
@@ -343,7 +329,3 @@ def _cannot_open(key: str) -> Invalid:
 
 def _shrunk(name: str) -> Invalid:
     return Invalid(f"shared memory region '{name}' is shorter than it was when it was registered")
-
-
-def _address(data: bytearray) -> int:
-    return ctypes.addressof(ctypes.c_uint8.from_buffer(data))

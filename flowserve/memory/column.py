@@ -60,12 +60,11 @@ class Column(Sequence[Tensor | None]):
         if not self._is_examined:
             self._is_examined = True
             tensors = self._tensors
-            if tensors and None not in tensors and isinstance(tensors[0].block, np.ndarray):  # type: ignore[union-attr]
-                one = tensors[0]
-                if len(tensors) == 1 and one.start == 0 and one.stop == len(one.block):  # type: ignore[union-attr]
-                    self._block = one.block  # type: ignore[union-attr]
+            if tensors and (one := tensors[0]) is not None and isinstance(one.block, np.ndarray):
+                if len(tensors) == 1 and one.start == 0 and one.stop == len(one.block):
+                    self._block = one.block
                 else:
-                    self._block = in_one_piece(tensors)  # type: ignore[arg-type]  # none of them is None
+                    self._block = in_one_piece(tensors)
         return self._block
 
     @property
@@ -106,7 +105,7 @@ class Column(Sequence[Tensor | None]):
     @property
     def nbytes(self) -> int:
         """The bytes of all members' tensors."""
-        block = self.block
+        block = self._block if self._is_examined else self.block
         return sum([tensor.nbytes for tensor in self.tensors if tensor is not None]) if block is None else block.nbytes
 
     def __len__(self) -> int:
@@ -126,15 +125,17 @@ class Column(Sequence[Tensor | None]):
         return f"Column({len(self.rows)} members)"
 
 
-def in_one_piece(tensors: Sequence[Tensor]) -> Array | None:
-    """The tensors' rows in order as one array, without a copy; None if they are not contiguous."""
+def in_one_piece(tensors: Sequence[Tensor | None]) -> Array | None:
+    """The tensors' rows in order as one array, without a copy; None if they are not contiguous, or one is missing."""
     if type(tensors) is Column:
         return tensors.block
     first = tensors[0]
+    if first is None:
+        return None
     block = first.block
     stop = first.start
     for tensor in tensors:
-        if tensor.block is not block or tensor.start != stop:
+        if tensor is None or tensor.block is not block or tensor.start != stop:
             return None
         stop = tensor.stop
     return block if stop < 0 or (first.start == 0 and stop == len(block)) else block[first.start : stop]

@@ -13,12 +13,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from flowserve.memory.cuda_context import why_lost
-from flowserve.memory.device import Allocation, Device, Event, OpenedMemory, OutOfMemory, Stream
+from flowserve.memory.device import Allocation, Device, DeviceQueue, Event, OutOfMemory, why_lost
 from flowserve.values import Array
 
 try:
@@ -43,37 +42,6 @@ def find_devices() -> tuple[Sequence[Device], str]:
     return [CudaDevice(number) for number in range(count)], ""
 
 
-class CudaMemory:
-    """`raw` is cupy's owner object if the memory is pinned, None for device memory."""
-
-    __slots__ = ("address", "nbytes", "raw")
-
-    def __init__(self, address: int, nbytes: int, raw: Any = None) -> None:
-        self.address = address
-        self.nbytes = nbytes
-        self.raw = raw
-
-
-class CudaStream:
-    """`raw` is cupy's stream."""
-
-    __slots__ = ("address", "raw")
-
-    def __init__(self, raw: Any) -> None:
-        self.raw = raw
-        self.address: int = raw.ptr
-
-
-class CudaEvent:
-    """`raw` is cupy's event, recorded in `stream`."""
-
-    __slots__ = ("raw", "stream")
-
-    def __init__(self, raw: Any, stream: CudaStream) -> None:
-        self.raw = raw
-        self.stream = stream
-
-
 class CudaDevice:
     """One GPU."""
 
@@ -83,7 +51,7 @@ class CudaDevice:
     def allocate(self, nbytes: int) -> Allocation:
         try:
             with cupy.cuda.Device(self.number):
-                return CudaMemory(cupy.cuda.runtime.malloc(nbytes), nbytes)
+                return Allocation(cupy.cuda.runtime.malloc(nbytes), nbytes)
         except cupy.cuda.runtime.CUDARuntimeError as error:
             raise _translated(error) from error
 
@@ -93,50 +61,44 @@ class CudaDevice:
                 raw = cupy.cuda.PinnedMemory(nbytes)
         except cupy.cuda.runtime.CUDARuntimeError as error:
             raise _translated(error) from error
-        return CudaMemory(raw.ptr, nbytes, raw)
+        return Allocation(raw.ptr, nbytes, raw)
 
     def free(self, memory: Allocation) -> None:
-        assert isinstance(memory, CudaMemory)
         if memory.raw is not None:
             memory.raw = None  # its finaliser frees the pages
             return
         with cupy.cuda.Device(self.number):
             cupy.cuda.runtime.free(memory.address)
 
-    def stream(self) -> CudaStream:
+    def stream(self) -> DeviceQueue:
         with cupy.cuda.Device(self.number):
-            return CudaStream(cupy.cuda.Stream(non_blocking=True))
+            raw = cupy.cuda.Stream(non_blocking=True)
+        return DeviceQueue(raw.ptr, raw)
 
-    def close_stream(self, stream: Stream) -> None:
-        assert isinstance(stream, CudaStream)
+    def close_stream(self, stream: DeviceQueue) -> None:
         stream.raw = None
 
-    def copy(self, to: int, source: int, nbytes: int, stream: Stream) -> None:
+    def copy(self, to: int, source: int, nbytes: int, stream: DeviceQueue) -> None:
         if nbytes:
             cupy.cuda.runtime.memcpyAsync(to, source, nbytes, _ANY_DIRECTION, stream.address)
 
-    def record(self, stream: Stream) -> CudaEvent:
-        assert isinstance(stream, CudaStream)
+    def record(self, stream: DeviceQueue) -> Event:
         with cupy.cuda.Device(self.number):
             # A thread that synchronises sleeps instead of spinning, so that other instances can use its core.
             event = cupy.cuda.Event(block=True, disable_timing=True)
             event.record(stream.raw)
-        return CudaEvent(event, stream)
+        return Event(stream, event)
 
-    def wait(self, stream: Stream, event: Event) -> None:
-        assert isinstance(stream, CudaStream)
-        assert isinstance(event, CudaEvent)
+    def wait(self, stream: DeviceQueue, event: Event) -> None:
         stream.raw.wait_event(event.raw)
 
     def synchronize(self, event: Event) -> None:
-        assert isinstance(event, CudaEvent)
         event.raw.synchronize()
 
     def is_done(self, event: Event) -> bool:
-        assert isinstance(event, CudaEvent)
         return bool(event.raw.done)
 
-    def open_handle(self, handle: bytes) -> OpenedMemory:
+    def open_handle(self, handle: bytes) -> Allocation:
         try:
             with cupy.cuda.Device(self.number):
                 address = int(cupy.cuda.runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS))
@@ -147,9 +109,9 @@ class CudaDevice:
         if ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2(*found) != 0:
             cupy.cuda.runtime.ipcCloseMemHandle(address)
             raise ValueError("the size of its memory cannot be determined")
-        return OpenedMemory(address, base.value + size.value - address)
+        return Allocation(address, base.value + size.value - address)
 
-    def close_handle(self, opened: OpenedMemory) -> None:
+    def close_handle(self, opened: Allocation) -> None:
         with cupy.cuda.Device(self.number):
             cupy.cuda.runtime.ipcCloseMemHandle(opened.address)
 

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from flowserve.memory.device import Allocation, Device, Event, OutOfMemory, Stream
+from flowserve.memory.device import Allocation, Device, DeviceQueue, Event, OutOfMemory
 from flowserve.memory.pool import HOST, size_class
 from flowserve.values import HOST_MEMORY, MemoryPlace, gpu_memory
 
@@ -47,7 +47,6 @@ class BlockStatistics:
     lent_bytes: int
     kept_bytes: int
     adopted: int
-    reused: int
     refused: int
 
 
@@ -57,27 +56,22 @@ class Block:
     Code that puts work on a stream that reads or writes the block calls `used` with an event recorded after that work.
     """
 
-    __slots__ = ("_held", "_pool", "_uses", "address", "nbytes", "place")
+    __slots__ = ("_pool", "_uses", "address", "memory", "nbytes", "place")
 
-    def __init__(self, pool: BlockPool, held: object, address: int, nbytes: int) -> None:
+    def __init__(self, pool: BlockPool, memory: Allocation | _Adopted, address: int, nbytes: int) -> None:
         self._pool = pool
-        self._held = held
-        self._uses: dict[Stream, Event] = {}  # the last event of each stream; it implies the earlier ones
+        self.memory = memory  # keeps the bytes alive
+        self._uses: dict[DeviceQueue, Event] = {}  # the last event of each stream; it implies the earlier ones
         self.address = address
         self.nbytes = nbytes
         self.place = pool.place
-
-    @property
-    def memory(self) -> object:
-        """The owner of the bytes: the device's `Allocation`, or the adopted owner."""
-        return self._held
 
     def used(self, event: Event) -> None:
         """The stream of this event uses the block until the event."""
         self._uses[event.stream] = event
 
     def __del__(self) -> None:
-        self._pool._take_back(self._held, [*self._uses.values()])
+        self._pool._ended.append((self.memory, [*self._uses.values()]))
 
     def __repr__(self) -> str:
         return f"Block({self.nbytes} bytes at {self.address:#x} in {self.place})"
@@ -99,14 +93,14 @@ class BlockPool:
         self._lock = threading.Lock()
         self._kept: dict[int, list[_Kept]] = {}  # free blocks by size, least recently used first
         self._lent: dict[int, int] = {}  # size by address
-        self._foreign: list[tuple[object, list[Event]]] = []  # released on the host, perhaps not yet on the device
+        self._foreign: list[tuple[_Adopted, list[Event]]] = []  # released on the host, perhaps not yet on the device
         # A block can end inside the garbage collector, even while this thread holds the lock, so its end is only noted.
-        self._ended: deque[tuple[object, list[Event]]] = deque()
+        self._ended: deque[tuple[Allocation | _Adopted, list[Event]]] = deque()
         self._adopted = 0
         self._lent_bytes = self._kept_bytes = 0
-        self._reused = self._refused = 0
+        self._refused = 0
 
-    def take(self, nbytes: int, stream: Stream | None) -> Block | None:
+    def take(self, nbytes: int, stream: DeviceQueue | None) -> Block | None:
         """A block of at least `nbytes` for work on `stream`, or for use by the host if `stream` is None. Returns None
         if the budget or the device has no room.
         """
@@ -121,7 +115,6 @@ class BlockPool:
             self._lent[memory.address] = size
             self._lent_bytes += size
             if kept is not None:
-                self._reused += 1
                 self._order(kept.uses, stream)
         return Block(self, memory, memory.address, nbytes)
 
@@ -139,29 +132,16 @@ class BlockPool:
         with self._lock:
             self._budget = budget_bytes
 
-    def trim(self) -> None:
-        """Return all free blocks to the driver."""
-        with self._lock:
-            self._collect_returned(wait=True)
-            self._evict(self._kept_bytes)
-
     def statistics(self) -> BlockStatistics:
         """A snapshot."""
         with self._lock:
             self._collect_returned()
-            return BlockStatistics(
-                self._budget,
-                self._lent_bytes,
-                self._kept_bytes,
-                self._adopted,
-                self._reused,
-                self._refused,
-            )
+            return BlockStatistics(self._budget, self._lent_bytes, self._kept_bytes, self._adopted, self._refused)
 
     def _has_room(self, size: int) -> bool:
         return self._lent_bytes + self._kept_bytes + size <= self._budget
 
-    def _find(self, size: int, stream: Stream | None, *, has_room: bool) -> _Kept | None:
+    def _find(self, size: int, stream: DeviceQueue | None, *, has_room: bool) -> _Kept | None:
         """A free block whose uses are complete or on the same stream; any free block if there is no room for more."""
         waiting = self._kept.get(size)
         if not waiting:
@@ -172,10 +152,10 @@ class BlockPool:
         self._kept_bytes -= size
         return waiting.pop(at)
 
-    def _is_free(self, uses: Iterable[Event], stream: Stream | None) -> bool:
+    def _is_free(self, uses: Iterable[Event], stream: DeviceQueue | None) -> bool:
         return all(event.stream is stream or self._device.is_done(event) for event in uses)
 
-    def _order(self, uses: Iterable[Event], stream: Stream | None) -> None:
+    def _order(self, uses: Iterable[Event], stream: DeviceQueue | None) -> None:
         for event in uses:
             if stream is None:
                 self._device.synchronize(event)
@@ -187,17 +167,13 @@ class BlockPool:
             return None
         if not self._has_room(size):
             self._evict(self._lent_bytes + self._kept_bytes + size - self._budget)
-        try:
-            return self._new(size)
-        except OutOfMemory:
-            self._evict(self._kept_bytes)
-        try:
-            return self._new(size)
-        except OutOfMemory:
-            return None
-
-    def _new(self, size: int) -> Allocation:
-        return self._device.allocate(size) if self.place.is_gpu else self._device.allocate_pinned(size)
+        allocate = self._device.allocate if self.place.is_gpu else self._device.allocate_pinned
+        for _ in range(2):
+            try:
+                return allocate(size)
+            except OutOfMemory:
+                self._evict(self._kept_bytes)
+        return None
 
     def _evict(self, nbytes: int) -> None:
         """Return at least `nbytes` of the free blocks to the driver."""
@@ -212,37 +188,26 @@ class BlockPool:
             if not waiting:
                 del self._kept[size]
 
-    def _take_back(self, held: object, uses: list[Event]) -> None:
-        """Called by a finaliser, on any thread."""
-        self._ended.append((held, uses))
-
-    def _collect_returned(self, *, wait: bool = False) -> None:
-        self._collect_ended()
-        while self._let_go(wait=wait) and self._ended:  # an adopted owner may have held blocks of this same pool
+    def _collect_returned(self) -> None:
+        """Take back the blocks that ended, and release adopted owners whose uses are complete on the device."""
+        while True:
             self._collect_ended()
+            busy = [one for one in self._foreign if not self._is_free(one[1], None)]
+            self._adopted -= len(self._foreign) - len(busy)
+            self._foreign = busy
+            if not self._ended:  # an adopted owner may have held blocks of this same pool
+                return
 
     def _collect_ended(self) -> None:
         while self._ended:
-            held, uses = self._ended.popleft()
-            if isinstance(held, _Adopted):
-                self._foreign.append((held, uses))
+            memory, uses = self._ended.popleft()
+            if isinstance(memory, _Adopted):
+                self._foreign.append((memory, uses))
                 continue
-            memory: Allocation = held  # type: ignore[assignment]  # the only other kind of owner in this pool
             size = self._lent.pop(memory.address)
             self._lent_bytes -= size
             self._kept_bytes += size
             self._kept.setdefault(size, []).append(_Kept(memory, uses))
-
-    def _let_go(self, *, wait: bool) -> int:
-        """Release adopted owners whose uses are complete on the device. Returns their number."""
-        if wait:
-            for uses in [one[1] for one in self._foreign]:
-                self._order(uses, None)
-        busy = [one for one in self._foreign if not self._is_free(one[1], None)]
-        gone = len(self._foreign) - len(busy)
-        self._adopted -= gone
-        self._foreign = busy
-        return gone
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -287,9 +252,9 @@ class DeviceMemory:
         self._adopted_host = BlockPool(device, HOST_MEMORY, _UNBOUNDED)
         self._has_warned = False
         self._copying = threading.Lock()
-        self._copy_stream: Stream | None = None
+        self._copy_stream: DeviceQueue | None = None
 
-    def take(self, nbytes: int, stream: Stream) -> Block:
+    def take(self, nbytes: int, stream: DeviceQueue) -> Block:
         """A block that work on `stream` may read and write: device memory, else pinned, else ordinary host memory."""
         block = self.pool.take(nbytes, stream)
         if block is not None:
@@ -304,11 +269,11 @@ class DeviceMemory:
             )
         return self.take_on_host(nbytes, stream)
 
-    def take_on_host(self, nbytes: int, stream: Stream | None) -> Block:
+    def take_on_host(self, nbytes: int, stream: DeviceQueue | None) -> Block:
         """A block of host memory, pinned if there is room. `stream` None: the host is the first to write it."""
-        return self.pinned.take(nbytes, stream) or self._pageable(nbytes)
-
-    def _pageable(self, nbytes: int) -> Block:
+        block = self.pinned.take(nbytes, stream)
+        if block is not None:
+            return block
         array = HOST.take(nbytes)
         return self._adopted_host.adopt(array, array.ctypes.data, nbytes)
 

@@ -8,20 +8,22 @@ are what makes pipelines slow. Does not copy or wait; `stream` does. Callers: `s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from flowserve.graph.conversion import Conversion
+from flowserve.graph.types import Conversion
 from flowserve.memory.device import Event
 from flowserve.memory.device_memory import Block
 from flowserve.memory.tensor import WHOLE, Tensor, apply_conversion
 from flowserve.values import MemoryPlace
 
-NOT_ON_THE_HOST: Final = "this tensor lies in {place}, not on the host; copy it with DeviceStream.move()"
+NOT_ON_THE_HOST: Final = "this tensor lies in {place}, not on the host"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class DeviceArray:
     """Elements in row-major order in a block: the counterpart of `np.ndarray`, without arithmetic.
 
@@ -29,21 +31,11 @@ class DeviceArray:
     to its stream.
     """
 
-    __slots__ = ("block", "dtype", "offset", "ready", "shape")
-
-    def __init__(
-        self,
-        block: Block,
-        dtype: np.dtype[Any],
-        shape: tuple[int, ...],
-        offset: int = 0,
-        ready: Event | None = None,
-    ) -> None:
-        self.block = block
-        self.dtype = dtype
-        self.shape = shape
-        self.offset = offset
-        self.ready = ready
+    block: Block
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int = 0
+    ready: Event | None = None
 
     @property
     def place(self) -> MemoryPlace:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from flowserve.config.instances import Gpus
+from flowserve.config.types import Gpus
 from flowserve.errors import Unsupported
 from flowserve.memory.device import Device
 from flowserve.memory.device_memory import BlockPool, BlockStatistics, DeviceMemory, Ledger

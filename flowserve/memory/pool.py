@@ -16,7 +16,6 @@ import ctypes
 import sys
 import threading
 from collections import deque
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -28,22 +27,9 @@ KEPT_BYTES_MAX: Final = 512 * 1024 * 1024
 ALIGNMENT: Final = 64  # a cache line, and the width of the widest vector instructions
 
 
-@dataclass(frozen=True, slots=True)
-class PoolStatistics:
-    """`lent_bytes` are in use, `kept_bytes` are free in the pool; `taken` counts calls of `take` that used the pool,
-    `reused` those served from a kept buffer.
-    """
-
-    lent_bytes: int
-    kept_bytes: int
-    kept_buffers: int
-    taken: int
-    reused: int
-
-
 class Pool:
     """Reusable buffers in size classes; at most `kept_bytes_max` bytes are kept free. All methods may be called from
-    any thread.
+    any thread. `lent_bytes` are in use, `kept_bytes` are free in the pool.
     """
 
     def __init__(self, kept_bytes_max: int = KEPT_BYTES_MAX) -> None:
@@ -54,10 +40,8 @@ class Pool:
         # A buffer can return from inside the garbage collector, at any allocation, even while this thread holds the
         # lock. So it is only appended here (which is atomic), and the next thread that gets the lock collects it.
         self._returned: deque[_Buffer] = deque()
-        self._kept_bytes = 0
-        self._lent_bytes = 0
-        self._taken = 0
-        self._reused = 0
+        self.kept_bytes = 0
+        self.lent_bytes = 0
 
     def take(self, nbytes: int) -> Array:
         """A writable, 64-byte aligned uint8 array of `nbytes`; the caller fills all of it. Its memory returns to the
@@ -68,12 +52,15 @@ class Pool:
         size = size_class(nbytes)
         with self._lock:
             self._collect_returned()
+            self.lent_bytes += size
             buffer = self._find(size)
         if buffer is None:
-            buffer = _Buffer(size)  # outside the lock: this is where the kernel may be asked for memory
-        with self._lock:
-            self._taken += 1
-            self._lent_bytes += size
+            try:
+                buffer = _Buffer(size)  # outside the lock: this is where the kernel may be asked for memory
+            except MemoryError:
+                with self._lock:
+                    self.lent_bytes -= size
+                raise
         self._settle()
         return np.asarray(_Lease(self, buffer, nbytes))
 
@@ -85,18 +72,6 @@ class Pool:
         copy[...] = array
         return copy
 
-    def statistics(self) -> PoolStatistics:
-        """A snapshot."""
-        self._settle()
-        with self._lock:
-            return PoolStatistics(
-                lent_bytes=self._lent_bytes,
-                kept_bytes=self._kept_bytes,
-                kept_buffers=sum(len(buffers) for buffers in self._kept.values()),
-                taken=self._taken,
-                reused=self._reused,
-            )
-
     def _find(self, size: int) -> _Buffer | None:
         buffers = self._kept.pop(size, None)
         if buffers is None:
@@ -104,8 +79,7 @@ class Pool:
         buffer = buffers.pop()
         if buffers:
             self._kept[size] = buffers
-        self._kept_bytes -= size
-        self._reused += 1
+        self.kept_bytes -= size
         return buffer
 
     def _take_back(self, buffer: _Buffer) -> None:
@@ -125,17 +99,16 @@ class Pool:
         while self._returned:
             buffer = self._returned.popleft()
             size = buffer.size
-            self._lent_bytes -= size
-            self._kept_bytes += size
+            self.lent_bytes -= size
+            self.kept_bytes += size
             buffers = self._kept.pop(size, [])
             buffers.append(buffer)
             self._kept[size] = buffers
-        while self._kept_bytes > self._kept_bytes_max:
+        while self.kept_bytes > self._kept_bytes_max:
             size = next(iter(self._kept))
-            buffers = self._kept[size]
-            buffers.pop()
-            self._kept_bytes -= size
-            if not buffers:
+            self._kept[size].pop()
+            self.kept_bytes -= size
+            if not self._kept[size]:
                 del self._kept[size]
 
 

@@ -3,11 +3,15 @@
 Decides which shapes are valid, how bytes become an array (a view if their address is aligned for the type) and an array
 becomes bytes, and the errors for data that does not fit. Sizes are computed in Python's integers, which do not
 overflow, before anything is allocated. Does not know HTTP or gRPC, its callers.
+
+An element of Triton's BYTES tensors is its length as four little-endian bytes, then its bytes: any byte string, NULs
+and invalid UTF-8 included, which round-trips exactly. Callers pass the names of input and model for the error messages.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +19,6 @@ import numpy as np
 from numpy import ndarray
 
 from flowserve.errors import Internal, Invalid
-from flowserve.memory import bytes_codec
 from flowserve.values import BY_NUMPY, Array, DType
 
 Buffer = bytes | bytearray | memoryview
@@ -23,6 +26,7 @@ Buffer = bytes | bytearray | memoryview
 DIMENSIONS_MAX: Final = 64  # numpy's
 _INT64_MAX: Final = 2**63 - 1
 COPIED_BYTES_MAX: Final = 4096  # a small copy costs less than a view of one
+_LENGTH: Final = struct.Struct("<I")
 
 
 def element_count(name: str, shape: tuple[int, ...], dtype: DType) -> int:
@@ -55,7 +59,7 @@ def check_size(name: str, model: str, dtype: DType, count: int, nbytes: int) -> 
 def decode(data: Buffer, name: str, model: str, dtype: DType, shape: tuple[int, ...], count: int) -> Array:
     """The input encoded by the whole of `data`, whose size was checked. Raises `Invalid`."""
     if dtype is DType.BYTES:
-        return shaped(bytes_codec.decode(data, count, name=name, model=model), name, shape)
+        return shaped(decode_bytes(data, count, name=name, model=model), name, shape)
     return numbers(data, 0, name, dtype, shape, count)
 
 
@@ -114,7 +118,7 @@ def datatype_of(array: Array, name: str, model: str) -> DType:
 
 def encode(array: Array, dtype: DType) -> bytes | memoryview:
     """An output as bytes."""
-    return bytes_codec.encode(array) if dtype is DType.BYTES else block(array)
+    return encode_bytes(array) if dtype is DType.BYTES else block(array)
 
 
 def block(array: Array) -> bytes | memoryview:
@@ -122,6 +126,75 @@ def block(array: Array) -> bytes | memoryview:
     if array.nbytes <= COPIED_BYTES_MAX:
         return array.tobytes()
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+# ---------------------------------------------------------------------------------------------- BYTES
+
+
+def encode_bytes(array: Array) -> bytes:
+    """The elements of `array` (of bytes, str or objects) in row-major order, each as `to_bytes` has it."""
+    pack = _LENGTH.pack
+    parts: list[bytes] = []
+    for element in array.ravel().tolist():
+        data = element if type(element) is bytes else to_bytes(element)
+        parts.append(pack(len(data)))
+        parts.append(data)
+    return b"".join(parts)
+
+
+def flat_bytes(array: Array) -> Array:
+    """The bytes of any array, one-dimensional: encoded for BYTES, else a view if the array is contiguous."""
+    if array.dtype.hasobject:
+        return np.frombuffer(encode_bytes(array), np.uint8)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def decode_bytes(buffer: bytes | bytearray | memoryview, count: int, *, name: str, model: str) -> Array:
+    """The `count` elements of `buffer`, as a one-dimensional object array of `bytes`.
+
+    Raises `Invalid`, naming the input `name` and the `model`, when the buffer holds more or fewer elements or ends
+    inside one.
+    """
+    view = memoryview(buffer).cast("B")
+    end = len(view)
+    unpack = _LENGTH.unpack_from
+    elements: list[bytes] = []
+    position = 0
+    # Runs over the buffer, not to `count`: a stated count of 2**60 must cost nothing.
+    while position < end:
+        if end - position < 4:
+            raise Invalid(
+                f"incomplete string length indicator for inference input '{name}' for model '{model}', "
+                f"expecting 4 bytes but only {end - position} bytes available"
+            )
+        if len(elements) == count:
+            raise Invalid(
+                f"unexpected number of string elements {count + 1} for inference input '{name}' for model '{model}', "
+                f"expecting {count}"
+            )
+        start = position + 4
+        position = start + unpack(view, position)[0]
+        if position > end:
+            raise Invalid(
+                f"incomplete string data for inference input '{name}' for model '{model}', "
+                f"expecting string of length {position - start} but only {end - start} bytes available"
+            )
+        elements.append(bytes(view[start:position]))
+    if len(elements) != count:
+        raise Invalid(
+            f"expected {count} string elements for inference input '{name}' for model '{model}', got {len(elements)}"
+        )
+    array = np.empty(count, np.object_)
+    array[:] = elements
+    return array
+
+
+def to_bytes(element: object) -> bytes:
+    """One element: bytes as they are, str as UTF-8, anything else as its `str()`, as Triton's clients do it."""
+    if isinstance(element, bytes):
+        return bytes(element)
+    # With `surrogateescape`, Python decodes invalid UTF-8 into surrogates; this restores the original bytes.
+    return str(element).encode(errors="surrogateescape")
 
 
 def _unshapeable(name: str, error: ValueError) -> Invalid:

@@ -15,7 +15,7 @@ Does not know models or the readers of an output. Callers: GPU backends. Used by
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from math import prod
 from typing import Any, Final
@@ -103,24 +103,6 @@ class DeviceStream:
             for output, arrays in zip(outputs, staged, strict=True)
         ]
 
-    def move(self, tensor: Tensor, place: MemoryPlace) -> Tensor:
-        """The tensor in the memory of `place`: itself if it is there already, else a copy, which is counted. `place` is
-        the host or this stream's device. If the device has no room, the copy is on the host. Raises ValueError for
-        another device.
-        """
-        if place.is_gpu and place != self.place:
-            raise ValueError(f"a stream of {self.place} copies nothing to {place}")
-        if tensor.place == place or not (place.is_gpu or tensor.place.is_gpu):
-            return tensor
-        rows = None if tensor.stop == WHOLE else [tensor.stop - tensor.start]
-        with self.batch():
-            if place.is_gpu:
-                array, _ = self.gather([tensor])
-                return self.deliver([array], rows, [[ON_DEVICE]])[0][0]
-            assert isinstance(tensor, DeviceTensor)
-            self._read(tensor.elements)
-            return self.deliver([tensor.elements], rows)[0][0]
-
     def keep(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DeviceArray | None:
         """Device memory that outlives batches, for work on this stream only; None if there is no room."""
         block = self.memory.pool.take(prod(shape) * dtype.itemsize, self.handle)
@@ -147,10 +129,8 @@ class DeviceStream:
         """The tensors' rows as one array per group of neighbours, all of them on the device if it had room; and the
         number of bytes uploaded.
         """
-        if any(isinstance(tensor, SHARED) for tensor in tensors):
-            with self.memory.sharing:
-                here, copied = self._upload_missing(tensors)
-        else:
+        is_shared = any(isinstance(tensor, SHARED) for tensor in tensors)
+        with self.memory.sharing if is_shared else nullcontext():
             here, copied = self._upload_missing(tensors)
         return runs(here), copied
 
@@ -293,10 +273,10 @@ class _Output:
 
     def __init__(self, array: DeviceArray, rows: Sequence[int] | None, read_at: Sequence[int] | None) -> None:
         self.array = array
-        self._read_at = read_at
         self._rows = rows
         stops = [*accumulate(rows)] if rows is not None else []
         self._bounds = [*zip([0, *stops], stops, strict=False)]
+        self._read_at = read_at if read_at is not None and array.place.is_gpu else [ON_HOST] * max(len(stops), 1)
         self.runs = self._host_runs()
 
     def members(self, on_host: Sequence[Array]) -> list[Tensor]:
@@ -310,7 +290,7 @@ class _Output:
             while run < len(self.runs) and self.runs[run][1] < stop:
                 run += 1
             host = None
-            if self._is_read_on_host(m):
+            if self._read_at[m] & ON_HOST:
                 first = self.runs[run][0]
                 host = Tensor(on_host[run], start - first, stop - first)
             tensors.append(self._member(host, DeviceTensor(self.array, start, stop), m))
@@ -319,19 +299,14 @@ class _Output:
     def _member(self, host: Tensor | None, copy: DeviceTensor, m: int) -> Tensor:
         if host is None:
             return copy
-        if self._read_at is None or not self._read_at[m] & ON_DEVICE or not self.array.place.is_gpu:
-            return host
-        return Mirror(host, copy)
-
-    def _is_read_on_host(self, m: int) -> bool:
-        return self._read_at is None or bool(self._read_at[m] & ON_HOST) or not self.array.place.is_gpu
+        return Mirror(host, copy) if self._read_at[m] & ON_DEVICE else host
 
     def _host_runs(self) -> list[tuple[int, int]]:
         if self._rows is None:
-            return [(0, 0)] if self._is_read_on_host(0) else []
+            return [(0, 0)] if self._read_at[0] & ON_HOST else []
         runs: list[tuple[int, int]] = []
         for m, (start, stop) in enumerate(self._bounds):
-            if not self._is_read_on_host(m):
+            if not self._read_at[m] & ON_HOST:
                 continue
             if runs and runs[-1][1] == start:
                 runs[-1] = (runs[-1][0], stop)

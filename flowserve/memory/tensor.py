@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from flowserve.graph.conversion import Conversion, reshaped
+from flowserve.graph.types import Conversion, reshaped
 from flowserve.values import HOST_MEMORY, Array, MemoryPlace
 
 WHOLE: Final = -1

@@ -1,7 +1,7 @@
 """Prometheus families of deployments: Triton's names, and further ones as `flowserve_*`.
 
 Decides metric names, labels and units of all counters, histograms and summaries of deployments. Does not count
-(`statistics`, `traffic`, `summary`); it only reads on request, so that counting stays cheap. `exposition` formats the
+(`statistics`, `traffic`); it only reads on request, so that counting stays cheap. `exposition` formats the
 text. docs/metrics.md lists every family. Caller: `http`.
 """
 
@@ -22,10 +22,16 @@ from flowserve.observe.exposition import (
     MetricsPage,
     number,
 )
-from flowserve.observe.histogram import DURATION_EDGES_NS, ROW_EDGES, Histogram
-from flowserve.observe.metrics_choice import EVERYTHING, MetricsChoice
-from flowserve.observe.statistics import REASONS, Statistics
-from flowserve.observe.summary import SlidingWindow, SummarisedStatistics
+from flowserve.observe.settings import EVERYTHING, MetricsChoice
+from flowserve.observe.statistics import (
+    DURATION_EDGES_NS,
+    REASONS,
+    ROW_EDGES,
+    Histogram,
+    SlidingWindow,
+    Statistics,
+    SummarisedStatistics,
+)
 from flowserve.observe.traffic import EdgeTraffic, NodeTraffic
 
 _NS_PER_US: Final = 1000
@@ -85,37 +91,37 @@ _SUMMARIES: Final[tuple[tuple[str, str, SummaryGetter], ...]] = (
     (
         "nv_inference_request_summary_us",
         "Successful requests of the last minute, from arrival to response",
-        lambda s: (s.request_window, s.success_count, s.success_ns),
+        lambda s: (s.windows["request"], s.success_count, s.success_ns),
     ),
     (
         "nv_inference_queue_summary_us",
         "Queue time of requests of the last minute",
-        lambda s: (s.queue_window, s.success_count, s.queue_ns),
+        lambda s: (s.windows["queue"], s.success_count, s.queue_ns),
     ),
     (
         "nv_inference_compute_input_summary_us",
         "Gathering inputs for requests of the last minute",
-        lambda s: (s.input_window, s.success_count - s.cache_hits, s.compute_input_ns),
+        lambda s: (s.windows["input"], s.success_count - s.cache_hits, s.compute_input_ns),
     ),
     (
         "nv_inference_compute_infer_summary_us",
         "Computing for requests of the last minute",
-        lambda s: (s.infer_window, s.success_count - s.cache_hits, s.compute_infer_ns),
+        lambda s: (s.windows["infer"], s.success_count - s.cache_hits, s.compute_infer_ns),
     ),
     (
         "nv_inference_compute_output_summary_us",
         "Handing out outputs of requests of the last minute",
-        lambda s: (s.output_window, s.success_count - s.cache_hits, s.compute_output_ns),
+        lambda s: (s.windows["output"], s.success_count - s.cache_hits, s.compute_output_ns),
     ),
     (
         "nv_cache_hit_summary_per_model",
         "Lookup time of response cache hits of the last minute, in microseconds",
-        lambda s: (s.hit_window, s.cache_hits, s.cache_hit_ns),
+        lambda s: (s.windows["hit"], s.cache_hits, s.cache_hit_ns),
     ),
     (
         "nv_cache_miss_summary_per_model",
         "Lookup and insertion time of response cache misses of the last minute, in microseconds",
-        lambda s: (s.miss_window, s.cache_misses, s.cache_miss_ns),
+        lambda s: (s.windows["miss"], s.cache_misses, s.cache_miss_ns),
     ),
 )
 _FIRST_RESPONSE_EDGES_MS: Final = (100, 500, 2000, 5000)  # Triton's
@@ -154,7 +160,9 @@ def _families(choice: MetricsChoice) -> Iterator[FamilyTemplate]:
         yield _histogram(name, text, edges, _in_seconds(read))
     text, edges = "Executed batches by their rows", [str(edge) for edge in ROW_EDGES]
     yield _histogram("flowserve_batch_rows", text, edges, lambda s: (s.batch_rows().cumulated(), s.inference_count))
-    yield from _summaries(choice.quantiles)
+    for name, text, summary in _SUMMARIES if choice.quantiles else ():
+        lines, values = partial(_summary_lines, choice.quantiles), partial(_summary_values, choice.quantiles, summary)
+        yield FamilyTemplate(name, SUMMARY, text, lines, values)
     yield from _nodes()
     yield from _edges()
 
@@ -204,13 +212,6 @@ def _histogram(
         return (*counts, counts[-1], number(total))
 
     return FamilyTemplate(name, HISTOGRAM, text, lines, values)
-
-
-def _summaries(quantiles: Sequence[float]) -> Iterator[FamilyTemplate]:
-    """The summary families; none without quantiles."""
-    for name, text, read in _SUMMARIES if quantiles else ():
-        lines, values = partial(_summary_lines, quantiles), partial(_summary_values, quantiles, read)
-        yield FamilyTemplate(name, SUMMARY, text, lines, values)
 
 
 # ---------------------------------------------------------------------------------------------- lines

@@ -2,7 +2,7 @@
 
 Decides: the constant text of a deployment's lines is formatted once and kept as a template, because labels cost fifty
 times as much as numbers; and the text is produced in pieces, between which the event loop can run other work. Does not
-know the families (`metrics`, `deployment_metrics`, `model_metrics`).
+know the families (`machine`, `deployment_metrics`, `model_metrics`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ The values of a holder are in cells of its own that are only read here, so that 
 * gauge: the time it was last set (by one clock for all, 0 for never), the value, the sum added since
 * histogram: the sum of observations, then the count for each bucket, the last one without an upper bound
 
-All methods may be called from any thread. Does not know models or processes. Callers: `runtime/model_calls`, `metrics`.
+All methods may be called from any thread. Does not know models or processes. Callers: `runtime/model_calls`, `machine`.
 """
 
 from __future__ import annotations
@@ -161,22 +161,19 @@ class ModelMetrics:
     def _settled(self) -> Iterator[None]:
         """The lock, after removing all dropped holders."""
         with self._lock:
-            self._settle()
+            while self._dropped:
+                holder = self._dropped.popleft()
+                family = self._held.pop(holder, None)
+                if family is None:
+                    continue
+                family.holders.discard(holder)
+                for labels, metric in [*family.metrics.items()]:
+                    metric.leave(holder)
+                    if not metric.held:
+                        del family.metrics[labels]
+                if not family.holders:
+                    del self._families[family.name]
             yield
-
-    def _settle(self) -> None:
-        while self._dropped:
-            holder = self._dropped.popleft()
-            family = self._held.pop(holder, None)
-            if family is None:
-                continue
-            family.holders.discard(holder)
-            for labels, metric in [*family.metrics.items()]:
-                metric.leave(holder)
-                if not metric.held:
-                    del family.metrics[labels]
-            if not family.holders:
-                del self._families[family.name]
 
     def _family(self, holder: int) -> _Family:
         family = self._held.get(holder)

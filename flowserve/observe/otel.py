@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from flowserve.errors import Unsupported
-from flowserve.observe.trace import Trace, TracedStep, by_ensemble
-from flowserve.observe.waits import Wait
-from flowserve.observe.writer import Writer
+from flowserve.observe.trace import Trace, TracedStep, Wait, by_ensemble
+from flowserve.observe.trace_file import Writer
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

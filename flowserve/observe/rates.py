@@ -7,12 +7,11 @@ Percentiles come from histograms, with linear interpolation between two edges. C
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from flowserve.observe.statistics import Statistics
-from flowserve.observe.traffic import NodeTraffic
 
 _NS_PER_MS: Final = 1_000_000
 _DIGITS: Final = 4  # significant digits of a figure; further ones would be noise
@@ -48,7 +47,7 @@ def read(one: Statistics, before: CounterSample | None = None) -> CounterSample:
         tuple(one.queue_duration.counts),
         tuple(one.compute_duration.counts),
         tuple((node.batches, node.rows) for node in one.nodes),
-        tuple(tuple(_edges(node)) for node in one.nodes),
+        tuple(tuple((node.handed_on(edge), edge.copied) for edge in node.edges) for node in one.nodes),
     )
 
 
@@ -60,11 +59,6 @@ def _is_still(one: Statistics, before: CounterSample) -> bool:
     ]
 
 
-def _edges(node: NodeTraffic) -> Iterable[tuple[int, int]]:
-    for edge in node.edges:
-        yield node.handed_on(edge), edge.copied
-
-
 def deployment_figures(
     old: CounterSample, new: CounterSample, seconds: float, edges_ns: Sequence[int]
 ) -> dict[str, Any]:
@@ -73,25 +67,20 @@ def deployment_figures(
     """
     if old is new:
         return {"rate": 0.0, "failing": 0.0, "p50": None, "p99": None}
-    taken = _since(old.total, new.total)
     return {
         "rate": _per_second(old.requests, new.requests, seconds),
         "failing": _per_second(old.failures, new.failures, seconds),
-        "p50": quantile_ms(edges_ns, taken, 0.5),
-        "p99": quantile_ms(edges_ns, taken, 0.99),
+        **_latencies("", old.total, new.total, edges_ns),
     }
 
 
 def model_figures(old: CounterSample, new: CounterSample, seconds: float, edges_ns: Sequence[int]) -> dict[str, Any]:
     """A model's figures over all its users: as `deployment_figures`, with queue and compute times separately."""
-    queue, compute = _since(old.queue, new.queue), _since(old.compute, new.compute)
     return {
         **deployment_figures(old, new, seconds, edges_ns),
         "mean_batch": _mean(old.rows, new.rows, old.batches, new.batches),
-        "queue_p50": quantile_ms(edges_ns, queue, 0.5),
-        "queue_p99": quantile_ms(edges_ns, queue, 0.99),
-        "compute_p50": quantile_ms(edges_ns, compute, 0.5),
-        "compute_p99": quantile_ms(edges_ns, compute, 0.99),
+        **_latencies("queue_", old.queue, new.queue, edges_ns),
+        **_latencies("compute_", old.compute, new.compute, edges_ns),
     }
 
 
@@ -135,10 +124,10 @@ def rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def _since(old: Sequence[int], new: Sequence[int]) -> Sequence[int]:
-    if any(later < earlier for earlier, later in zip(old, new, strict=True)):
-        return new
-    return [later - earlier for earlier, later in zip(old, new, strict=True)]
+def _latencies(name: str, old: Sequence[int], new: Sequence[int], edges_ns: Sequence[int]) -> dict[str, float | None]:
+    is_replaced = any(later < earlier for earlier, later in zip(old, new, strict=True))
+    since = new if is_replaced else [later - earlier for earlier, later in zip(old, new, strict=True)]
+    return {f"{name}p50": quantile_ms(edges_ns, since, 0.5), f"{name}p99": quantile_ms(edges_ns, since, 0.99)}
 
 
 def _grown(old: int, new: int) -> int:

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from typing import Final
 from urllib.parse import quote
 
-from flowserve.observe.trace import Trace, TracedStep
-from flowserve.observe.waits import Wait, by_reason
+from flowserve.observe.trace import Trace, TracedStep, Wait, by_reason
 
 BYTES_MAX: Final = 8192  # clients limit the size of headers
 _ERROR_CHARS: Final = 200

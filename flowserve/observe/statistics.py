@@ -1,24 +1,39 @@
 """Counters of one deployment: counts and summed durations, as Triton's statistics extension defines them.
 
 Decides what is counted, the reasons of failures, the counters of a decoupled model's responses by position
-(`response_stats`), and the JSON rows. Written only on the event loop's thread, once per batch. The common case is only
-recorded, and added up when many records exist or before reading (`add_up`): adding many at once costs half of adding
-one by one. Does not know its readers or a clock: times come in as nanoseconds. Callers: `runtime` (writes), metrics,
-the statistics endpoints, `rates` (read).
+(`response_stats`), the edges of histograms, and the JSON rows. Written only on the event loop's thread, once per batch.
+The common case is only recorded, and added up when many records exist or before reading (`add_up`): adding many at once
+costs half of adding one by one.
+
+Readers compute percentiles from histograms, which can be summed over servers. Durations go 1, 2, 5, 10, ... from 100
+microseconds to 50 seconds, which includes every edge of Triton's own histogram; rows go in powers of two. An
+observation is a search among about twenty numbers and one addition, and a batch is one observation for all its requests
+with equal waits.
+
+Quantiles of durations over the last minute are kept if the operator asks for them (`SummarisedStatistics`), for
+Prometheus summaries. Values are counted in logarithmic steps of two percent, so every quantile is within one percent of
+an observed value, and a minute of any traffic needs a few hundred counts. The window has parts, and the oldest is
+dropped as a whole. Another thread may read.
+
+Does not know its readers or a clock: times come in as nanoseconds. Callers: `runtime` (writes), metrics, the statistics
+endpoints, `rates` (read).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
+from operator import add
 from typing import Any, Final
 
 import numpy as np
 
-from flowserve.observe.histogram import DURATION_EDGES_NS, ROW_EDGES, Histogram
 from flowserve.observe.traffic import NodeTraffic
+from flowserve.values import Array
 
 # Triton's reasons of failures. REJECTED: a queue was full, a timeout passed, or the server was stopping. CANCELED: the
 # caller left. BACKEND: the model failed. OTHER: the request did not fit the deployment, or a step of its ensemble
@@ -33,6 +48,39 @@ _NOTED_MAX: Final = 256  # adding up that many records takes about 0.1 ms
 _FIGURES: Final = 8  # figures per record
 # Later responses are not counted, because each position is kept forever.
 RESPONSES_MAX: Final = 1024
+_MICROSECOND_NS: Final = 1000
+# An observation belongs to the first edge that is not below it; values above the last edge have their own count.
+DURATION_EDGES_NS: Final = tuple(step * 10**power * _MICROSECOND_NS for power in range(2, 8) for step in (1, 2, 5))
+ROW_EDGES: Final = tuple(2**power for power in range(11))
+WINDOW_NS: Final = 60_000_000_000
+PARTS: Final = 5
+WINDOWS: Final = ("request", "queue", "input", "infer", "output", "hit", "miss")
+_PART_NS: Final = WINDOW_NS // PARTS
+_STEP: Final = math.log(1.02)
+_NONE: Final = -1  # the step of the value 0
+
+
+class Histogram:
+    """`counts[i]` is the number of observations up to `edges[i]`; the last count is for values above all edges."""
+
+    __slots__ = ("counts", "edges")
+
+    def __init__(self, edges: Sequence[int]) -> None:
+        self.edges = edges
+        self.counts = [0] * (len(edges) + 1)
+
+    def observe(self, value: int, count: int = 1) -> None:
+        """`count` observations of the same value."""
+        self.counts[bisect_left(self.edges, value)] += count
+
+    def observe_all(self, values: Array, counts: Array) -> None:
+        """`counts[i]` observations of `values[i]`, all at once."""
+        found = np.bincount(np.searchsorted(self.edges, values), counts, len(self.counts))
+        self.counts = [*map(add, self.counts, map(int, found))]
+
+    def cumulated(self) -> list[int]:
+        """The number of observations up to each edge, and last the total."""
+        return list(accumulate(self.counts))
 
 
 # The counters of all responses at one position, by their names in JSON: each a count and a sum of durations in ns. The
@@ -336,6 +384,102 @@ class Statistics:
             "memory_usage": [],
             "flowserve": {"failures": dict(self.failures), "nodes": [node.as_json() for node in self.nodes]},
         }
+
+
+class SlidingWindow:
+    """Durations of the last minute, counted by size."""
+
+    __slots__ = ("_end_ns", "_parts")
+
+    def __init__(self) -> None:
+        self._parts: list[dict[int, int]] = [{}]  # newest last
+        self._end_ns = 0  # the end of the newest part
+
+    def observe(self, value_ns: int, now_ns: int, count: int = 1) -> None:
+        """Count `count` observations of one value at `now_ns`, which may be in an earlier part."""
+        if now_ns >= self._end_ns:
+            self._turn(now_ns)
+        part = self._parts[-1] if self._end_ns - now_ns <= _PART_NS else self._elder(now_ns)
+        place = round(math.log(value_ns) / _STEP) if value_ns > 0 else _NONE
+        part[place] = part.get(place, 0) + count
+
+    def quantiles(self, wanted: Sequence[float], now_ns: int) -> list[float]:
+        """The quantiles in nanoseconds; nan without observations."""
+        counts: dict[int, int] = {}
+        late = max(now_ns - self._end_ns, -_PART_NS) // _PART_NS + 1  # parts that have elapsed since
+        for part in self._parts[max(len(self._parts) + late - PARTS, 0) :]:
+            for place, count in [*part.items()]:
+                counts[place] = counts.get(place, 0) + count
+        return [_quantile(sorted(counts.items()), share) for share in wanted]
+
+    def _elder(self, then_ns: int) -> dict[int, int]:
+        """The part of a time before the newest one; an unused dict if that part was dropped."""
+        newer = (self._end_ns - 1 - then_ns) // _PART_NS  # parts
+        if newer >= PARTS:
+            return {}
+        missing = newer + 1 - len(self._parts)
+        if missing > 0:
+            self._parts = [*({} for _ in range(missing)), *self._parts]
+        return self._parts[-1 - newer]
+
+    def _turn(self, now_ns: int) -> None:
+        late = (now_ns - self._end_ns) // _PART_NS + 1
+        empty: list[dict[int, int]] = [{} for _ in range(min(late, PARTS))]
+        self._parts = [*self._parts, *empty][-PARTS:]
+        self._end_ns = self._end_ns + late * _PART_NS if self._end_ns else now_ns + _PART_NS
+
+
+def _quantile(counts: Sequence[tuple[int, int]], share: float) -> float:
+    left = share * sum(count for _, count in counts)
+    for place, count in counts:
+        left -= count
+        if left <= 0:
+            return 0.0 if place == _NONE else math.exp(place * _STEP)
+    return math.nan
+
+
+@dataclass(slots=True)
+class SummarisedStatistics(Statistics):
+    """Statistics that also keep quantiles of durations. `clock`: the server's, in nanoseconds."""
+
+    clock: Callable[[], int] = field(kw_only=True)
+    windows: dict[str, SlidingWindow] = field(default_factory=lambda: {name: SlidingWindow() for name in WINDOWS})
+
+    def ran(self, *figures: int) -> None:
+        Statistics.ran(self, *figures)
+        _, count, total_ns, queue_ns, input_ns, infer_ns, output_ns, now_ns = figures
+        self._observe(now_ns, count, request=total_ns, queue=queue_ns, input=input_ns, infer=infer_ns, output=output_ns)
+
+    def ran_apart(self, rows: int, totals: Sequence[int], *figures: int) -> None:
+        Statistics.ran_apart(self, rows, totals, *figures)
+        queue_ns, input_ns, infer_ns, output_ns, now_ns = figures
+        for total_ns in totals:
+            self._observe(now_ns, request=total_ns)
+        self._observe(now_ns, len(totals), queue=queue_ns, input=input_ns, infer=infer_ns, output=output_ns)
+
+    def succeeded(self, queued: Sequence[int], started_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
+        Statistics.succeeded(self, queued, started_ns, input_ns, infer_ns, output_ns)
+        now_ns = started_ns + input_ns + infer_ns + output_ns
+        for moment in queued:
+            self._observe(now_ns, request=now_ns - moment, queue=started_ns - moment)
+        self._observe(now_ns, len(queued), input=input_ns, infer=infer_ns, output=output_ns)
+
+    def hit(self, total_ns: int, cache_ns: int) -> None:
+        Statistics.hit(self, total_ns, cache_ns)
+        self._observe(self.clock(), request=total_ns, queue=0, hit=cache_ns)
+
+    def missed(self, cache_ns: int) -> None:
+        Statistics.missed(self, cache_ns)
+        self._observe(self.clock(), miss=cache_ns)
+
+    def _observe(self, now_ns: int, count: int = 1, **durations_ns: int) -> None:
+        for name, ns in durations_ns.items():
+            self.windows[name].observe(ns, now_ns, count)
+
+
+def summarising(clock: Callable[[], int]) -> Callable[[str, int], Statistics]:
+    """A factory of such statistics, in place of `Statistics`."""
+    return partial(SummarisedStatistics, clock=clock)
 
 
 def rows_as_json(statistics: Sequence[Statistics], epoch_ns: int) -> list[dict[str, Any]]:

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import orjson
 
-from flowserve.observe.trace import Execution, Trace, TracedStep
-from flowserve.observe.waits import Wait
+from flowserve.observe.trace import Execution, Trace, TracedStep, Wait
 
 _Json = dict[str, Any]
 _REQUESTS: Final = 1  # the process id of all requests; models follow

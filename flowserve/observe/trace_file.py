@@ -5,7 +5,9 @@ additional data under the key `flowserve`, which readers written for Triton igno
 parents to children, on which such readers rely.
 
 Also decides: traces are encoded and written on a separate thread, so that neither the event loop nor a request waits
-for a disk; a failure to write is logged once, and the traces are dropped. With `log_frequency` N, every N traces go
+for a disk; the thread starts with the first job; a failed job is logged and the next one runs; optional jobs are
+dropped if too many wait; a failure to write is logged once, and the traces are dropped. The `Writer` does not know the
+jobs; `otel` uses it too. With `log_frequency` N, every N traces go
 into a file with a number suffix (`trace.json.0`, `trace.json.1`), as do those of an exhausted `trace_count`; all others
 go into the file itself, which is complete JSON after each trace. Existing contents are replaced. Caller:
 `runtime/tracing`.
@@ -15,7 +17,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -23,31 +28,80 @@ from typing import Any, Final
 import orjson
 
 from flowserve.errors import Invalid
-from flowserve.observe.trace import TensorSeen, Trace, TracedStep, by_ensemble
+from flowserve.observe.trace import TensorSeen, Trace, TracedStep, Wait, by_ensemble
 from flowserve.observe.trace_settings import TraceSampler
-from flowserve.observe.waits import Wait
-from flowserve.observe.writer import Writer
 from flowserve.values import Array
 
 KEPT_BYTES_MAX: Final = 64 << 20  # text kept for a numbered file; beyond that it goes into the file without a number
 
 _TOGETHER: Final = 256  # maximum number of traces per write
+WAITING_MAX: Final = 10_000
 
 log = logging.getLogger("flowserve.observe")
 
 
+class Writer:
+    """`name` is the thread's; `failed` is called with an OSError of a job, to report it."""
+
+    def __init__(self, name: str, failed: Callable[[OSError], None]) -> None:
+        self._name = name
+        self._failed = failed
+        self._is_losing = False
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_begun(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job waits; a running job uses it to decide whether to write now."""
+        return self._work.empty()
+
+    def do(self, what: Callable[[], None]) -> None:
+        """Add a job. Returns at once."""
+        if self._thread is None:
+            # Daemon: a hanging disk or network must not keep the process alive beyond its exit timeout.
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        self._work.put(what)
+
+    def offer(self, what: Callable[[], None]) -> None:
+        """Add a job unless too many wait. Returns at once."""
+        waiting = self._work.qsize()
+        if waiting >= WAITING_MAX:
+            if not self._is_losing:
+                self._is_losing = True
+                log.warning("%s: %d wait to be written; some traces are lost", self._name, waiting)
+            return
+        if self._is_losing and waiting < WAITING_MAX // 2:
+            self._is_losing = False
+        self.do(what)
+
+    def close(self) -> None:
+        """Run the remaining jobs and end the thread. Blocks."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._work.put(None)
+            thread.join()
+
+    def _serve(self) -> None:
+        while (what := self._work.get()) is not None:
+            try:
+                what()
+            except OSError as error:
+                self._failed(error)
+            except Exception:
+                log.exception("a trace was lost")
+
+
+@dataclass(slots=True)
 class _Kept:
     """Texts kept for a numbered file."""
 
-    __slots__ = ("nbytes", "texts")
-
-    def __init__(self) -> None:
-        self.texts: list[bytes] = []
-        self.nbytes = 0
-
-    def add(self, text: bytes) -> None:
-        self.texts.append(text)
-        self.nbytes += len(text)
+    texts: list[bytes] = field(default_factory=list)
+    nbytes: int = 0
 
 
 class TraceFile:
@@ -107,7 +161,8 @@ class TraceFile:
                 self._append(due)
             return
         kept = self._kept.setdefault(setting, _Kept())
-        kept.add(text)
+        kept.texts.append(text)
+        kept.nbytes += len(text)
         is_complete = setting.left == 0 and setting.written >= setting.begun
         if is_complete or (choice.log_frequency and len(kept.texts) >= choice.log_frequency):
             del self._kept[setting]
@@ -125,12 +180,8 @@ class TraceFile:
 
     def _flush(self, setting: TraceSampler) -> None:
         kept = self._kept.pop(setting, None)
-        if kept is None:
-            return
-        if setting.choice.log_frequency:
-            self._save(kept.texts)
-        else:
-            self._append(kept.texts)
+        if kept is not None:
+            (self._save if setting.choice.log_frequency else self._append)(kept.texts)
 
     def _save(self, texts: list[bytes]) -> None:
         path = self._path.with_name(f"{self._path.name}.{next(self._indices)}")
@@ -157,21 +208,20 @@ _NO_VERSION: Final = -1  # for a nested ensemble, whose version is not in the gr
 def as_objects(trace: Trace, numbers: Iterator[int], parent: int = 0) -> Iterator[_Json]:
     """The objects of one request and all its steps and calls. `numbers` provides the trace numbers."""
     number = next(numbers)
-    if trace.graph.is_ensemble:
-        yield _trace_head(number, trace.graph.name, trace.graph.version, trace.request_id, parent, _extension(trace))
-        yield from _stamps(number, [("REQUEST_START", trace.arrived_ns), ("QUEUE_START", trace.arrived_ns)])
-        yield from _tensors(number, trace.tensors)
+    is_ensemble = trace.graph.is_ensemble
+    step = trace.steps[-1] if trace.steps and not is_ensemble else None
+    extension = _extension(trace) | (_of_step(step) if step is not None else {})
+    yield _trace_head(number, trace.graph.name, trace.graph.version, trace.request_id, parent, extension)
+    begun = [("REQUEST_START", trace.arrived_ns), ("QUEUE_START", trace.arrived_ns)]
+    yield from _stamps(number, begun if is_ensemble else begun[:1])
+    yield from _tensors(number, trace.tensors)
+    if is_ensemble:
         yield from _steps(trace, trace.steps, 0, number, numbers)
-    else:
-        extension = _extension(trace) | (_of_step(trace.steps[-1]) if trace.steps else {})
-        yield _trace_head(number, trace.graph.name, trace.graph.version, trace.request_id, parent, extension)
-        yield from _stamps(number, [("REQUEST_START", trace.arrived_ns)])
-        yield from _tensors(number, trace.tensors)
-        if trace.steps:
-            yield from _computed(number, trace.steps[-1])
+    elif step is not None:
+        yield from _computed(number, step)
     ended = [("INFER_RESPONSE_COMPLETE", trace.ended_ns), ("REQUEST_END", trace.ended_ns)]
     yield from _stamps(number, [*ended, *trace.marks])
-    if not trace.graph.is_ensemble:
+    if not is_ensemble:
         for call in trace.calls():
             yield from as_objects(call, numbers, number)
 

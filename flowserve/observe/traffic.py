@@ -19,7 +19,7 @@ where they are, so edges to the graph's outputs have no counters. Callers: `runt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 from typing import Any
 
@@ -66,7 +66,18 @@ class NodeTraffic:
     limit, if there is a limit.
     """
 
-    __slots__ = ("batches", "edges", "is_fixed", "most_inflight", "name", "placed", "rows", "tensors", "whole_rows")
+    __slots__ = (
+        "batches",
+        "edges",
+        "is_fed",
+        "is_fixed",
+        "most_inflight",
+        "name",
+        "placed",
+        "rows",
+        "tensors",
+        "whole_rows",
+    )
 
     def __init__(self, graph: Graph, node: Node) -> None:
         self.name = node.name
@@ -78,30 +89,42 @@ class NodeTraffic:
         made = {edge.output: edge.tensor for edge in graph.edges if edge.producer == node.index}
         self.tensors = tuple(made.get(j, "") for j in range(len(node.outputs)))
         self.placed = [0] * len(node.outputs)
+        self.is_fed = any(edge.producer != REQUEST for edge in self.edges)  # by another node
         # Whether the traffic of every edge follows from the rows alone.
         self.is_fixed = all(edge.row_bytes for edge in self.edges)
 
-    def ran(self, rows: int, placed: Sequence[int]) -> None:
-        """Count a batch of `rows` rows; `placed[j]` bytes of its j-th output were placed contiguously."""
+    def ran(
+        self,
+        rows: int,
+        placed: Sequence[int],
+        sizes: Sequence[int] | None = None,
+        copied: Sequence[int] = (),
+        regathered: Collection[int] = (),
+    ) -> None:
+        """Count a batch of `rows` rows; `placed[j]` bytes of its j-th output were placed contiguously.
+
+        If it belonged to this node alone, count its inputs too. `sizes`: the bytes of each input; not read for those
+        that follow from the rows. `copied`: the bytes of each that were copied. `regathered`: the inputs that came from
+        one batch and were copied.
+        """
         self.batches += 1
         self.rows += rows
-        if placed:
-            for j, nbytes in enumerate(placed):
-                self.placed[j] += nbytes
-
-    def took_in(
-        self, rows: int, sizes: Sequence[int] | None, copied: Sequence[int], *, out_of_one: bool = False
-    ) -> None:
-        """Count the inputs of a batch that belonged to this node alone, from one request or one batch: its `rows`, and
-        the bytes of each input that were `copied`. `sizes`: the bytes of each input; None if they follow from the rows
-        (`is_fixed`). `out_of_one`: it came from one batch.
-        """
+        for j, nbytes in enumerate(placed):
+            self.placed[j] += nbytes
+        if sizes is None:
+            return
         if self.is_fixed and not any(copied):
             self.whole_rows += rows
             return
         for edge in self.edges:
-            nbytes = rows * edge.row_bytes if sizes is None else sizes[edge.input]
-            edge.carried(nbytes, copied[edge.input] if copied else 0, out_of_one=out_of_one)
+            i = edge.input
+            nbytes = rows * edge.row_bytes or sizes[i]
+            more = copied[i] if copied else 0
+            edge.copied += more
+            if nbytes > more:  # copied BYTES can be larger than the references to them
+                edge.handed_on += nbytes - more
+            if i in regathered:
+                edge.regathered += more
 
     def handed_on(self, edge: EdgeTraffic) -> int:
         """Bytes passed on over one of this node's edges without a copy."""

@@ -8,15 +8,14 @@ from typing import Final
 
 from flowserve.errors import Invalid
 from flowserve.graph.types import Graph
-from flowserve.render.diagrams import render_dot, render_mermaid
-from flowserve.render.facts import Facts
 from flowserve.render.html import render_html
 from flowserve.render.jsontext import render_json
+from flowserve.render.labels import Configs
 from flowserve.render.png import render_png
 from flowserve.render.svg import render_svg
-from flowserve.render.text import render_text
+from flowserve.render.text import render_dot, render_mermaid, render_text
 
-RENDERERS: Final[Mapping[str, Callable[[Graph, Facts], str | bytes]]] = {
+RENDERERS: Final[Mapping[str, Callable[[Graph, Configs], str | bytes]]] = {
     "text": render_text,
     "dot": render_dot,
     "mermaid": render_mermaid,
@@ -47,7 +46,7 @@ def format_of(file: Path) -> str:
     )
 
 
-def render(graph: Graph, facts: Facts, picture: str) -> bytes:
+def render(graph: Graph, configs: Configs, picture: str) -> bytes:
     """A picture as the bytes of its file. `picture` is a key of RENDERERS."""
-    drawn = RENDERERS[picture](graph, facts)
+    drawn = RENDERERS[picture](graph, configs)
     return drawn.encode() if isinstance(drawn, str) else drawn

@@ -10,37 +10,54 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
+from flowserve.config.types import ModelConfig
 from flowserve.graph.transfers import Transfer
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
-from flowserve.render.facts import UNKNOWN, Facts, ModelFacts
-from flowserve.render.labels import transfers_of, written
-from flowserve.render.scopes import Scope, scopes_of
+from flowserve.render.labels import (
+    UNKNOWN,
+    Configs,
+    active_groups,
+    batcher,
+    device,
+    max_inflight,
+    queueing,
+    resources,
+    transfers_of,
+    written,
+)
+from flowserve.render.scopes import scopes_of
 from flowserve.values import TensorSpec
 
 SCHEMA: Final = "flowserve.graph/1"
 
 
-def render_json(graph: Graph, facts: Facts) -> str:
-    return json.dumps(graph_document(graph, facts), indent=2, ensure_ascii=False) + "\n"
+def render_json(graph: Graph, configs: Configs) -> str:
+    return json.dumps(graph_document(graph, configs), indent=2, ensure_ascii=False) + "\n"
 
 
-def graph_document(graph: Graph, facts: Facts) -> dict[str, Any]:
-    """The document as plain dicts and lists. Equal graphs and facts give equal documents, keys in order."""
-    known = facts.get(graph.name, UNKNOWN)
+def graph_document(graph: Graph, configs: Configs) -> dict[str, Any]:
+    """The document as plain dicts and lists. Equal graphs and configs give equal documents, keys in order."""
     return {
         "schema": SCHEMA,
         "name": graph.name,
         "version": graph.version,
         "is_ensemble": graph.is_ensemble,
         "max_batch_size": graph.max_batch_size,
-        "max_inflight_requests": known.max_inflight_requests,
+        "max_inflight_requests": max_inflight(configs.get(graph.name, UNKNOWN)),
         "inputs": _tensors(graph.inputs),
         "outputs": _tensors(graph.outputs),
-        "ensembles": [_ensemble(scope, facts) for scope in scopes_of(graph).walk()],
-        "nodes": [_node(node, facts.get(node.model.name, UNKNOWN)) for node in graph.nodes],
+        "ensembles": [
+            {
+                "path": scope.path,
+                "name": scope.ensemble,
+                "max_inflight_requests": max_inflight(configs.get(scope.ensemble, UNKNOWN)),
+            }
+            for scope in scopes_of(graph).walk()
+        ],
+        "nodes": [_node(node, configs.get(node.model.name, UNKNOWN)) for node in graph.nodes],
         "edges": [
-            _edge(graph, edge) | {"transfer": _transfer(transfer)}
-            for edge, transfer in zip(graph.edges, transfers_of(graph, facts), strict=True)
+            _edge(graph, edge, transfer)
+            for edge, transfer in zip(graph.edges, transfers_of(graph, configs), strict=True)
         ],
     }
 
@@ -58,40 +75,36 @@ def _tensors(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
     ]
 
 
-def _ensemble(scope: Scope, facts: Facts) -> dict[str, Any]:
-    return {
-        "path": scope.path,
-        "name": scope.ensemble,
-        "max_inflight_requests": facts.get(scope.ensemble, UNKNOWN).max_inflight_requests,
-    }
-
-
-def _node(node: Node, known: ModelFacts) -> dict[str, Any]:
+def _node(node: Node, config: ModelConfig) -> dict[str, Any]:
+    queue = queueing(config)
     return {
         "index": node.index,
         "name": node.name,
         "model": node.model.name,
         "version": node.model.version,
         "ensemble": node.name.rpartition("/")[0],
-        "backend": known.backend,
+        "backend": config.backend,
         "batching": {
-            "batcher": known.batcher,
+            "batcher": batcher(config),
             "max_batch_size": node.max_batch_size,
-            "max_queue_delay_us": known.max_queue_delay_us,
+            "max_queue_delay_us": queue.max_queue_delay_us,
         },
         "instances": [
-            {"count": group.count, "device": group.device, "gpus": list(group.gpus)} for group in known.instances
+            {"count": group.count, "device": device(group), "gpus": list(group.gpus)} for group in active_groups(config)
         ],
-        "is_stateful": known.is_stateful,
-        "is_decoupled": known.is_decoupled,
-        "limits": {"max_queue_size": known.max_queue_size, "resources": dict(known.resources)},
+        "is_stateful": batcher(config) == "sequence",
+        "is_decoupled": config.decoupled,
+        "limits": {
+            "max_queue_size": queue.default_queue_policy.max_queue_size,
+            "resources": resources(config),
+        },
         "inputs": _tensors(node.inputs),
         "outputs": _tensors(node.outputs),
         "place": str(node.place) if node.place else "",
     }
 
 
-def _edge(graph: Graph, edge: Edge) -> dict[str, Any]:
+def _edge(graph: Graph, edge: Edge, transfer: Transfer) -> dict[str, Any]:
     spec = written(graph, edge)
     reader = graph.outputs if edge.consumer == GRAPH else graph.nodes[edge.consumer].inputs
     return {
@@ -100,13 +113,10 @@ def _edge(graph: Graph, edge: Edge) -> dict[str, Any]:
         "dims": list(spec.dims),
         "from": {"node": None if edge.producer == GRAPH else edge.producer, "tensor": spec.name},
         "to": {"node": None if edge.consumer == GRAPH else edge.consumer, "tensor": reader[edge.input].name},
-    }
-
-
-def _transfer(transfer: Transfer) -> dict[str, Any]:
-    return {
-        "kind": transfer.kind,
-        "from": [str(place) for place in transfer.source],
-        "to": [str(place) for place in transfer.to],
-        "row_bytes": transfer.row_bytes,
+        "transfer": {
+            "kind": transfer.kind,
+            "from": [str(place) for place in transfer.source],
+            "to": [str(place) for place in transfer.to],
+            "row_bytes": transfer.row_bytes,
+        },
     }

@@ -1,13 +1,54 @@
-"""Texts for tensors, nodes and graphs, common to all formats. Callers: all formats."""
+"""Texts for tensors, nodes and graphs, common to all formats.
+
+Decides which fields of a configuration a picture shows besides the graph (backend, instances, batching, limits), and
+their texts. Callers: all formats.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Final, Literal
 
-from flowserve.graph.transfers import Transfer, transfers
+from flowserve.config.types import DynamicBatching, InstanceGroup, ModelConfig, SourceMap
+from flowserve.graph.transfers import Transfer, memory_places, transfers
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
-from flowserve.render.facts import UNKNOWN, Facts, Instances, ModelFacts
-from flowserve.values import TensorSpec
+from flowserve.values import TensorSpec, shape_text
+
+Configs = Mapping[str, ModelConfig]  # of the deployments in a picture, by name
+UNKNOWN: Final = ModelConfig("", "", "", 0, (), (), SourceMap(""))  # of a deployment that is not among them
+
+
+def batcher(config: ModelConfig) -> Literal["none", "dynamic", "sequence"]:
+    if config.sequence is not None:
+        return "sequence"
+    return "none" if config.dynamic_batching is None else "dynamic"
+
+
+def queueing(config: ModelConfig) -> DynamicBatching:
+    return config.dynamic_batching or DynamicBatching()
+
+
+def active_groups(config: ModelConfig) -> list[InstanceGroup]:
+    """The instances that get work."""
+    return [group for group in config.instance_groups if not group.passive]
+
+
+def device(group: InstanceGroup) -> str:
+    """The device of instances without a list of GPUs: "CPU", "GPU" or "MODEL"."""
+    return group.kind.removeprefix("KIND_")
+
+
+def max_inflight(config: ModelConfig) -> int:
+    return config.ensemble.max_inflight_requests if config.ensemble else 0
+
+
+def resources(config: ModelConfig) -> dict[str, int]:
+    """The resources of a running batch, by name."""
+    held: dict[str, int] = {}
+    for group in config.instance_groups:
+        for resource in group.rate_limiter.resources:
+            held[resource.name] = max(held.get(resource.name, 0), resource.count)
+    return held
 
 
 def kind(spec: TensorSpec) -> str:
@@ -15,7 +56,7 @@ def kind(spec: TensorSpec) -> str:
     "INT64 [-1] ragged", "FP32 [4] optional".
     """
     marks = [word for word, is_so in (("ragged", spec.ragged), ("optional", spec.optional)) if is_so]
-    return " ".join([str(spec.dtype), f"[{','.join(map(str, spec.dims))}]", *marks])
+    return " ".join([str(spec.dtype), shape_text(spec.dims), *marks])
 
 
 def batching(max_batch_size: int) -> str:
@@ -23,15 +64,15 @@ def batching(max_batch_size: int) -> str:
     return f"batches up to {max_batch_size}" if max_batch_size else "no batching"
 
 
-def title(graph: Graph, facts: Facts) -> str:
+def title(graph: Graph, configs: Configs) -> str:
     what = "ensemble" if graph.is_ensemble else "model"
     parts = [f"{what} {graph.name}", f"version {graph.version}", batching(graph.max_batch_size)]
-    return ", ".join([*parts, *_inflight(facts.get(graph.name, UNKNOWN))])
+    return ", ".join([*parts, *_inflight(configs.get(graph.name, UNKNOWN))])
 
 
-def ensemble_title(name: str, ensemble: str, facts: Facts) -> str:
+def ensemble_title(name: str, ensemble: str, configs: Configs) -> str:
     """`name` is the nested ensemble's name in its outer one: "find", or "find#2" for the second."""
-    return ", ".join([f"ensemble {name}", *_inflight(facts.get(ensemble, UNKNOWN))])
+    return ", ".join([f"ensemble {name}", *_inflight(configs.get(ensemble, UNKNOWN))])
 
 
 def written(graph: Graph, edge: Edge) -> TensorSpec:
@@ -40,9 +81,9 @@ def written(graph: Graph, edge: Edge) -> TensorSpec:
     return specs[edge.output]
 
 
-def transfers_of(graph: Graph, facts: Facts) -> tuple[Transfer, ...]:
+def transfers_of(graph: Graph, configs: Configs) -> tuple[Transfer, ...]:
     """The transfer of each edge's tensor to its consumer."""
-    return transfers(graph, [facts.get(node.model.name, UNKNOWN).places for node in graph.nodes])
+    return transfers(graph, [memory_places(configs.get(node.model.name, UNKNOWN)) for node in graph.nodes])
 
 
 def cost(transfer: Transfer) -> str:
@@ -55,17 +96,13 @@ def cost(transfer: Transfer) -> str:
     return f"{words[transfer.kind]} {source} to {to}{size}"
 
 
-def short_name(name: str) -> str:
-    """A node's name without the ensembles around it, for pictures that draw those."""
-    return name.rpartition("/")[2]
-
-
-def node_lines(graph: Graph, node: Node, facts: Facts) -> tuple[str, ...]:
+def node_lines(graph: Graph, node: Node, configs: Configs) -> tuple[str, ...]:
     """A node's box: its short name, then everything known about its model, and which of its inputs are special: they
     have no box of their own.
     """
-    known = facts.get(node.model.name, UNKNOWN)
-    return (short_name(node.name), *model_lines(node, known), *_special_inputs(graph, node))
+    config = configs.get(node.model.name, UNKNOWN)
+    short_name = node.name.rpartition("/")[2]  # the ensembles around it are drawn
+    return (short_name, *model_lines(node, config), *_special_inputs(graph, node))
 
 
 def _special_inputs(graph: Graph, node: Node) -> Iterator[str]:
@@ -80,34 +117,36 @@ def _special_inputs(graph: Graph, node: Node) -> Iterator[str]:
         )
 
 
-def model_lines(node: Node, known: ModelFacts) -> Iterator[str]:
-    yield f"{node.model}, {known.backend}" if known.backend else str(node.model)
-    yield _batches(node, known)
-    if known.instances:
-        yield " + ".join(_instances(group) for group in known.instances)
-    marks = [word for word, is_so in (("stateful", known.is_stateful), ("decoupled", known.is_decoupled)) if is_so]
+def model_lines(node: Node, config: ModelConfig) -> Iterator[str]:
+    yield f"{node.model}, {config.backend}" if config.backend else str(node.model)
+    yield _batches(node, config)
+    if groups := active_groups(config):
+        yield " + ".join(map(_instances, groups))
+    marks = ["stateful"] if batcher(config) == "sequence" else []
+    marks += ["decoupled"] if config.decoupled else []
     if marks:
         yield ", ".join(marks)
-    limits = [f"queue of {known.max_queue_size}"] if known.max_queue_size else []
-    limits += [f"holds {count} {name}" for name, count in known.resources]
+    queue_size = queueing(config).default_queue_policy.max_queue_size
+    limits = [f"queue of {queue_size}"] if queue_size else []
+    limits += [f"holds {count} {name}" for name, count in resources(config).items()]
     if limits:
         yield ", ".join(limits)
 
 
-def _batches(node: Node, known: ModelFacts) -> str:
-    if not node.is_batching or known.batcher == "none":
+def _batches(node: Node, config: ModelConfig) -> str:
+    if not node.max_batch_size or batcher(config) == "none":
         return batching(node.max_batch_size)
-    waits = f", waits {known.max_queue_delay_us} us" if known.max_queue_delay_us else ""
-    return f"{known.batcher} {batching(node.max_batch_size)}{waits}"
+    delay_us = queueing(config).max_queue_delay_us
+    return f"{batcher(config)} {batching(node.max_batch_size)}" + (f", waits {delay_us} us" if delay_us else "")
 
 
-def _instances(group: Instances) -> str:
+def _instances(group: InstanceGroup) -> str:
     count = f"{group.count} instance{'' if group.count == 1 else 's'}"
     if group.gpus:
         return f"{count} on GPU {','.join(map(str, group.gpus))}"
-    return f"{count}, devices by the model" if group.device == "MODEL" else f"{count} on {group.device}"
+    return f"{count}, devices by the model" if device(group) == "MODEL" else f"{count} on {device(group)}"
 
 
-def _inflight(known: ModelFacts) -> list[str]:
-    limit = known.max_inflight_requests
+def _inflight(config: ModelConfig) -> list[str]:
+    limit = max_inflight(config)
     return [f"at most {limit} in flight per step"] if limit else []

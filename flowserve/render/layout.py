@@ -16,8 +16,7 @@ from itertools import pairwise
 from typing import Final, Literal
 
 from flowserve.graph.types import Graph
-from flowserve.render.facts import Facts
-from flowserve.render.labels import ensemble_title, kind, node_lines, written
+from flowserve.render.labels import Configs, ensemble_title, kind, node_lines, written
 from flowserve.render.scopes import BoxId, Joint, Scope, scopes_of
 
 CHAR: Final = 6.7  # width of a character of the label font, in px: generous, because the viewer's font is unknown
@@ -56,10 +55,8 @@ class Box:
     top: float = 0.0
     layer_left: float = 0.0
     inside: Drawing | None = None
-
-    @property
-    def is_drawn(self) -> bool:
-        return self.kind not in ("port", "lane")
+    wires_in: list[Wire] = field(default_factory=list)
+    wires_out: list[Wire] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -114,9 +111,14 @@ class Drawing:
     width: float = 0.0
     height: float = 0.0
 
+    def add(self, wire: Wire) -> None:
+        self.wires.append(wire)
+        wire.source.wires_out.append(wire)
+        wire.target.wires_in.append(wire)
+
     def boxes(self) -> list[Box]:
         """Every visible box, a frame before its contents."""
-        own = [box for layer in self.layers for box in layer if box.is_drawn]
+        own = [box for layer in self.layers for box in layer if box.kind not in ("port", "lane")]
         return own + [box for frame in own if frame.inside for box in frame.inside.boxes()]
 
     def all_wires(self) -> list[Wire]:
@@ -155,14 +157,14 @@ NO_SPARE: Final = Spare()
 
 
 def lay_out(
-    graph: Graph, facts: Facts, folded: Container[str] = (), spare: Spare = NO_SPARE, *, heading: str = ""
+    graph: Graph, configs: Configs, folded: Container[str] = (), spare: Spare = NO_SPARE, *, heading: str = ""
 ) -> Drawing:
     """Lay out a graph. `folded` has the paths of the ensembles that are drawn as one box each. With a `heading`, there
     is space for it above the drawing.
 
     Boxes do not overlap, except frames and their contents, and no wire crosses a box that it does not enter.
     """
-    drawing = _Layout(graph, facts, folded, spare).scope(scopes_of(graph))
+    drawing = _Layout(graph, configs, folded, spare).scope(scopes_of(graph))
     above = HEAD if heading else 0
     drawing.shift(MARGIN, MARGIN + above)
     drawing.width = max(drawing.width, text_width((heading,), TITLE_CHAR)) + 2 * MARGIN
@@ -170,14 +172,14 @@ def lay_out(
     return drawing
 
 
+@dataclass(frozen=True, slots=True)
 class _Layout:
     """The layout of one graph, scope by scope."""
 
-    def __init__(self, graph: Graph, facts: Facts, folded: Container[str], spare: Spare) -> None:
-        self.graph = graph
-        self.facts = facts
-        self.folded = folded
-        self.spare = spare
+    graph: Graph
+    configs: Configs
+    folded: Container[str]
+    spare: Spare
 
     def scope(self, scope: Scope) -> Drawing:
         """One scope with its upper left corner at the origin."""
@@ -197,7 +199,7 @@ class _Layout:
             boxes |= {("in", i): _box("end", (s.name, kind(s)), 0, 1) for i, s in enumerate(self.graph.inputs)}
             boxes |= {("out", i): _box("end", (s.name, kind(s)), 1, 0) for i, s in enumerate(self.graph.outputs)}
         for node in scope.nodes:
-            lines = (*node_lines(self.graph, node, self.facts), *self.spare.lines)
+            lines = (*node_lines(self.graph, node, self.configs), *self.spare.lines)
             box = _box("node", lines, len(node.inputs), len(node.outputs))
             box.node = node.index
             boxes["node", node.index] = box
@@ -213,14 +215,15 @@ class _Layout:
 
     def _fold(self, scope: Scope) -> Box:
         count = sum(len(each.nodes) for each in (scope, *scope.walk()))
-        lines = (scope.name, *ensemble_title(scope.ensemble, scope.ensemble, self.facts).split(", "), _steps(count))
+        steps = f"{count} step{'' if count == 1 else 's'}, folded"
+        lines = (scope.name, *ensemble_title(scope.ensemble, scope.ensemble, self.configs).split(", "), steps)
         box = _box("folded", lines, len(scope.entering), len(scope.leaving))
         box.scope = scope.path
         return box
 
     def _open(self, scope: Scope) -> Box:
         inside = self.scope(scope)
-        title = ensemble_title(scope.name, scope.ensemble, self.facts)
+        title = ensemble_title(scope.name, scope.ensemble, self.configs)
         box = Box("frame", (title,), scope=scope.path, inside=inside)
         box.width = max(inside.width, text_width((title,)) + 2 * PAD)
         box.height = FRAME_HEAD + inside.height + PAD
@@ -248,14 +251,10 @@ class _Layout:
             for layer in range(at.layer + 1, target.layer):
                 lane = Box("lane", height=LANE, inputs=(LANE / 2,), outputs=(LANE / 2,), layer=layer)
                 drawing.layers[layer].append(lane)
-                drawing.wires.append(Wire(at, port, lane, 0, edges, label))
+                drawing.add(Wire(at, port, lane, 0, edges, label))
                 at, port, label = lane, 0, ()
-            drawing.wires.append(Wire(at, port, target, joint.input, edges, label))
+            drawing.add(Wire(at, port, target, joint.input, edges, label))
         return drawing
-
-
-def _steps(count: int) -> str:
-    return f"{count} step{'' if count == 1 else 's'}, folded"
 
 
 def _box(kind: Literal["end", "node", "folded"], lines: tuple[str, ...], inputs: int, outputs: int) -> Box:
@@ -291,23 +290,20 @@ def _choose_layers(boxes: dict[BoxId, Box], joints: Iterable[Joint]) -> None:
 
 def _order_layers(drawing: Drawing) -> None:
     """Sort each layer by the sources of its wires, then by their targets, a few times, to reduce crossings."""
-    rank = {id(box): float(i) for layer in drawing.layers for i, box in enumerate(layer)}
-    before: dict[int, list[tuple[Box, float]]] = {}
-    after: dict[int, list[tuple[Box, float]]] = {}
-    for wire in drawing.wires:
-        source, target = wire.source, wire.target
-        before.setdefault(id(target), []).append((source, wire.output / len(source.outputs)))
-        after.setdefault(id(source), []).append((target, wire.input / len(target.inputs)))
-    for neighbours, layers in ((before, drawing.layers), (after, drawing.layers[::-1])) * SWEEPS:
+    rank = {box: float(i) for layer in drawing.layers for i, box in enumerate(layer)}
+
+    def by_sources(box: Box) -> float:
+        ranks = [rank[wire.source] + wire.output / len(wire.source.outputs) for wire in box.wires_in]
+        return sum(ranks) / len(ranks) if ranks else rank[box]
+
+    def by_targets(box: Box) -> float:
+        ranks = [rank[wire.target] + wire.input / len(wire.target.inputs) for wire in box.wires_out]
+        return sum(ranks) / len(ranks) if ranks else rank[box]
+
+    for position, layers in ((by_sources, drawing.layers), (by_targets, drawing.layers[::-1])) * SWEEPS:
         for layer in layers:
-            layer.sort(key=lambda box: _middle(neighbours.get(id(box), ()), rank, rank[id(box)]))
-            rank.update((id(box), float(i)) for i, box in enumerate(layer))
-
-
-def _middle(neighbours: Sequence[tuple[Box, float]], rank: dict[int, float], own: float) -> float:
-    if not neighbours:
-        return own
-    return sum(rank[id(box)] + port for box, port in neighbours) / len(neighbours)
+            layer.sort(key=position)
+            rank.update((box, float(i)) for i, box in enumerate(layer))
 
 
 def _place(drawing: Drawing) -> None:
@@ -332,32 +328,23 @@ def _place(drawing: Drawing) -> None:
 
 def _choose_heights(drawing: Drawing) -> None:
     """Move each box as close to the height of its neighbours as order and gaps allow, so that wires are straight."""
-    before: dict[int, list[Wire]] = {}
-    after: dict[int, list[Wire]] = {}
-    for wire in drawing.wires:
-        before.setdefault(id(wire.target), []).append(wire)
-        after.setdefault(id(wire.source), []).append(wire)
     for layer in drawing.layers:
         _settle(layer, [0.0] * len(layer))
     for _ in range(SWEEPS):
         for layer in drawing.layers[1:]:
-            _settle(layer, [_level(before.get(id(box), ()), box, forward=True) for box in layer])
+            tops = [[wire.start[1] - box.inputs[wire.input] for wire in box.wires_in] for box in layer]
+            _settle(layer, list(map(_level, layer, tops)))
         for layer in drawing.layers[-2::-1]:
-            _settle(layer, [_level(after.get(id(box), ()), box, forward=False) for box in layer])
+            tops = [[wire.end[1] - box.outputs[wire.output] for wire in box.wires_out] for box in layer]
+            _settle(layer, list(map(_level, layer, tops)))
     highest = min(box.top for layer in drawing.layers for box in layer)
     for box in (box for layer in drawing.layers for box in layer):
         box.top -= highest
 
 
-def _level(wires: Sequence[Wire], box: Box, *, forward: bool) -> float:
-    """The `top` at which the wires on one side of a box would be straight on average; its own without wires."""
-    if not wires:
-        return box.top
-    if forward:
-        tops = [wire.source.top + wire.source.outputs[wire.output] - box.inputs[wire.input] for wire in wires]
-    else:
-        tops = [wire.target.top + wire.target.inputs[wire.input] - box.outputs[wire.output] for wire in wires]
-    return sum(tops) / len(tops)
+def _level(box: Box, tops: Sequence[float]) -> float:
+    """The average of the `tops` at which each wire on one side of a box would be straight; its own without wires."""
+    return sum(tops) / len(tops) if tops else box.top
 
 
 def _settle(layer: Sequence[Box], wanted: Sequence[float]) -> None:

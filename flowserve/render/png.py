@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from flowserve.errors import Unsupported
 from flowserve.graph.types import Graph
-from flowserve.render.facts import Facts
-from flowserve.render.labels import title
+from flowserve.render.labels import Configs, title
 from flowserve.render.layout import LINE, MARGIN, PAD, Box, Drawing, Wire, lay_out
 from flowserve.render.svg import ARROW
 
@@ -29,10 +28,10 @@ BOXES: Final = {  # fill, outline, corner
 }
 
 
-def render_png(graph: Graph, facts: Facts) -> bytes:
+def render_png(graph: Graph, configs: Configs) -> bytes:
     """The bytes of a PNG file. Raises Unsupported if Pillow is not installed."""
-    head = title(graph, facts)
-    drawing = lay_out(graph, facts, heading=head)
+    head = title(graph, configs)
+    drawing = lay_out(graph, configs, heading=head)
     width, height = drawing.width, drawing.height
     scale = min(SCALE, (PIXELS_MAX / (width * height)) ** 0.5)
     buffer = io.BytesIO()

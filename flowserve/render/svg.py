@@ -11,8 +11,7 @@ from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
 from flowserve.graph.types import Graph
-from flowserve.render.facts import Facts
-from flowserve.render.labels import title
+from flowserve.render.labels import Configs, title
 from flowserve.render.layout import LINE, MARGIN, NO_SPARE, PAD, Box, Spare, Wire, lay_out
 
 ARROW: Final = 7
@@ -35,13 +34,13 @@ CLASSES: Final = {"end": ("g", 14), "node": ("n", 6), "folded": ("o", 6), "frame
 
 
 def render_svg(
-    graph: Graph, facts: Facts, folded: Container[str] = (), *, style: str = STYLE, spare: Spare = NO_SPARE
+    graph: Graph, configs: Configs, folded: Container[str] = (), *, style: str = STYLE, spare: Spare = NO_SPARE
 ) -> str:
     """The text of an SVG file. `folded` has the paths of nested ensembles to draw as one box. `spare` reserves space
     that a page fills later: the last lines of each node's box, and the lower line of each label, by its `data-edges`.
     """
-    head = title(graph, facts)
-    drawing = lay_out(graph, facts, folded, spare, heading=head)
+    head = title(graph, configs)
+    drawing = lay_out(graph, configs, folded, spare, heading=head)
     width, height = drawing.width, drawing.height
     boxes, wires = drawing.boxes(), drawing.all_wires()
     frames = [box for box in boxes if box.kind == "frame"]

@@ -1,60 +1,66 @@
-"""A compiled graph as text: for terminals, logs, and tests that compare whole graphs.
+"""A compiled graph as text: for terminals, logs and tests that compare whole graphs, and in two diagram languages: DOT,
+for Graphviz, and Mermaid, for READMEs and web pages.
 
-Decides the layout. Nodes are in topological order; each input shows its source, each output its readers, and, if part
-of the graph is on a device, the transfer. Callers: `formats`, `cli`, tests.
+Decides the layout of the plain text: nodes are in topological order; each input shows its source, each output its
+readers, and, if part of the graph is on a device, the transfer. Decides also the statements of each language and their
+escaping: names come from users, and Mermaid interprets labels as markup. Does not run Graphviz or Mermaid. Callers:
+`formats`, `cli`, tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
-from flowserve.render.facts import UNKNOWN, Facts
-from flowserve.render.labels import cost, kind, model_lines, title, transfers_of, written
+from flowserve.render.labels import (
+    UNKNOWN,
+    Configs,
+    cost,
+    ensemble_title,
+    kind,
+    model_lines,
+    node_lines,
+    title,
+    transfers_of,
+    written,
+)
+from flowserve.render.scopes import Scope, scopes_of
+from flowserve.values import TensorSpec
 
 Row = tuple[str, str, str]
 Costs = Mapping[Edge, str]
 
 
-def render_text(graph: Graph, facts: Facts) -> str:
+def render_text(graph: Graph, configs: Configs) -> str:
     """Several lines, each with a newline. Equal graphs give equal texts."""
-    costs = _costs(graph, facts)
-    blocks = [("inputs", list(_graph_inputs(graph)))]
-    blocks += [(_node_title(node, facts), list(_node_rows(graph, node, costs))) for node in graph.nodes]
-    blocks.append(("outputs", list(_graph_outputs(graph, costs))))
-    rows = [row for _, block in blocks for row in block]
-    names, kinds = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
-    lines = [title(graph, facts)]
-    for heading, block in blocks:
+    costs = _costs(graph, configs)
+    blocks = [("inputs", [(spec.name, kind(spec), _readers(graph, GRAPH, i)) for i, spec in enumerate(graph.inputs)])]
+    for node in graph.nodes:
+        model = ", ".join(model_lines(node, configs.get(node.model.name, UNKNOWN)))
+        blocks.append((f"{node.index + 1}. {node.name}: model {model}", list(_node_rows(graph, node, costs))))
+    blocks.append(("outputs", list(_input_rows(graph, GRAPH, graph.outputs, costs))))
+    names, kinds = (max((len(row[column]) for _, rows in blocks for row in rows), default=0) for column in (0, 1))
+    lines = [title(graph, configs)]
+    for heading, rows in blocks:
         lines.append(f"  {heading}")
-        lines += [f"    {name:{names}}  {what:{kinds}}  {where}".rstrip() for name, what, where in block]
+        lines += [f"    {name:{names}}  {what:{kinds}}  {where}".rstrip() for name, what, where in rows]
     return "\n".join(lines) + "\n"
 
 
-def _node_title(node: Node, facts: Facts) -> str:
-    model = ", ".join(model_lines(node, facts.get(node.model.name, UNKNOWN)))
-    return f"{node.index + 1}. {node.name}: model {model}"
-
-
-def _graph_inputs(graph: Graph) -> Iterator[Row]:
-    for index, spec in enumerate(graph.inputs):
-        yield spec.name, kind(spec), _readers(graph, GRAPH, index)
-
-
-def _graph_outputs(graph: Graph, costs: Costs) -> Iterator[Row]:
-    for index, spec in enumerate(graph.outputs):
-        edge = next(edge for edge in graph.edges if (edge.consumer, edge.input) == (GRAPH, index))
-        yield spec.name, kind(spec), f"<- {_source(graph, edge)}{costs.get(edge, '')}"
-
-
 def _node_rows(graph: Graph, node: Node, costs: Costs) -> Iterator[Row]:
-    fed = {edge.input: edge for edge in graph.edges if edge.consumer == node.index}
-    for index, spec in enumerate(node.inputs):
+    yield from _input_rows(graph, node.index, node.inputs, costs)
+    for index, spec in enumerate(node.outputs):
+        yield spec.name, kind(spec), _readers(graph, node.index, index) or "not asked for"
+
+
+def _input_rows(graph: Graph, consumer: int, specs: Sequence[TensorSpec], costs: Costs) -> Iterator[Row]:
+    """The source of each tensor that a node reads, or of each output of the graph."""
+    fed = {edge.input: edge for edge in graph.edges if edge.consumer == consumer}
+    for index, spec in enumerate(specs):
         edge = fed.get(index)
         source = "not given" if edge is None else f"<- {_source(graph, edge)}{costs.get(edge, '')}"
         yield spec.name, kind(spec), source
-    for index, spec in enumerate(node.outputs):
-        yield spec.name, kind(spec), _readers(graph, node.index, index) or "not asked for"
 
 
 def _source(graph: Graph, edge: Edge) -> str:
@@ -78,9 +84,97 @@ def _reader(graph: Graph, edge: Edge) -> str:
     return f"{node.name}.{node.inputs[edge.input].name}"
 
 
-def _costs(graph: Graph, facts: Facts) -> Costs:
+def _costs(graph: Graph, configs: Configs) -> Costs:
     """The transfer of each edge; {} if all of the graph is on the host, where every edge is a view."""
-    found = transfers_of(graph, facts)
+    found = transfers_of(graph, configs)
     if not any(place.is_gpu for transfer in found for place in (*transfer.source, *transfer.to)):
         return {}
     return {edge: f" ({cost(transfer)})" for edge, transfer in zip(graph.edges, found, strict=True)}
+
+
+# Diagram languages
+
+
+@dataclass(frozen=True, slots=True)
+class _Language:
+    """The statements of a language. The first argument is an id; texts are the lines of a label."""
+
+    end: Callable[..., str]  # an input or output of the graph: id, name, type
+    node: Callable[..., str]
+    scope: Callable[[int, str], list[str]]  # the beginning of a nested ensemble: number, title
+    scope_end: str
+    edge: Callable[..., str]  # source, target, and the lines of the label, if there is one
+
+
+def render_dot(graph: Graph, configs: Configs) -> str:
+    """A `digraph`, ready for `dot -Tsvg`."""
+    style = [
+        f'graph [rankdir=LR, label={_quote(title(graph, configs))}, labelloc=t, fontname="monospace"];',
+        'node [shape=box, style="rounded,filled", fillcolor="#ddf4ff", fontname="monospace"];',
+        'edge [fontname="monospace", fontsize=10];',
+    ]
+    lines = (f"    {line}\n" for line in [*style, *_statements(graph, configs, _DOT)])
+    return f"digraph {_quote(graph.name)} {{\n{''.join(lines)}}}\n"
+
+
+def render_mermaid(graph: Graph, configs: Configs) -> str:
+    """The text of a ```mermaid block, without its fences."""
+    return "flowchart LR\n" + "".join(f"    {line}\n" for line in _statements(graph, configs, _MERMAID))
+
+
+def _statements(graph: Graph, configs: Configs, language: _Language) -> Iterator[str]:
+    outermost = scopes_of(graph)
+    numbers = {id(scope): number for number, scope in enumerate(outermost.walk())}
+
+    def contents(scope: Scope) -> Iterator[str]:
+        for node in scope.nodes:
+            yield language.node(f"n{node.index}", *node_lines(graph, node, configs))
+        for inner in scope.inner:
+            yield from language.scope(numbers[id(inner)], ensemble_title(inner.name, inner.ensemble, configs))
+            for line in contents(inner):
+                yield f"    {line}"
+            yield language.scope_end
+
+    for index, spec in enumerate(graph.inputs):
+        yield language.end(f"in{index}", spec.name, kind(spec))
+    yield from contents(outermost)
+    for index, spec in enumerate(graph.outputs):
+        yield language.end(f"out{index}", spec.name, kind(spec))
+    for edge in graph.edges:
+        source = f"in{edge.output}" if edge.producer == GRAPH else f"n{edge.producer}"
+        target = f"out{edge.input}" if edge.consumer == GRAPH else f"n{edge.consumer}"
+        # The box of an input of the graph shows its type.
+        label = () if edge.producer == GRAPH else (edge.tensor, kind(written(graph, edge)))
+        yield language.edge(source, target, *label)
+
+
+def _quote(*lines: str) -> str:
+    """A string in DOT, in which backslashes are literal and control characters of a name are spaces."""
+    plain = ("".join(max(char, " ") for char in line) for line in lines)
+    escaped = (line.replace("\\", "\\\\").replace('"', '\\"') for line in plain)
+    return '"' + "\\n".join(escaped) + '"'
+
+
+def _label(*lines: str) -> str:
+    """A label in Mermaid. Letters, digits and a few harmless marks stay; the rest become Mermaid's numbered entities,
+    which cannot end a label.
+    """
+    return "<br/>".join(
+        "".join(char if char.isalnum() or char in " _-./,[]:" else f"#{ord(char)};" for char in line) for line in lines
+    )
+
+
+_DOT = _Language(
+    end=lambda name, *lines: f'{name} [shape=oval, fillcolor="#f6f8fa", label={_quote(*lines)}];',
+    node=lambda name, *lines: f"{name} [label={_quote(*lines)}];",
+    scope=lambda number, text: [f"subgraph cluster_{number} {{", f"    label={_quote(text)};"],
+    scope_end="}",
+    edge=lambda a, b, *lines: f"{a} -> {b}" + (f" [label={_quote(*lines)}];" if lines else ";"),
+)
+_MERMAID = _Language(
+    end=lambda name, *lines: f'{name}(["{_label(*lines)}"])',
+    node=lambda name, *lines: f'{name}["{_label(*lines)}"]',
+    scope=lambda number, text: [f'subgraph s{number}["{_label(text)}"]'],
+    scope_end="end",
+    edge=lambda a, b, *lines: f'{a} -- "{_label(*lines)}" --> {b}' if lines else f"{a} --> {b}",
+)

@@ -52,7 +52,9 @@ def find_models(repositories: Sequence[Path], only: Collection[str] | None = Non
     for repository in dict.fromkeys(repositories):
         folders, skipped = _scan(repository, only)
         if not folders and only is None and is_model_folder(repository):
-            raise Problems([_no_repository(repository)])
+            text = f"'{repository}' is the folder of one model; a repository is the folder that holds such folders"
+            hint = f"give '{Path(os.path.abspath(repository)).parent}'"
+            raise Problems([Problem(text, rule="R5", hint=hint)])
         warnings += skipped
         for folder in folders:
             by_name.setdefault(folder.name, []).append(folder)
@@ -91,16 +93,6 @@ def is_model_folder(path: Path) -> bool:
     return os.path.exists(path / CONFIG_FILE) or bool(os.path.isdir(path) and model_folder_at(path).versions)
 
 
-def model_folder_at(path: Path) -> ModelFolder:
-    """The model in a folder; the parent folder is its repository."""
-    return _model_folder(path.parent, path)
-
-
-def look_again(folder: ModelFolder) -> ModelFolder:
-    """The folder with its current contents; without versions if it was removed."""
-    return _model_folder(folder.repository, folder.path)
-
-
 def versions_to_serve(folder: ModelFolder, policy: VersionPolicy, is_ensemble: bool = False) -> tuple[int, ...]:
     """The versions that the policy selects, ascending. Raises Problems if it selects none."""
     if policy.specific:
@@ -115,17 +107,12 @@ def versions_to_serve(folder: ModelFolder, policy: VersionPolicy, is_ensemble: b
     raise Problems([Problem(message, Place(folder.name), "R1", _how_to_have_a_version(folder, policy, is_ensemble))])
 
 
-def missing_versions(folder: ModelFolder, policy: VersionPolicy) -> tuple[int, ...]:
-    """The versions of a `specific` policy that are not on disk; the model is served without them, as on Triton."""
-    return tuple(version for version in policy.specific if version not in folder.versions)
-
-
 def _scan(repository: Path, only: Collection[str] | None = None) -> tuple[list[ModelFolder], list[Problem]]:
     folders: list[ModelFolder] = []
     warnings: list[Problem] = []
     for entry in _entries(repository, only):
-        if not _is_text(entry.name):
-            warnings.append(Problem("a name that is not UTF-8; skipped", Place(_legible(entry.name)), "R10"))
+        if (legible := _legible(entry.name)) != entry.name:
+            warnings.append(Problem("a name that is not UTF-8; skipped", Place(legible), "R10"))
             continue
         if not _is_folder(entry):
             if entry.is_symlink() and not os.path.exists(entry):
@@ -133,7 +120,7 @@ def _scan(repository: Path, only: Collection[str] | None = None) -> tuple[list[M
             continue
         if _is_hidden(entry.name):
             continue
-        folder = _model_folder(repository, repository / entry.name)
+        folder = model_folder_at(repository / entry.name)
         if folder.versions or os.path.exists(os.path.join(entry, CONFIG_FILE)):
             folders.append(folder)
         elif _unread(folder):
@@ -142,11 +129,6 @@ def _scan(repository: Path, only: Collection[str] | None = None) -> tuple[list[M
             text = f"neither {CONFIG_FILE} nor a version folder in it; not a model, skipped"
             warnings.append(Problem(text, Place(entry.name), "R4"))
     return folders, warnings
-
-
-def _no_repository(repository: Path) -> Problem:
-    text = f"'{repository}' is the folder of one model; a repository is the folder that holds such folders"
-    return Problem(text, rule="R5", hint=f"give '{Path(os.path.abspath(repository)).parent}'")
 
 
 def _entries(repository: Path, only: Collection[str] | None) -> list[os.DirEntry[str]]:
@@ -165,7 +147,8 @@ def _entries(repository: Path, only: Collection[str] | None) -> list[os.DirEntry
         raise Problems([Problem(f"model repository '{repository}' cannot be read: {error.strerror}")]) from error
 
 
-def _model_folder(repository: Path, path: Path) -> ModelFolder:
+def model_folder_at(path: Path) -> ModelFolder:
+    """The model in a folder; without versions if there is no such folder. The parent folder is its repository."""
     versions: list[int] = []
     warnings: list[Problem] = []
     try:
@@ -186,7 +169,7 @@ def _model_folder(repository: Path, path: Path) -> ModelFolder:
         elif not any(os.path.exists(path / name / mark) for mark in MARKS):
             text = "not a version (a positive number without leading zeros); ignored"
             warnings.append(Problem(text, Place(f"{path.name}/{_legible(name)}"), "R7"))
-    return ModelFolder(path.name, path, repository, tuple(sorted(versions)), tuple(warnings))
+    return ModelFolder(path.name, path, path.parent, tuple(sorted(versions)), tuple(warnings))
 
 
 def _unread(folder: ModelFolder) -> list[str]:
@@ -212,16 +195,8 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _is_text(name: str) -> bool:
-    """Whether a file name is valid UTF-8; Python represents other names with surrogates."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _legible(name: str) -> str:
+    """The name itself if it is valid UTF-8; Python represents other names with surrogates."""
     return os.fsencode(name).decode(errors="backslashreplace")
 
 

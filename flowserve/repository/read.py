@@ -1,39 +1,46 @@
-"""Reads one model folder: configuration, completion from the model's own file, versions, label files.
+"""Reads one model folder: configuration, completion from the model's own file, versions, label files, environment.
 
 Decides: all of these are read before anything is refused, so that every mistake of a folder is reported at once; the
 place of a backend's error that has none; the format of label files (UTF-8, one label per line, the first for index 0),
-and that an ensemble's output without a label file has the labels of its producer's output. Does not import backends:
-the caller passes a function that asks them. Callers: `runtime/loading`, `authoring`.
+and that an ensemble's output without a label file has the labels of its producer's output. Decides also how the
+parameter EXECUTION_ENV_PATH is interpreted, and the errors of an environment that can be found without running its
+code; `runtime/processes` unpacks and starts it. Does not import backends: the caller passes a function that asks them.
+Callers: `runtime/loading`, `runtime/processes`, `authoring`.
 """
 
 from __future__ import annotations
 
+import lzma
+import os
+import tarfile
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from flowserve.config.backends import OTHER_BACKENDS
 from flowserve.config.complete import forget_defaults
-from flowserve.config.error_cascade import can_check_others
-from flowserve.config.instances import NO_GPUS, Gpus
-from flowserve.config.load import Draft, draft_of, read_draft, validate
+from flowserve.config.load import Draft, can_check_others, draft_of, read_draft, validate
+from flowserve.config.parameters import ENVIRONMENT, MODEL_FOLDER
 from flowserve.config.parse import parse
-from flowserve.config.types import Completion, ModelConfig
+from flowserve.config.types import NO_GPUS, Completion, Gpus, ModelConfig
 from flowserve.config.unsupported import (
     BATCH_STRATEGY_FILE,
-    OTHER_BACKENDS,
     misspelt_parameters,
     unused_batching,
     unused_environment,
 )
-from flowserve.errors import FlowserveError, Invalid, Place, Problem, Problems
+from flowserve.errors import FlowserveError, Invalid, Place, Problem, Problems, problems_of
 from flowserve.graph.types import GRAPH, Graph
-from flowserve.repository.containment import steps_of
-from flowserve.repository.layout import ModelFolder, missing_versions, versions_to_serve
+from flowserve.repository.layout import ModelFolder, versions_to_serve
+from flowserve.repository.resolve import steps_of
 
 # Gets a completion from the backend for one version of a model. May block; raises FlowserveError.
 Complete = Callable[[ModelConfig, ModelFolder, int], Completion]
 REFUSED: Final = "M92"
+PYTHONS: Final = ("bin/python", "bin/python3")
+ENVIRONMENT_RULE: Final = "R14"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +67,11 @@ class Examined:
     read: ReadModel | None = None
     broken: frozenset[str] = frozenset()
 
-
-def read_model(
-    folder: ModelFolder,
-    default_files: Mapping[str, str],
-    complete: Complete,
-    *,
-    gpus: Gpus = NO_GPUS,
-    config_json: str = "",
-    config_name: str = "",
-    served: ModelConfig | None = None,
-) -> ReadModel:
-    """As `examine`, but raises Problems with every mistake of the folder."""
-    found = examine(
-        folder, default_files, complete, gpus=gpus, config_json=config_json, config_name=config_name, served=served
-    )
-    if found.problems or found.read is None:
-        raise Problems(found.problems)
-    return found.read
+    def valid(self) -> ReadModel:
+        """The contents. Raises Problems with every mistake of the folder."""
+        if self.problems or self.read is None:
+            raise Problems(self.problems)
+        return self.read
 
 
 def examine(
@@ -103,10 +97,18 @@ def examine(
         return Examined((Problem(f"cannot be read: {error.strerror}", Place(folder.name)),))
     except Problems as unreadable:
         return Examined(unreadable.problems)
-    versions, problems = _versions(folder, draft)
+    versions: tuple[int, ...] = ()
+    problems: list[Problem] = []
+    try:
+        versions = versions_to_serve(folder, draft.preliminary.version_policy, draft.preliminary.is_ensemble)
+    except Problems as none:
+        problems += none.problems
     completion: Completion | None = None
     was_refused = False
-    if versions and can_check_others(draft.parsed.broken) and _can_be_asked(draft):
+    # An unknown backend is asked too, which reports it; a rule refuses Triton's others.
+    backend = draft.preliminary.backend
+    can_be_asked = bool(backend) and (backend in draft.backends or backend not in OTHER_BACKENDS)
+    if versions and can_be_asked and can_check_others(draft.parsed.broken):
         try:
             completion = _ask(draft, folder, versions[-1], default_files, complete)
         except Problems as refused:
@@ -132,7 +134,7 @@ def examine(
 def read_steps(
     folder: ModelFolder, default_files: Mapping[str, str], *, config_json: str = "", config_name: str = ""
 ) -> frozenset[str]:
-    """The steps in a folder's configuration, read without asking a backend; mistakes are left to `read_model`."""
+    """The steps in a folder's configuration, read without asking a backend; mistakes are left to `examine`."""
     try:
         draft = _draft(folder, default_files, config_json, config_name)
     except (OSError, Problems):
@@ -164,19 +166,6 @@ def _of_an_override(problems: Sequence[Problem]) -> tuple[Problem, ...]:
     return (*first, *problems[1:])
 
 
-def _versions(folder: ModelFolder, draft: Draft) -> tuple[tuple[int, ...], list[Problem]]:
-    policy, is_ensemble = draft.preliminary.version_policy, draft.preliminary.is_ensemble
-    try:
-        return versions_to_serve(folder, policy, is_ensemble), []
-    except Problems as none:
-        return (), list(none.problems)
-
-
-def _can_be_asked(draft: Draft) -> bool:
-    """Whether to ask the backend. An unknown backend is asked too, which reports it; a rule refuses Triton's others."""
-    return bool(draft.backend) and (draft.backend in draft.backends or draft.backend not in OTHER_BACKENDS)
-
-
 def _ask(
     draft: Draft, folder: ModelFolder, version: int, default_files: Mapping[str, str], complete: Complete
 ) -> Completion:
@@ -187,8 +176,8 @@ def _ask(
     except FlowserveError as error:
         failure = error
     except Exception as error:  # backends run third-party code: plug-ins and model.py files
-        text = f"model '{draft.name}': backend '{draft.backend}' failed to read it: {type(error).__name__}: {error}"
-        failure = Invalid(text)
+        text = f"model '{draft.folder.name}': backend '{draft.preliminary.backend}' failed to read it"
+        failure = Invalid(f"{text}: {type(error).__name__}: {error}")
     raise Problems(refusals(failure, folder, version, draft.preliminary, default_files)) from failure
 
 
@@ -198,16 +187,15 @@ def refusals(
     """A backend's errors about a version. Without a place they refer to the model's file."""
     file = config.default_model_filename or default_files.get(config.backend, "")
     place = error.place or Place("/".join(filter(None, (folder.name, str(version), file))))
-    problems = error.problems if isinstance(error, Problems) else (Problem(str(error)),)
-    return [replace(one, place=one.place or place, rule=one.rule or REFUSED) for one in problems]
+    return [replace(one, place=one.place or place, rule=one.rule or REFUSED) for one in problems_of(error)]
 
 
 def _warnings(folder: ModelFolder, config: ModelConfig, versions: Collection[int]) -> list[Problem]:
     place = config.source.place("version_policy")
     missing = [
         Problem(f"version {version} of its version policy is not there; served without it", place, "R8")
-        for version in missing_versions(folder, config.version_policy)
-        if versions  # a model without versions is not served, which is reported elsewhere
+        for version in config.version_policy.specific
+        if versions and version not in folder.versions  # without versions it is not served, which is reported elsewhere
     ]
     own = config.parameters.get("execution", "process")  # the operator's override is checked where it is known
     libraries = [
@@ -256,3 +244,64 @@ def output_labels(graph: Graph, labels_of: Callable[[str], OutputLabels]) -> Out
             if found:
                 labels.setdefault(graph.outputs[edge.input].name, found)
     return labels
+
+
+def environment_of(config: ModelConfig, folder: Path) -> Path | None:
+    """The real path of the folder or archive of a Python model's environment; None for the server's own environment.
+    Blocks. Raises Problems if it does not exist or is no environment.
+    """
+    written = config.parameters.get(ENVIRONMENT, "")
+    if config.backend != "python" or not written:
+        return None
+    path = Path(written.replace(MODEL_FOLDER, str(folder), 1))
+    try:
+        if path.is_dir():
+            python_in(path)
+        elif not path.exists():
+            raise unusable(config, "there is no such file or folder", _where_it_may_be(written, folder))
+        elif not (path.is_file() and _is_archive(path)):
+            hint = "conda-pack writes one where the name of its output ends in .tar.gz"
+            raise unusable(config, "it is neither a folder nor a tar archive", hint)
+    except Invalid as error:
+        raise error if isinstance(error, Problems) else unusable(config, str(error)) from None
+    except OSError as error:
+        raise unusable(config, f"it cannot be read: {error.strerror}") from None
+    return Path(os.path.realpath(path))
+
+
+def python_in(folder: Path) -> Path:
+    """The Python executable of an environment. Raises Invalid if it has none."""
+    found = [folder / name for name in PYTHONS]
+    for python in found:
+        if python.is_file():
+            return python
+    for python in found:
+        if python.is_symlink():
+            leads = os.path.realpath(python)
+            raise Invalid(f"its {python.relative_to(folder)} leads to {leads}, which is not there")
+    inside = next((one for one in folder.iterdir() if any((one / name).is_file() for name in PYTHONS)), None)
+    there = f", but in {inside.name}/: it should be what is in that folder" if inside else ""
+    raise Invalid(f"there is no {PYTHONS[0]} in it{there}")
+
+
+def _is_archive(path: Path) -> bool:
+    try:
+        return tarfile.is_tarfile(path)
+    except (EOFError, zlib.error, lzma.LZMAError):  # it only begins like an archive
+        return False
+
+
+def unusable(config: ModelConfig, why: str, hint: str = "") -> Problems:
+    """The error of a model that cannot run in its environment, with the place of the parameter."""
+    place = config.source.place(f"parameters[{ENVIRONMENT}]")
+    text = f"model '{config.name}' cannot run in its environment '{config.parameters[ENVIRONMENT]}': {why}"
+    return Problems([Problem(text, place, ENVIRONMENT_RULE, hint)])
+
+
+def _where_it_may_be(written: str, folder: Path) -> str:
+    """The hint for a relative path, which is relative to the server's working directory, as on Triton."""
+    if os.path.isabs(written) or MODEL_FOLDER in written:
+        return ""
+    if (folder / written).exists():
+        return f'did you mean "{MODEL_FOLDER}/{written}"?'
+    return f"a path in the model's folder begins with {MODEL_FOLDER}/"

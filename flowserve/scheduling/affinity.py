@@ -18,8 +18,9 @@ none waits longer than its copy takes while another instance is free.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Final
 
 from flowserve.errors import FlowserveError
@@ -28,6 +29,8 @@ from flowserve.scheduling.flow import Facts, Flow, Ticket
 from flowserve.scheduling.queue import Batcher
 
 NO_DEVICE: Final = -1  # the device of tensors on the host: any instance must copy them
+
+_by_age = attrgetter("oldest_ns")
 
 # Returns the device that holds a tensor, and the tensor's size in bytes.
 Residence = Callable[[Facts], tuple[int, int]]
@@ -46,14 +49,12 @@ class CopyCost:
         return self.each_ns + nbytes // self.bytes_per_ns if nbytes else 0
 
 
+@dataclass(slots=True, eq=False)
 class _DeviceQueue:
     """The tickets that wait for one device. `costs` are their copy costs, in the order of `batcher`."""
 
-    __slots__ = ("batcher", "costs")
-
-    def __init__(self, batcher: Batcher) -> None:
-        self.batcher = batcher
-        self.costs: deque[tuple[Ticket, int]] = deque()
+    batcher: Batcher
+    costs: deque[tuple[Ticket, int]] = field(default_factory=deque)
 
     @property
     def oldest_ns(self) -> int:
@@ -102,7 +103,7 @@ class AffinityBatcher:
         self._queues: dict[int, _DeviceQueue] = {NO_DEVICE: _DeviceQueue(make())}
         self._free: Collection[Any] = ()
         self._available: Counter[int] = Counter()  # the number of available instances, by device
-        self._retries: dict[int, deque[list[Ticket]]] = {}  # parts of failed batches, by the device they failed on
+        self._retries: list[tuple[int, list[Ticket]]] = []  # parts of failed batches, with the device they failed on
         self._now_ns = 0  # the time of the last call
 
     def serve(self, instances: Sequence[Any], free: Collection[Any]) -> None:
@@ -111,7 +112,6 @@ class AffinityBatcher:
         self._available = Counter(map(self._device_of, instances))
         for device in self._available:
             self._queues[device] = _DeviceQueue(self._make())
-            self._retries[device] = deque()
 
     def put(self, ticket: Ticket) -> None:
         """Queue a ticket; its `queued_ns` is set."""
@@ -169,22 +169,22 @@ class AffinityBatcher:
         return any(self._device_of(instance) == device for instance in self._free)
 
     def _next_part(self, device: int) -> list[Ticket] | None:
-        for home, parts in sorted(self._retries.items(), key=lambda pair: pair[0] != device):
-            while parts and (home == device or not self._is_free(home)):
-                tickets = [ticket for ticket in parts.popleft() if not ticket.flow.done]
+        for retry in sorted(self._retries, key=lambda retry: retry[0] != device):
+            if retry[0] == device or not self._is_free(retry[0]):
+                self._retries.remove(retry)
+                tickets = [ticket for ticket in retry[1] if not ticket.flow.done]
                 if tickets:
                     return tickets
         return None
 
     def again(self, instance: Any, parts: Sequence[list[Ticket]]) -> None:
         """A batch failed; run these parts of it, each as a batch, on its device if an instance of that is free."""
-        self._retries[self._device_of(instance)].extend(part for part in parts if part)
+        self._retries += [(self._device_of(instance), part) for part in parts if part]
 
     def take(self, now_ns: int) -> list[Ticket] | None:
         """Remove and return all waiting tickets, to be refused. None: no ticket waits."""
-        everything = [ticket for parts in self._retries.values() for part in parts for ticket in part]
-        for parts in self._retries.values():
-            parts.clear()
+        everything = [ticket for _, part in self._retries for ticket in part]
+        self._retries.clear()
         for queue in self._queues.values():
             everything += [ticket for ticket, _ in queue.costs]
             queue.batcher = self._make()
@@ -230,18 +230,14 @@ class AffinityBatcher:
             if here:
                 gone += here
                 queue.costs = deque(one for one in queue.costs if one[0].flow is not flow and not one[0].flow.done)
-        for part in self._parts():
+        for _, part in self._retries:
             kept = [ticket for ticket in part if not ticket.flow.done]
             gone += len(part) - len(kept)
             part[:] = kept
         return gone
 
     def __len__(self) -> int:
-        return sum(len(queue.costs) for queue in self._queues.values()) + sum(map(len, self._parts()))
-
-    def _parts(self) -> Iterator[list[Ticket]]:
-        for parts in self._retries.values():
-            yield from parts
+        return sum(len(queue.costs) for queue in self._queues.values()) + sum(len(part) for _, part in self._retries)
 
     def check(self) -> None:
         for queue in self._queues.values():
@@ -250,7 +246,3 @@ class AffinityBatcher:
             times = [ticket.queued_ns for ticket, _ in queue.costs]
             assert times == sorted(times), "a queue is not in order of arrival"
             assert not any(ticket.flow.done for ticket, _ in queue.costs), "a ticket of a finished flow still waits"
-
-
-def _by_age(queue: _DeviceQueue) -> int:
-    return queue.oldest_ns

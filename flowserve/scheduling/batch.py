@@ -1,42 +1,36 @@
-"""Records of the scheduler: a model's queue with its instances, a batch, and the route of a batch.
+"""Records of the scheduler: a model's queue with its instances, a batch, its route, and the decisions of `schedule`.
 
-The scheduler writes them, the runtime reads them.
+The scheduler writes them, the runtime reads them. The engine executes the notices of `Decisions` in order, then
+accounts for the finished flows, then starts the batches.
+
+Decides which nodes a route contains (`find_route`), given the runs of nodes that the plan allows (graph/plan.py) and
+the properties of their queues. `Scheduler._choose_route` decides whether a batch takes its route: if returning could
+not change the batch. Does not know how a worker runs a route.
+
+A worker may return a batch early, after any stage: if a member failed, if an output cannot be passed on as one tensor,
+or if the batch was recalled. The passed steps are then finished, and the flows continue on the general path.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
 
-from flowserve.graph.plan import PlanNode
+from flowserve.errors import FlowserveError
+from flowserve.graph.plan import Plan, PlanNode, is_private
 from flowserve.graph.types import ModelKey
-from flowserve.scheduling.flow import Ticket
-from flowserve.scheduling.ordering import Order
-from flowserve.scheduling.queue import Batcher, BoundBatcher
+from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.queue import Batcher, BoundBatcher, Order
 from flowserve.scheduling.rate_limit.limiter import Needs
+
+# The time after which a batch is recalled from its route if a ticket waits for an instance that it holds.
+RECALL_NS: Final = 1_500_000
 
 
 class ModelQueue:
     """The waiting tickets of one model version, and its instances. `key` is its name in plans."""
-
-    __slots__ = (
-        "away",
-        "batcher",
-        "bound",
-        "closed",
-        "free",
-        "instances",
-        "is_dirty",
-        "is_pure",
-        "key",
-        "leaving",
-        "needs",
-        "observer",
-        "order",
-        "route_group",
-        "running",
-    )
 
     def __init__(
         self,
@@ -45,7 +39,7 @@ class ModelQueue:
         instances: Sequence[Any],
         *,
         is_pure: bool = False,
-        observer: Any = None,
+        statistics: Any = None,
         needs: Sequence[Needs] = (),
         keeps_order: bool = False,
         route_group: object = None,
@@ -64,11 +58,12 @@ class ModelQueue:
             batcher.serve(self.instances, self.free)
         self.closed: Batcher | None = None  # its batcher, while a `ClosedQueue` replaces it
         self.is_pure = is_pure
-        self.observer = observer  # the runtime's statistics of this model; scheduling does not read it
+        self.statistics = statistics  # of this model, for the runtime; scheduling does not read it
         self.needs = tuple(needs)  # of each instance, for a rate limiter; empty: no resources
         self.order = Order() if keeps_order else None
         # Models whose workers pass batches to each other have the same group; None: no routes.
         self.route_group = None if keeps_order or self.bound is not None else route_group
+        self.may_have_tickets = False  # False: no ticket waits. Cheaper to read than the length of the queue
         self.is_dirty = False  # whether it is in the scheduler's list of queues to examine
 
     @property
@@ -78,25 +73,13 @@ class ModelQueue:
 
 
 class Route:
-    """The stages that a batch passes before it returns (route.py): `nodes` and their `queues`, the batch's own first.
+    """The stages that a batch passes before it returns: `nodes` and their `queues`, the batch's own first.
 
     `rows_max` and `requests_max`: the largest batch that every further stage accepts. `reads[i]`: for each input of
     stage i + 1 the output that feeds it, as (stage, output); `last_reads[i]`: for each of these whether no later stage
     reads it. `checks[i]`: the inputs of stage i + 1 whose dims are known only at run time, as (input, dims). `inner`:
     the argument of `Flow.skip_to`. `worker_data` belongs to the workers.
     """
-
-    __slots__ = (
-        "checks",
-        "inner",
-        "last_reads",
-        "nodes",
-        "queues",
-        "reads",
-        "requests_max",
-        "rows_max",
-        "worker_data",
-    )
 
     def __init__(self, nodes: Sequence[PlanNode], queues: Sequence[ModelQueue]) -> None:
         self.nodes = tuple(nodes)
@@ -114,6 +97,24 @@ class Route:
 
     def __len__(self) -> int:
         return len(self.nodes)
+
+
+def find_route(plan: Plan, first: PlanNode, queues: Sequence[ModelQueue]) -> Route | None:
+    """The longest route from `first` whose models all belong to one `route_group`; None if there is none. `queues[n]`
+    is the queue of node n's model. The scheduler calls this once per plan and node.
+    """
+    nodes = [plan.nodes[n] for n in plan.runs[first.index]]
+    group = queues[first.index].route_group
+    while len(nodes) > 1:
+        on_route = [queues[node.index] for node in nodes]
+        if all(queue.route_group is group is not None for queue in on_route) and all(
+            queue.batcher.joins_max for queue in on_route[1:]
+        ):
+            return Route(nodes, on_route)
+        nodes.pop()
+        while len(nodes) > 1 and not is_private(nodes, plan.consumers, plan.output_slots):
+            nodes.pop()
+    return None
 
 
 class Batch:
@@ -182,3 +183,57 @@ class Batch:
 
     def __repr__(self) -> str:
         return f"Batch({self.queue.key}, {len(self.tickets)} tickets, rows={self.rows})"
+
+
+class TicketRefused(NamedTuple):
+    """A queue refused this ticket, on arrival or later. Its flow finishes with the same error."""
+
+    queue: ModelQueue
+    ticket: Ticket
+    error: FlowserveError
+
+
+class Withdrawn(NamedTuple):
+    """A waiting ticket was removed from this queue because its ensemble's flow is over."""
+
+    queue: ModelQueue
+
+
+class Responses(NamedTuple):
+    """A stream has responses for its reader."""
+
+    stream: Any
+
+
+class Grant(NamedTuple):
+    """A decoupled step may send this many more responses."""
+
+    sender: Any
+    credits: int
+
+
+class Stop(NamedTuple):
+    """The responses of this decoupled step are no longer needed."""
+
+    sender: Any
+
+
+class Recall(NamedTuple):
+    """A batch must return from its route at the next stage: a ticket waits for an instance that it holds."""
+
+    batch: Batch
+
+
+Notice = TicketRefused | Withdrawn | Responses | Grant | Stop | Recall
+
+
+class Decisions(NamedTuple):
+    """`batches` to start, in order; `finished` flows, in order, each exactly once; `notices`, in order."""
+
+    batches: list[Batch]
+    finished: list[Flow]
+    notices: list[Notice]
+
+
+# Without the call of Python that a constructor is.
+make_decisions: Callable[[tuple[list[Batch], list[Flow], list[Notice]]], Decisions] = partial(tuple.__new__, Decisions)

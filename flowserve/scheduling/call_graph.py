@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -49,13 +50,13 @@ class CalledFlow(Flow):
 Called = CalledFlow | StreamFlow
 
 
+@dataclass(eq=False)
 class CallGraph:
     """The executions that wait, by their batches: for BLS calls, and in send() (`send_waits`)."""
 
-    def __init__(self, can_start: CanStart, send_waits: BackpressureWaits) -> None:
-        self._can_start = can_start
-        self._send_waits = send_waits
-        self._open_calls: dict[Batch, list[Called]] = {}
+    _can_start: CanStart
+    _send_waits: BackpressureWaits
+    _open_calls: dict[Batch, list[Called]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self._open_calls or self._send_waits.waiting)
@@ -94,7 +95,7 @@ class CallGraph:
         for.
         """
         found: set[Batch] = set()
-        new = {batch for batch, flows in self._open_calls.items() if any(_reaches(flow, queue) for flow in flows)}
+        new = {batch for batch in self._open_calls if queue in self._called_queues(batch)}
         new.update(batch for batch, source in self._send_waits.holders().items() if queue in source.flow.queues)
         while new:
             found |= new
@@ -103,9 +104,12 @@ class CallGraph:
         return found
 
     def queues_of(self, batch: Batch) -> list[ModelQueue]:
-        """The queues of the steps that this execution waits for."""
-        called = [flow.queues[node.index] for flow in self._open_calls.get(batch, ()) for node in _pending(flow)]
-        return called + self._send_waits.queues_of(batch)
+        """The queues of the steps that this execution waits for; in send(), those of all steps of its request."""
+        source = self._send_waits.holders().get(batch)
+        return [*self._called_queues(batch), *(source.flow.queues if source is not None else ())]
+
+    def _called_queues(self, batch: Batch) -> list[ModelQueue]:
+        return [flow.queues[node.index] for flow in self._open_calls.get(batch, ()) for node in _pending(flow)]
 
     def __iter__(self) -> Iterator[Batch]:
         return iter({**dict.fromkeys(self._open_calls), **self._send_waits.holders()})
@@ -160,12 +164,8 @@ class _DeadlockAnalysis:
         for queue, blockers in blocked:
             text = f"'{queue.key.name}': this call can never be answered, because"
             for batch in blockers:
-                cycle = (
-                    self._send_waits.deadlock_cycle(self._blocked_sends[batch], self.stuck)
-                    if batch in self._blocked_sends
-                    else None
-                )
-                if cycle:
+                source = self._blocked_sends.get(batch)
+                if source and (cycle := self._send_waits.deadlock_cycle(source, self.stuck)):
                     return f"{text} {', '.join(cycle)}"
             if isinstance(queue.bound, Sequences) and blockers:
                 sequence = queue.bound.id_of(flow)
@@ -236,7 +236,3 @@ def _answers(flow: Called, node: PlanNode) -> bool:
     return isinstance(flow, StreamFlow) and any(
         source.node is node and source.sender is not None for source in flow.sources()
     )
-
-
-def _reaches(flow: Called, queue: ModelQueue) -> bool:
-    return any(flow.queues[node.index] is queue for node in _pending(flow))

@@ -1,6 +1,7 @@
 """The execution of one request: counts of missing inputs make steps ready, counts of readers release tensors.
 
-Decides which steps of a flow are ready, when a tensor has no reader left, and when the flow is finished. A tensor is an
+Decides which steps of a flow are ready, when a tensor has no reader left, when the flow is finished, and what the error
+of a failed step says about its place in the graph. A tensor is an
 opaque handle with rows and a shape; this module never reads its contents. Does not know queues, batches, instances or
 clocks. Used by the scheduler; the runtime reads the outputs of a finished flow.
 
@@ -18,7 +19,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
 from flowserve.graph.plan import Plan, PlanNode
-from flowserve.scheduling.lineage import lineage, shape_text
+from flowserve.values import fits, shape_text
 
 E = TypeVar("E", bound=FlowserveError)
 
@@ -39,6 +40,7 @@ class Facts(Protocol):
 # Nanoseconds, summed over several steps: queued, assembling inputs, computing, reading outputs.
 Took = tuple[int, int, int, int]
 TOOK_NOTHING: Final[Took] = (0, 0, 0, 0)
+_SHAPES_MAX: Final = 8  # of the inputs of a failed step, in the text of its error
 
 
 def longer(took: Took, queue_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> Took:
@@ -83,8 +85,8 @@ class Flow:
     `queues[n]` is the queue of node n's model, which pins the flow to the model versions its graph was loaded with.
     `priority` (1 is the highest, 0 none) and `timeout_ns` (0 none) are the request's own and apply to each of its
     steps. `request`, `owner`, `wanted`, `waiter` and `parameters` belong to the runtime; scheduling does not read them.
-    `took` is the duration of its steps, for the statistics of the graph; members that stay in one batch share one
-    object.
+    `took` is the duration of its steps, for the statistics of the graph, kept in the `whole` flow; members that stay in
+    one batch share one object.
     """
 
     __slots__ = (
@@ -166,19 +168,6 @@ class Flow:
         """
         tensors = self.tensors
         readers = self.readers
-        then = node.then
-        if then is not None:
-            j, slot, consumer = then
-            handle = outputs[j][m]
-            if handle is not None:
-                tensors[slot] = handle
-                self.missing[consumer] = 0
-                ticket = self._ticket(self.plan.nodes[consumer])
-                for slot in node.distinct_inputs:
-                    readers[slot] -= 1
-                    if not readers[slot]:
-                        tensors[slot] = None
-                return [ticket]
         missing = self.missing
         tickets: list[Ticket] = []
         for j, slot, consumers in node.writes:
@@ -233,7 +222,7 @@ class Flow:
     def located(self, error: E, node: PlanNode, instance: str = "") -> E:
         """`error`, which is the flow's own, with the location of `node`. `instance` ran the step, "" for none."""
         if self.plan.graph.is_ensemble:
-            error.lineage = lineage(self.plan, node, self.tensors, instance)
+            error.lineage = _lineage(self.plan, node, self.tensors, instance)
         return error
 
     def _check_given(self, plan: Plan) -> None:
@@ -313,7 +302,7 @@ class Flow:
             if handle is None:
                 continue
             shape = handle.shape[first:]
-            if len(shape) != len(dims) or any(w not in (-1, g) for w, g in zip(dims, shape, strict=True)):
+            if not fits(shape, dims):
                 name = self.plan.graph.nodes[node.index].inputs[i].name
                 wanted = [-1, *dims] if first else list(dims)
                 text = f"unexpected shape for input '{name}' for model '{node.model.name}'. "
@@ -343,61 +332,20 @@ class Flow:
         return f"Flow({self.plan.graph.name}, open={self.open}, done={self.done})"
 
 
-def advance_together(tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]], now_ns: int) -> list[Ticket]:
-    """`finish_step` for the members of a batch that all continue with the same single step: their next tickets, queued
-    at `now_ns`. Stops before the first member that differs; that member and those behind it are unchanged.
+def _lineage(plan: Plan, node: PlanNode, tensors: Sequence[Any], instance: str = "") -> str:
+    """The suffix of the message of an error of a step: its name, the line of the graph file, the `instance` that ran it
+    ("" for none), and the shapes of its inputs. `tensors` are the flow's, by slot.
     """
-    first = tickets[0]
-    node, queues = first.node, first.flow.queues
-    ready: list[Ticket] = []
-    if node.goes_on is None:
-        return ready
-    j, slot, consumer = node.goes_on
-    following = first.flow.plan.nodes[consumer]
-    rows_max = following.max_batch_size
-    read = node.inputs[0]
-    for ticket, handle in zip(tickets, outputs[j], strict=True):
-        flow = ticket.flow
-        if (
-            ticket.node is not node
-            or flow.done
-            or handle is None
-            or type(flow) is not Flow
-            or flow.queues is not queues
-        ):
-            break
-        rows = handle.stop - handle.start
-        if not 0 <= rows <= rows_max:
-            break
-        tensors = flow.tensors
-        tensors[slot] = handle
-        tensors[read] = None
-        flow.readers[read] = 0
-        flow.missing[consumer] = 0
-        key = (handle.shape[1:],) if following.variable else None
-        ready.append(Ticket(flow, following, rows, key, now_ns))
-    return ready
-
-
-def finish_together(tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]], last: PlanNode) -> list[Flow]:
-    """`finish_step` for the members of a batch whose flows end with `last`, which computed `outputs`: their flows, not
-    yet `done`. The tickets are of that node, or of the first node of the batch's route. Stops before the first member
-    that differs, as `advance_together`.
-    """
-    flows: list[Flow] = []
-    if last.ends is None:
-        return flows
-    node = tickets[0].node
-    frees = node.frees
-    j, slot = last.ends
-    for ticket, handle in zip(tickets, outputs[j], strict=True):
-        flow = ticket.flow
-        if ticket.node is not node or flow.done or flow.open != 1 or type(flow) is not Flow:
-            break
-        tensors = flow.tensors
-        tensors[slot] = handle
-        for read in frees:
-            tensors[read] = None
-        flow.open = 0
-        flows.append(flow)
-    return flows
+    written = plan.graph.nodes[node.index]
+    parts = [f"step '{node.name}'" + (f" at {written.place}" if written.place is not None else "")]
+    if instance:
+        parts.append(f"instance {instance}")
+    shapes = [
+        f"{spec.name} {shape_text(tensors[slot].shape)}"
+        for spec, slot in zip(written.inputs, node.inputs, strict=True)
+        if 0 <= slot < len(tensors) and tensors[slot] is not None
+    ]
+    if shapes:
+        more = [f"{len(shapes) - _SHAPES_MAX} more"] if len(shapes) > _SHAPES_MAX else []
+        parts.append("inputs " + ", ".join(shapes[:_SHAPES_MAX] + more))
+    return f" ({', '.join(parts)})"

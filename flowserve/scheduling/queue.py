@@ -1,7 +1,8 @@
 """The queue of one model: which waiting tickets leave together as a batch, and when.
 
 Decides when a batch is complete (`BatchPolicy.count`), in which order tickets leave (priority levels), which ticket is
-refused because its level is full, and when a ticket's timeout passes. Does not know instances: `take` is called only
+refused because its level is full, when a ticket's timeout passes, and in which order outcomes leave a model with
+`preserve_ordering` (`Order`). Does not know instances: `take` is called only
 when an instance is free, so a batch may grow until then. Does not read a clock: callers pass `now_ns`. Called by the
 scheduler only.
 
@@ -23,19 +24,78 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count, pairwise
+from heapq import heapify, heappop, heappush
+from itertools import chain, count, pairwise, takewhile
 from operator import attrgetter
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from flowserve.errors import FlowserveError, Unavailable
-from flowserve.scheduling.deadlines import Deadlines
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.flow import Facts, Flow, Ticket
 
 # After this many batches without a ticket of a lane, the next batch begins with that lane. Under Triton's strict
 # priority rule a steady stream of high-priority requests starves all others; this limit costs one batch in 33.
 OVERTAKEN_MAX: Final = 32
 
+T = TypeVar("T", bound=Hashable)
+
+_SLACK = 32  # the heap is rebuilt when its discarded entries exceed its live ones by this number
+# (m, ticket, outputs, errors): the results of the batch in which the ticket was the m-th, as for `Scheduler.complete`.
+HeldOutcome = tuple[int, Ticket, Sequence[Sequence[Facts | None]], Mapping[int, FlowserveError]]
+
 _by_order = attrgetter("order")
+
+
+class Deadlines(Generic[T]):
+    """A heap of items with at most one deadline each, in nanoseconds of the caller's clock. `add`, `discard` and
+    `soonest` take amortised logarithmic time, and a discarded item is released immediately, not at its deadline.
+    """
+
+    __slots__ = ("_entries", "_heap", "_number")
+
+    def __init__(self) -> None:
+        # (deadline, number, a list with the item, emptied by `discard`). Equal deadlines are ordered by number.
+        self._heap: list[tuple[int, int, list[T]]] = []
+        self._entries: dict[T, list[T]] = {}
+        self._number = 0
+
+    def add(self, item: T, at_ns: int) -> None:
+        """Set the deadline of `item`, which has none."""
+        holder = self._entries[item] = [item]
+        self._number += 1
+        heappush(self._heap, (at_ns, self._number, holder))
+
+    def discard(self, item: T) -> None:
+        """Remove the deadline of `item`. No effect if it has none."""
+        holder = self._entries.pop(item, None)
+        if holder is not None:
+            holder.clear()
+            if len(self._heap) > 2 * len(self._entries) + _SLACK:
+                self._heap = [entry for entry in self._heap if entry[2]]
+                heapify(self._heap)
+
+    def soonest(self) -> int | None:
+        """The next deadline, or None."""
+        heap = self._heap
+        while heap and not heap[0][2]:
+            heappop(heap)
+        return heap[0][0] if heap else None
+
+    def due(self, now_ns: int) -> list[T]:
+        """Remove and return the items whose deadline has passed, in order of deadline and then of `add`."""
+        found: list[T] = []
+        heap = self._heap
+        while heap and heap[0][0] <= now_ns:
+            holder = heappop(heap)[2]
+            for item in holder:
+                del self._entries[item]
+                found.append(item)
+        return found
+
+    def __contains__(self, item: T) -> bool:
+        return item in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,23 +273,6 @@ class Queue:
     A batch is filled from the levels, highest first, and may span them. The delay counts from the arrival of the oldest
     waiting ticket, whatever its level.
     """
-
-    __slots__ = (
-        "_batches",
-        "_expiries",
-        "_is_plain",
-        "_lanes",
-        "_levels",
-        "_numbers",
-        "_orders",
-        "_plain",
-        "_policy",
-        "_served",
-        "delay_ns",
-        "joins_max",
-        "may_expire",
-        "may_wait",
-    )
 
     def __init__(self, policy: BatchPolicy, levels: Levels = PLAIN) -> None:
         self._policy = policy
@@ -413,39 +456,74 @@ class Queue:
         assert len(self._expiries) <= len(self), "(3) a ticket times out that does not wait"
 
 
-class ClosedQueue:
+class ClosedQueue(Queue):
     """Replaces the queue of a model that has no available instance and no restart under way: refuses every ticket with
     the reason, and is always empty.
     """
 
-    __slots__ = ("_reason",)
-    may_wait = False
-    may_expire = False
-    joins_max = 0
-
     def __init__(self, reason: str) -> None:
+        super().__init__(BatchPolicy.single())
+        self.joins_max = 0
         self._reason = reason
 
     def put(self, ticket: Ticket) -> None:
         raise Unavailable(self._reason)
 
-    def take(self, now_ns: int) -> list[Ticket] | None:
+
+class Order:
+    """The started tickets of a model with `preserve_ordering`, and the outcomes that wait for an earlier one: outcomes
+    leave in the order in which their requests started.
+
+    An outcome is held until every ticket that started before it has left or belongs to a finished flow. A failure is an
+    outcome too. A ticket that never ran (refused, expired, cancelled) is not in the order and delays no other. The
+    configuration rules ensure that batches leave their queue in order of arrival, so the order of starting is the order
+    of arrival; a failed batch that is retried in halves keeps its position.
+    """
+
+    __slots__ = ("_held", "_started")
+
+    def __init__(self) -> None:
+        self._started: deque[Ticket] = deque()
+        self._held: dict[Ticket, HeldOutcome] = {}
+
+    def started(self, tickets: Sequence[Ticket]) -> None:
+        """Append tickets that left the queue, in this order."""
+        self._started.extend(tickets)
+
+    def hold(
+        self,
+        tickets: Sequence[Ticket],
+        outputs: Sequence[Sequence[Facts | None]],
+        errors: Mapping[int, FlowserveError],
+    ) -> None:
+        """Hold the outcomes of a complete batch."""
+        for m, ticket in enumerate(tickets):
+            if not ticket.flow.done:
+                self._held[ticket] = (m, ticket, outputs, errors)
+
+    def holds(self, flow: Flow) -> bool:
+        """Whether an outcome of `flow` is held."""
+        return any(ticket.flow is flow for ticket in self._held)
+
+    def pop(self) -> HeldOutcome | None:
+        """Remove and return the next outcome in order; None if an earlier one is missing."""
+        started = self._started
+        while started:
+            outcome = self._held.pop(started[0], None)
+            if outcome is None and not started[0].flow.done:
+                return None
+            started.popleft()
+            if outcome is not None:
+                return outcome
         return None
 
-    def deadline(self) -> int | None:
-        return None
-
-    def expiry(self) -> int | None:
-        return None
-
-    def expire(self, now_ns: int) -> Sequence[Ticket]:
-        return ()
-
-    def withdraw(self, flow: Flow) -> int:
-        return 0
-
-    def __len__(self) -> int:
-        return 0
+    def ahead_of(self, flow: Flow) -> Iterator[Ticket]:
+        """The started tickets before the first one of `flow`; all of them if it has none."""
+        return takewhile(lambda ticket: ticket.flow.whole is not flow, self._started)
 
     def check(self) -> None:
-        """It is always empty."""
+        """Assert that no outcome could leave. For tests and simulation, between two calls of `schedule`."""
+        assert not self._started or not (self._started[0] in self._held or self._started[0].flow.done), (
+            "an outcome that could leave is held"
+        )
+        assert self._held.keys() <= set(self._started), "an outcome is held whose ticket has not started"

@@ -9,7 +9,7 @@ decisions that `schedule` returns. Driven by the engine, and by the simulators i
 Its parts: `streams` (decoupled steps and their credits), `calls` (executions that wait for BLS calls), `backpressure`
 (executions blocked in send()), `rate_limit` (None without a rate limiter).
 
-Always true between two calls of `schedule` (see `check`):
+Always true between two calls of `schedule` (`check` asserts (2) and (3)):
   (1) every flow that was submitted is finished or cancelled, exactly once;
   (2) an instance is free, held by exactly one batch, or unavailable;
   (3) no ticket waits while an instance is free unless its batcher waits for more tickets;
@@ -19,7 +19,7 @@ Always true between two calls of `schedule` (see `check`):
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
 from typing import Any, Protocol
@@ -27,18 +27,26 @@ from typing import Any, Protocol
 from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Invalid, Unavailable
 from flowserve.graph.plan import PlanNode
 from flowserve.graph.types import ModelKey
-from flowserve.scheduling.batch import Batch, ModelQueue, Route
+from flowserve.scheduling.batch import (
+    RECALL_NS,
+    Batch,
+    Decisions,
+    ModelQueue,
+    Notice,
+    Recall,
+    Route,
+    TicketRefused,
+    Withdrawn,
+    find_route,
+    make_decisions,
+)
 from flowserve.scheduling.call_graph import Called, CallGraph
-from flowserve.scheduling.deadlines import Deadlines
-from flowserve.scheduling.decisions import Decisions, Notice, Recall, Refused, Withdrawn
-from flowserve.scheduling.flow import Facts, Flow, Ticket, advance_together, finish_together
-from flowserve.scheduling.ordering import Order
-from flowserve.scheduling.queue import BoundBatcher, ClosedQueue, Queue
+from flowserve.scheduling.flow import Facts, Flow, Ticket
+from flowserve.scheduling.queue import BoundBatcher, ClosedQueue, Deadlines, Order, Queue
 from flowserve.scheduling.rate_limit.limiter import Limiter
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX, RateLimit
-from flowserve.scheduling.route import RECALL_NS, find_route
 from flowserve.scheduling.sequence.batcher import Sequences
-from flowserve.scheduling.sequence.iterative import Iterative
+from flowserve.scheduling.sequence.strategies import Iterative
 from flowserve.scheduling.streaming.backpressure import BackpressureWaits
 from flowserve.scheduling.streaming.credits import Streams
 from flowserve.scheduling.streaming.iterations import Iteration, StreamFlow
@@ -52,7 +60,7 @@ class DeadlineExceeded(Unavailable):
     is_running = False
 
 
-class Made(Protocol):
+class StageResults(Protocol):
     """The results of one stage of a batch: `outputs[j][m]` is the model's j-th output for member m, `errors[m]` the
     error of member m if it failed.
     """
@@ -84,7 +92,7 @@ class Scheduler:
         # Flows that are over, whose tensors may still be read by batches that were decided and not yet returned, or
         # that the last `schedule` returned: those have started by the time of the next call.
         self._ended: list[Flow] = []
-        self._started: list[Flow] = []
+        self._releasable: list[Flow] = []
         self._queues: list[ModelQueue] = []
         self._arrivals: list[Flow] = []
         self._dirty: deque[ModelQueue] = deque()  # queues that `schedule` examines
@@ -134,9 +142,9 @@ class Scheduler:
             queue.leaving.append(instance)
             return
         queue.free.remove(instance)
-        self._is_away(queue, instance)
+        self._make_unavailable(queue, instance)
 
-    def _is_away(self, queue: ModelQueue, instance: Any) -> None:
+    def _make_unavailable(self, queue: ModelQueue, instance: Any) -> None:
         queue.away.append(instance)
         if queue.bound is not None:
             queue.bound.lost(instance)
@@ -160,12 +168,6 @@ class Scheduler:
         `give_back`.
         """
         if queue.closed is None:
-            retries, self._retries = self._retries, deque()
-            for retry in retries:
-                if retry[0] is queue:
-                    self._refuse_each(queue, retry[1], reason)
-                else:
-                    self._retries.append(retry)
             self._refuse_waiting(queue, reason)
             queue.closed = queue.batcher
         queue.batcher = ClosedQueue(reason)
@@ -227,9 +229,6 @@ class Scheduler:
         for flow in [*arrivals, *self._held]:
             if not flow.done:
                 self._fail(flow, Unavailable(reason))
-        retries, self._retries = self._retries, deque()
-        for queue, tickets in retries:
-            self._refuse_each(queue, tickets, reason)
         for queue in self._queues:
             self._refuse_waiting(queue, reason)
 
@@ -257,10 +256,10 @@ class Scheduler:
         """Queue the arrived requests in order, then form all batches that can start. Returns the decisions since the
         last call; None if there are none.
         """
-        if self._started:
-            for flow in self._started:
+        if self._releasable:
+            for flow in self._releasable:
                 flow.tensors = []
-            self._started = []
+            self._releasable = []
         if self._expiring or self._due is not None:
             self._expire(now_ns)
         if self._timer_ns is not None and now_ns >= self._timer_ns:
@@ -278,9 +277,9 @@ class Scheduler:
         if not (self._batches or self._finished or self._notices):
             self.next_deadline()
             return None
-        decisions = Decisions(self._batches, self._finished, self._notices)
+        decisions = make_decisions((self._batches, self._finished, self._notices))
         self._batches, self._finished, self._notices = [], [], []
-        self._started, self._ended = self._ended, []
+        self._releasable, self._ended = self._ended, []
         return decisions
 
     def take_finished(self) -> list[Flow]:
@@ -288,14 +287,9 @@ class Scheduler:
         finished, self._finished = self._finished, []
         return finished
 
-    @property
-    def undelivered(self) -> Sequence[Flow]:
-        """The finished flows that the next `schedule` will return."""
-        return self._finished
-
     def next_deadline(self) -> int | None:
         """When `schedule` must be called if no event occurs before: 0 if it has work now, None for no time."""
-        if self._arrivals or self._dirty or self._finished or self._notices or self._started or self.streams.is_due:
+        if self._arrivals or self._dirty or self._finished or self._notices or self._releasable or self.streams.is_due:
             return 0
         soonest = self._next_expiry() if self._expiring or self._due is not None else None
         for queue in self._delayed:
@@ -305,7 +299,7 @@ class Scheduler:
                 if deadline is not None and (soonest is None or deadline < soonest):
                     soonest = deadline
         for batch in self._routed:
-            if not batch.is_recalled and _is_wanted(batch):
+            if not batch.is_recalled and _blocks_tickets(batch):
                 deadline = batch.started_ns + RECALL_NS
                 if soonest is None or deadline < soonest:
                     soonest = deadline
@@ -319,7 +313,7 @@ class Scheduler:
             if deadline is not None and deadline <= now_ns:
                 self._mark(queue)
         for batch in self._routed:
-            if not batch.is_recalled and now_ns >= batch.started_ns + RECALL_NS and _is_wanted(batch):
+            if not batch.is_recalled and now_ns >= batch.started_ns + RECALL_NS and _blocks_tickets(batch):
                 batch.is_recalled = True
                 self._notify(Recall(batch))
 
@@ -328,12 +322,12 @@ class Scheduler:
         self._arrivals = []
         if len(arrivals) > 1:
             arrivals.sort(key=_by_stamp)
-        note = self.streams.note
+        changed = self.streams.mark_due
         for flow in arrivals:
             if flow.done:
                 continue
             try:
-                tickets = flow.begin(note)
+                tickets = flow.begin(changed)
                 for ticket in tickets:
                     self._put(ticket, now_ns)
             except FlowserveError as error:
@@ -366,10 +360,11 @@ class Scheduler:
         while free:
             tickets = take(now_ns)
             if tickets is None:
-                return
+                break
             if order is not None:
                 order.started(tickets)
             self._start(queue, free.popleft(), tickets, now_ns)
+        queue.may_have_tickets = len(queue.batcher) > 0
 
     def _assign_bound(self, queue: ModelQueue, bound: BoundBatcher, now_ns: int) -> None:
         """As `_assign`, for a batcher whose tickets may be bound to one instance."""
@@ -453,11 +448,11 @@ class Scheduler:
             return
         if self.rate_limit is not None or self._retries or self._ending or batch.rows > route.rows_max:
             return
-        if len(tickets) > route.requests_max or batch.queue.running > 1 or batch.queue.batcher:
+        if len(tickets) > route.requests_max or batch.queue.running > 1 or len(batch.queue.batcher):
             return
         instances = [batch.instance]
         for queue in route.queues[1:]:
-            if queue.running or not queue.free or queue.batcher:
+            if queue.running or not queue.free or (queue.may_have_tickets and len(queue.batcher)):
                 return
             instances.append(queue.free[0])
         for ticket in tickets:
@@ -474,7 +469,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ results
 
-    def complete(self, batch: Batch, made: Sequence[Made], error: FlowserveError | None, now_ns: int) -> bool:
+    def complete(self, batch: Batch, made: Sequence[StageResults], error: FlowserveError | None, now_ns: int) -> bool:
         """A batch is complete and frees its instances. `made[i]` are the results of its i-th stage (a batch without a
         route has one); `error` is the error of the stage after those, None if it did not run. Returns whether parts of
         the batch are retried.
@@ -501,7 +496,7 @@ class Scheduler:
             batch.is_back = True
             self._free(batch.queue, batch.instance)
         if error is not None:
-            return self._failed(batch, error)
+            return self._fail_batch(batch, error)
         tickets, outputs, errors = batch.tickets, made[0].outputs, made[0].errors
         if errors:
             errors = {m: tickets[m].located(error, batch.instance) for m, error in errors.items()}
@@ -510,7 +505,7 @@ class Scheduler:
             return False
         members: Iterable[tuple[int, Ticket]] = enumerate(tickets)
         if not errors and not self._ending:
-            if tickets[0].node.then is None:
+            if tickets[0].node.goes_on is None:
                 advanced = self._finish_alike(tickets, outputs, tickets[0].node)
             else:
                 advanced = self._advance_alike(tickets, outputs, now_ns)
@@ -521,27 +516,65 @@ class Scheduler:
         return False
 
     def _advance_alike(self, tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]], now_ns: int) -> int:
-        """Advance these flows together by one step, up to the first that cannot take the common path. Returns their
-        number.
+        """`Flow.finish_step` for the members of a batch that all continue with the same single step, which is queued.
+        Stops before the first member that differs; that member and those behind it are unchanged. Returns the number of
+        flows that advanced.
         """
         first = tickets[0]
-        assert first.node.then is not None
-        queue: ModelQueue = first.flow.queues[first.node.then[2]]
-        batcher = queue.batcher
-        if not isinstance(batcher, Queue) or batcher.may_expire:  # other queues may refuse a ticket
+        node, queues = first.node, first.flow.queues
+        assert node.goes_on is not None
+        j, slot, consumer = node.goes_on
+        queue: ModelQueue = queues[consumer]
+        put = queue.batcher.put
+        if type(queue.batcher) is not Queue or queue.batcher.may_expire:  # other queues may refuse a ticket
             return 0
-        ready = advance_together(tickets, outputs, now_ns)
-        if ready:
-            for ticket in ready:
-                batcher.put(ticket)
+        following = first.flow.plan.nodes[consumer]
+        read = node.inputs[0]
+        advanced = 0
+        for ticket, handle in zip(tickets, outputs[j], strict=True):
+            flow = ticket.flow
+            if (
+                ticket.node is not node
+                or flow.done
+                or handle is None
+                or type(flow) is not Flow
+                or flow.queues is not queues
+            ):
+                break
+            rows = handle.stop - handle.start
+            if not 0 <= rows <= following.max_batch_size:
+                break
+            flow.tensors[slot] = handle
+            flow.tensors[read] = None
+            flow.readers[read] = 0
+            flow.missing[consumer] = 0
+            put(Ticket(flow, following, rows, (handle.shape[1:],) if following.variable else None, now_ns))
+            advanced += 1
+        if advanced:
+            queue.may_have_tickets = True
             self._mark(queue)
-        return len(ready)
+        return advanced
 
     def _finish_alike(
         self, tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]], last: PlanNode
     ) -> int:
-        """As `_advance_alike`, for flows that end with node `last`."""
-        flows = finish_together(tickets, outputs, last)
+        """As `_advance_alike`, for flows that end with node `last`, which computed `outputs`. The tickets are of that
+        node, or of the first node of the batch's route.
+        """
+        if last.ends is None:
+            return 0
+        j, slot = last.ends
+        node = tickets[0].node
+        flows: list[Flow] = []
+        for ticket, handle in zip(tickets, outputs[j], strict=True):
+            flow = ticket.flow
+            if ticket.node is not node or flow.done or flow.open != 1 or type(flow) is not Flow:
+                break
+            flow.tensors[slot] = handle
+            for read in node.frees:
+                flow.tensors[read] = None
+            flow.open = 0
+            flows.append(flow)
         if self._held or self._due is not None:
             for flow in flows:
                 if not flow.done:  # the error of an earlier one may have ended it
@@ -559,8 +592,11 @@ class Scheduler:
         outputs: Sequence[Sequence[Facts | None]],
         errors: Mapping[int, FlowserveError],
         now_ns: int,
+        passed: Collection[int] = (),
     ) -> None:
-        """Advance the flows of these tickets by one step; each ticket comes with its position in the batch."""
+        """Advance the flows of these tickets by one step; each ticket comes with its position in the batch. The next
+        tickets are queued, except those of nodes that the batch `passed`.
+        """
         for m, ticket in tickets:
             flow = ticket.flow
             if flow.done:
@@ -571,6 +607,8 @@ class Scheduler:
             one = ticket
             try:
                 following = flow.finish_step(ticket.node, outputs, m)
+                if passed:
+                    following = [one for one in following if one.node.index not in passed]
                 if following:
                     if self._ending:
                         raise Unavailable(self._ending)
@@ -585,42 +623,22 @@ class Scheduler:
             if not flow.open:
                 self._finish(flow)
 
-    def _complete_early(self, batch: Batch, made: Sequence[Made], error: FlowserveError | None, now_ns: int) -> bool:
+    def _complete_early(
+        self, batch: Batch, made: Sequence[StageResults], error: FlowserveError | None, now_ns: int
+    ) -> bool:
         """A batch returned before the end of its route, or members failed in its last stage."""
         route = batch.route
         assert route is not None
         if isinstance(error, InstanceDied):  # nothing is tried again, and what was made may be gone with the process
-            return self._failed(batch.stage(len(made)), error)
+            return self._fail_batch(batch.stage(len(made)), error)
         passed = {node.index for node in route.nodes[: len(made) + (error is not None)]}
-        for m, ticket in enumerate(batch.tickets):
-            if not ticket.flow.done:
-                self._advance_through(ticket.flow, m, batch, made, passed, now_ns)
-        return error is not None and self._failed(batch.stage(len(made)), error)
+        for i, results in enumerate(made):
+            stage = batch.stage(i)
+            errors = {m: stage.tickets[m].located(one, stage.instance) for m, one in results.errors.items()}
+            self._advance_each(enumerate(stage.tickets), results.outputs, errors, now_ns, passed)
+        return error is not None and self._fail_batch(batch.stage(len(made)), error)
 
-    def _advance_through(
-        self, flow: Flow, m: int, batch: Batch, made: Sequence[Made], passed: set[int], now_ns: int
-    ) -> None:
-        """Advance a flow through all stages that its batch passed."""
-        assert batch.route is not None
-        try:
-            for i, stage in enumerate(made):
-                if stage.errors and m in stage.errors:
-                    self._fail(flow, batch.stage(i).tickets[m].located(stage.errors[m], batch.instances[i]))
-                    return
-                for following in flow.finish_step(batch.route.nodes[i], stage.outputs, m):
-                    if following.node.index in passed:
-                        continue
-                    if self._ending:
-                        raise Unavailable(self._ending)
-                    self._put(following, now_ns)
-        except FlowserveError as error:
-            if not flow.done:
-                self._fail(flow, error)
-            return
-        if not flow.open:
-            self._finish(flow)
-
-    def _failed(self, batch: Batch, error: FlowserveError) -> bool:
+    def _fail_batch(self, batch: Batch, error: FlowserveError) -> bool:
         """A batch, or one stage of a route, failed as a whole. Returns whether it is retried."""
         tickets = [ticket for ticket in batch.tickets if not ticket.flow.done]
         if batch.queue.is_pure and len(batch.tickets) > 1 and tickets and not isinstance(error, InstanceDied):
@@ -692,12 +710,10 @@ class Scheduler:
         assert batch.route is not None
         batch.is_back = True
         del self._routed[batch]
-        if batch.released:
-            self.release_stages(batch, range(len(batch.route)))
-        else:
-            for queue, instance in zip(batch.route.queues, batch.instances, strict=True):
-                self._free(queue, instance)
-            batch.released.update(range(len(batch.instances)))
+        for i, queue in enumerate(batch.route.queues):
+            if i not in batch.released:
+                self._free(queue, batch.instances[i])
+        batch.released.update(range(len(batch.instances)))
 
     def _set_free(self, batch: Batch) -> None:
         batch.is_back = True
@@ -714,12 +730,12 @@ class Scheduler:
             self.remove(queue)
         if instance in queue.leaving:
             queue.leaving.remove(instance)
-            self._is_away(queue, instance)
+            self._make_unavailable(queue, instance)
             return
         queue.free.append(instance)
         if self.backpressure.waiting:  # an execution may be blocked in send() until this instance is free
             self.streams.is_due = True
-        if queue.batcher or queue.order is not None or queue.bound is not None:
+        if queue.may_have_tickets or queue.order is not None or queue.bound is not None:
             self._mark(queue)
 
     def _release_in_order(self, order: Order, now_ns: int) -> None:
@@ -751,6 +767,7 @@ class Scheduler:
             raise
         if is_full:  # not in the handler: errors raised there would hold these frames, and flows, by their context
             self._put_into_full(queue, ticket, now_ns)
+        queue.may_have_tickets = True
         if not queue.is_dirty:
             queue.is_dirty = True
             self._dirty.append(queue)
@@ -777,7 +794,7 @@ class Scheduler:
 
     def _refuse(self, queue: ModelQueue, ticket: Ticket, error: FlowserveError) -> None:
         """A ticket that is in no queue will not run; the caller fails its flow."""
-        self._notify(Refused(queue, ticket, error))
+        self._notify(TicketRefused(queue, ticket, error))
         flow = ticket.flow
         self._drop_tensors(flow)
         if not isinstance(flow, Iteration):  # an iteration counts no steps
@@ -791,6 +808,11 @@ class Scheduler:
                 self._fail(ticket.flow, own)
 
     def _refuse_waiting(self, queue: ModelQueue, reason: str) -> None:
+        """Refuse the tickets that wait in a queue, or for the retry of a failed batch."""
+        retries = [tickets for of, tickets in self._retries if of is queue]
+        self._retries = deque(retry for retry in self._retries if retry[0] is not queue)
+        for tickets in retries:
+            self._refuse_each(queue, tickets, reason)
         while taken := queue.batcher.take(1 << 62):
             self._refuse_each(queue, taken, reason)
 
@@ -900,13 +922,16 @@ class Scheduler:
             flow.tensors = []
 
     def check(self) -> None:
-        """Assert the numbered invariants. For tests and simulation, between two calls of `schedule`."""
+        """Assert the invariants (2) and (3), and those of the queues. For tests and simulation, between two calls of
+        `schedule`. (1) and (4) are about the past: the simulator and the property tests assert them.
+        """
         for queue in self._queues:
             queue.batcher.check()
             assert len(queue.free) + queue.running + len(queue.away) == len(queue.instances), (
                 f"(2) {queue.key}: an instance is lost or doubled"
             )
             assert not queue.is_dirty, f"(3) {queue.key} was not looked at"
+            assert queue.may_have_tickets or not len(queue.batcher), f"(3) tickets of {queue.key} are forgotten"
             if queue.order is not None:
                 queue.order.check()
         for queue, tickets in self._retries:
@@ -918,11 +943,11 @@ class Scheduler:
             self.rate_limit.check()
 
 
-def _is_wanted(batch: Batch) -> bool:
+def _blocks_tickets(batch: Batch) -> bool:
     """Whether a ticket waits for an instance that a batch on a route holds."""
     assert batch.route is not None
     for i, queue in enumerate(batch.route.queues):
-        if queue.batcher and not queue.free and i not in batch.released:
+        if queue.may_have_tickets and len(queue.batcher) and not queue.free and i not in batch.released:
             return True
     return False
 

@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flowserve.testing.fakes import Faked, FakeModel
-    from flowserve.testing.history import Arrival, Simulation
     from flowserve.testing.serve import Served, serving
-    from flowserve.testing.simulation import simulate
+    from flowserve.testing.simulation import Arrival, Simulation, simulate
 
 # Imported on first use: a test that simulates needs no server.
 _WHERE = {
-    "Arrival": "flowserve.testing.history",
+    "Arrival": "flowserve.testing.simulation",
     "FakeModel": "flowserve.testing.fakes",
     "Faked": "flowserve.testing.fakes",
     "Served": "flowserve.testing.serve",
-    "Simulation": "flowserve.testing.history",
+    "Simulation": "flowserve.testing.simulation",
     "serving": "flowserve.testing.serve",
     "simulate": "flowserve.testing.simulation",
 }

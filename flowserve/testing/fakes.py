@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.backends import registry
-from flowserve.backends.functions.backend import CallableBackend, offer
+from flowserve.backends.functions import CallableBackend, offer
 from flowserve.cli.target import PythonGraph, is_graph
 from flowserve.config.load import CONFIG_FILE, draft_of, finish
 from flowserve.config.parse import Parsed, config_fields, config_message, config_text
@@ -23,7 +23,7 @@ from flowserve.errors import Invalid, NotFound, Place
 from flowserve.graph.functions import BACKEND, FunctionModel
 from flowserve.repository.layout import ModelFolder, find_models
 from flowserve.repository.override import PrivateFolder
-from flowserve.repository.read import read_model
+from flowserve.repository.read import examine
 from flowserve.runtime.loading.completion import complete
 from flowserve.runtime.loading.reading import Reading, read_repositories
 from flowserve.values import Array, TensorSpec
@@ -149,7 +149,7 @@ def _fields(folder: ModelFolder) -> dict[str, Any]:
         fields, _ = config_fields(path.read_text(encoding="utf-8"), f"{folder.name}/{CONFIG_FILE}")
         if fields.get("input") and fields.get("output"):
             return fields
-    return dict(read_model(folder, registry.default_files(), complete).config.json)
+    return dict(examine(folder, registry.default_files(), complete).valid().config.json)
 
 
 def _rows(arrays: Sequence[Any]) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flowserve.authoring.engine import Engine, EngineSource
-from flowserve.runtime.embedding.blocking import BlockingEngine
+from flowserve.runtime.embedding.embedded import BlockingEngine
 from flowserve.testing.serve import Served, serving
 
 

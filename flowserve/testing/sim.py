@@ -7,28 +7,26 @@ seed always gives the same history, which is in `log`.
 
 from __future__ import annotations
 
-import heapq
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from random import Random
 from typing import Self
 
 from flowserve.errors import FlowserveError, InstanceDied, ModelFailed, Unavailable
-from flowserve.graph.plan import NO_SLOT, Plan, PlanNode
+from flowserve.graph.plan import NO_SLOT
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.affinity import NO_DEVICE
-from flowserve.scheduling.batch import Batch, ModelQueue
-from flowserve.scheduling.decisions import Recall, Refused
+from flowserve.scheduling.batch import RECALL_NS, Batch, ModelQueue, Recall, Route, TicketRefused
 from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.scheduling.rate_limit.limiter import Limiter, Resource
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX
-from flowserve.scheduling.route import RECALL_NS
 from flowserve.scheduling.scheduler import Scheduler
-from flowserve.testing.simulation import BatchResults
+from flowserve.testing.simulation import Agenda, BatchResults
 from flowserve.testing.strategies import (
     COPY_COST,
     FIXED,
@@ -38,22 +36,22 @@ from flowserve.testing.strategies import (
     SimRequest,
     World,
     draw_world,
+    handle_residence,
     is_omitted,
-    residence,
 )
 
 STEPS_MAX = 100_000  # a longer history is a livelock
 Step = tuple[int, int]  # the number of a request, and the index of a node of its plan
 
 
-class Sim:
+class Sim(Agenda):
     """`Sim(seed).run()` runs one world to its end. The first violated property raises AssertionError."""
 
     def __init__(self, seed: int, world: World | None = None) -> None:
+        super().__init__()
         random = Random(seed)
         self._random = random
         self.world = world or draw_world(random)
-        self.time = 0
         self.log: list[tuple[object, ...]] = []
         self.queues: dict[ModelKey, ModelQueue] = {}
         self.flows: dict[int, Flow] = {}  # submitted and not over
@@ -70,8 +68,6 @@ class Sim:
         self._again: dict[Step, int] = {}  # steps that wait for a retry, and since when
         self._has_ended = False  # the server stops: no new batches
         self._ordered: dict[ModelKey, OrderedModel] = {}  # of models that keep order
-        self._agenda: list[tuple[int, int, Callable[[], None]]] = []
-        self._tie = count()
         overtaken_max = self.world.overtaken_max
         limiter = None if overtaken_max is None else Limiter()
         self.scheduler = Scheduler(limiter, OVERTAKEN_MAX if overtaken_max is None else overtaken_max)
@@ -84,9 +80,9 @@ class Sim:
         self._routes = [tuple(self.queues[node.model] for node in graph.nodes) for graph in self.world.graphs]
         for request in self.world.requests:
             if request.follows is None:
-                self._at(request.arrives_ns, partial(self._arrive, request))
+                self.at(request.arrives_ns, partial(self._arrive, request))
         if self.world.ends_ns is not None:
-            self._at(self.world.ends_ns, self._end)
+            self.at(self.world.ends_ns, self._end)
 
     # ------------------------------------------------------------------------------------------------- events
 
@@ -96,28 +92,22 @@ class Sim:
             if not self.step():
                 self.check_end()
                 return self
-        raise AssertionError(f"no end after {STEPS_MAX} steps, at {self.time} ns")
+        raise AssertionError(f"no end after {STEPS_MAX} steps, at {self.now_ns} ns")
 
     def step(self) -> bool:
         """Advance the time to the next event or deadline and apply its events. False: there is none."""
         deadline = self.scheduler.next_deadline()
-        instants = [self._agenda[0][0]] if self._agenda else []
-        if deadline is not None:
-            assert deadline > self.time, "a deadline passed unnoticed"
-            instants.append(deadline)
-        if not instants:
-            return False
-        self.time = min(instants)
-        while self._agenda and self._agenda[0][0] == self.time:
-            heapq.heappop(self._agenda)[2]()
-        self.turn()
-        return True
+        assert deadline is None or deadline > self.now_ns, "a deadline passed unnoticed"
+        is_event = self.advance(deadline)
+        if is_event:
+            self.turn()
+        return is_event
 
     def turn(self) -> None:
         """One step of the engine, for all events of this instant. Then all properties are checked."""
-        while (decisions := self.scheduler.schedule(self.time)) is not None:
+        while (decisions := self.scheduler.schedule(self.now_ns)) is not None:
             for notice in decisions.notices:
-                if isinstance(notice, Refused):
+                if isinstance(notice, TicketRefused):
                     self._refused(notice)
                 elif isinstance(notice, Recall):
                     self._recall(notice.batch)
@@ -160,13 +150,13 @@ class Sim:
         ]
         route = self._routes[request.graph]
         own = request.priority, request.timeout_ns
-        flow = Flow(plan, route, inputs, self.time, request.number, request, None, *own)
+        flow = Flow(plan, route, inputs, self.now_ns, request.number, request, None, *own)
         self.flows[request.number] = flow
         self._finished[request.number] = set()
         self._note("arrives", request.number)
         self.scheduler.submit(flow)
         if request.leaves_after_ns is not None:
-            self._at(self.time + request.leaves_after_ns, partial(self._leave, request))
+            self.at(self.now_ns + request.leaves_after_ns, partial(self._leave, request))
 
     def _end(self) -> None:
         self._note("the server ends")
@@ -197,7 +187,7 @@ class Sim:
         outcome = self._make(batch, model, {})  # inputs are read now: they may be released when it returns
         ns = self._random.randint(model.shortest_ns, model.longest_ns)
         if ns:
-            self._at(self.time + ns, partial(self._return, batch, model, outcome))
+            self.at(self.now_ns + ns, partial(self._return, batch, model, outcome))
         else:
             self._inline.append(partial(self._return, batch, model, outcome))
 
@@ -211,15 +201,15 @@ class Sim:
             self._ordered[model.key].tickets += first
         for ticket in first:
             timeout_ns = model.effective_timeout_ns(ticket.flow.request)
-            assert timeout_ns is None or self.time < ticket.queued_ns + timeout_ns, "served after its deadline"
+            assert timeout_ns is None or self.now_ns < ticket.queued_ns + timeout_ns, "served after its deadline"
 
-    def _refused(self, notice: Refused) -> None:
+    def _refused(self, notice: TicketRefused) -> None:
         if self._has_ended:
             return
         queue, ticket = notice.queue, notice.ticket
         model, request = self.world.by_key[queue.key], ticket.flow.request
         timeout_ns = model.effective_timeout_ns(request)
-        if timeout_ns is not None and self.time >= ticket.queued_ns + timeout_ns:
+        if timeout_ns is not None and self.now_ns >= ticket.queued_ns + timeout_ns:
             self._note("expires", request.number)
         else:
             assert model.level_policy(request).max_size > 0, "refused by a queue without a size limit"
@@ -235,7 +225,10 @@ class Sim:
         start = 0
         for m, ticket in enumerate(batch.tickets):
             request: SimRequest = ticket.flow.request
-            found = [_read(ticket, m, slot, made) for slot in ticket.node.inputs]
+            found = [  # outputs of an earlier stage, or tensors of its flow
+                made[m, slot] if (m, slot) in made else ticket.flow.tensors[slot] if slot != NO_SLOT else None
+                for slot in ticket.node.inputs
+            ]
             contents = tuple(NOTHING if handle is None else handle.content for handle in found)
             width = next((handle.width for handle in found if handle is not None), FIXED)
             stop = start + ticket.rows if model.max_batch_size else -1
@@ -261,7 +254,7 @@ class Sim:
                 self._ordered[model.key].back.update(dict.fromkeys(batch.tickets, False))
             if again:
                 self._try_again(batch.tickets)
-            assert self.scheduler.complete(batch, [], ModelFailed("poison"), self.time) == again
+            assert self.scheduler.complete(batch, [], ModelFailed("poison"), self.now_ns) == again
             return
         self._note("returns", model.key.name, *numbers)
         errors: dict[int, FlowserveError] = {}
@@ -272,10 +265,10 @@ class Sim:
                 self._finished[number_of(ticket)].add(ticket.node.index)
         if model.keeps_order:
             self._ordered[model.key].back.update((ticket, m not in errors) for m, ticket in enumerate(batch.tickets))
-        self.scheduler.complete(batch, [BatchResults(outputs, errors)], None, self.time)
+        self.scheduler.complete(batch, [BatchResults(outputs, errors)], None, self.now_ns)
 
     def _try_again(self, tickets: Iterable[Ticket]) -> None:
-        self._again.update((step_of(ticket), self.time) for ticket in tickets if not ticket.flow.done)
+        self._again.update((step_of(ticket), self.now_ns) for ticket in tickets if not ticket.flow.done)
 
     # -------------------------------------------------------------------------------------------------------- routes
 
@@ -283,14 +276,14 @@ class Sim:
         """A batch takes its route: determine its last stage and the time of its return."""
         route = batch.route
         assert route is not None
-        self._check_route(batch)
+        self._check_route(batch, route)
         self.routed.append(len(batch.tickets))
         self._begin(batch, self.world.by_key[batch.queue.key])
         for i in range(len(route)):
             stage = batch.stage(i)
             self._busy.add((stage.queue.key, stage.instance))
             self._running.update(map(step_of, stage.tickets))
-        run = RouteRun(batch)
+        run = RouteRun(batch, route)
         self._runs_of[batch] = run
         self._pass(run)
         for queue in route.queues[: run.reached]:
@@ -300,17 +293,15 @@ class Sim:
         ns = sum(self._random.randint(model.shortest_ns, model.longest_ns) for model in models[: run.reached])
         if self._random.random() < 0.1:
             i = self._random.randrange(len(models))
-            self._at(self.time + self._random.randint(0, ns), partial(self._worker_ends, run, i))
+            self.at(self.now_ns + self._random.randint(0, ns), partial(self._worker_ends, run, i))
         elif self._random.random() < 0.5:
             ns += RECALL_NS + self._random.randint(0, 100)  # a slow stage: it may be recalled
         if ns:
-            self._at(self.time + ns, partial(self._route_returns, run))
+            self.at(self.now_ns + ns, partial(self._route_returns, run))
         else:
             self._inline.append(partial(self._route_returns, run))
 
-    def _check_route(self, batch: Batch) -> None:
-        route = batch.route
-        assert route is not None
+    def _check_route(self, batch: Batch, route: Route) -> None:
         assert len(route.nodes) == len(route.queues) == len(batch.instances) > 1
         assert len({queue.key for queue in route.queues}) == len(route), "a route contains a model twice"
         nodes, plan = {node.index for node in route.nodes}, batch.tickets[0].flow.plan
@@ -324,10 +315,10 @@ class Sim:
             model = self.world.by_key[queue.key]
             self._check_batch(batch.stage(i), model)
             waiting = queue.batcher.tickets() if isinstance(queue.batcher, Queue) else ()
-            late = all(ticket.queued_ns == self.time for ticket in waiting)  # queued after this was decided
+            late = all(ticket.queued_ns == self.now_ns for ticket in waiting)  # queued after this was decided
             assert late, f"a route overtakes a ticket that waits for {queue.key}"
             own = {*map(step_of, batch.tickets)}
-            before = [step for step, at in self._again.items() if at < self.time and step not in own]
+            before = [step for step, at in self._again.items() if at < self.now_ns and step not in own]
             retried = [step for step in before if self._model_of(step) == queue.key]
             assert not retried, f"a route overtakes a retry of {queue.key}"
             assert not model.devices, f"{queue.key} has tickets bound to devices"
@@ -342,8 +333,7 @@ class Sim:
 
     def _pass(self, run: RouteRun) -> None:
         """Run the models of a route until a stage raises, a member fails, or the batch returns early."""
-        route = run.batch.route
-        assert route is not None
+        route = run.route
         made: dict[tuple[int, int], Handle | None] = {}
         turns = self._random.randrange(len(route)) if self._random.random() < 0.15 else -1
         for i, node in enumerate(route.nodes):
@@ -362,9 +352,10 @@ class Sim:
                 made.update({(m, slot): outputs[j][m] for j, slot in enumerate(node.outputs) if slot != NO_SLOT})
             following = route.nodes[i + 1] if i + 1 < len(route) else None
             if following is not None:  # outputs that do not form one tensor are not passed on
-                for slot, (_, dims) in zip(following.inputs, _dims_of(following, plan_of(stage)), strict=True):
+                specs = stage.tickets[0].flow.plan.graph.nodes[following.index].inputs
+                for slot, spec in zip(following.inputs, specs, strict=True):
                     widths = {handle.width for m in range(len(stage.tickets)) if (handle := made.get((m, slot)))}
-                    returns |= len(widths) > 1 or (dims == (FIXED,) and widths != {FIXED})
+                    returns |= len(widths) > 1 or (spec.dims == (FIXED,) and widths != {FIXED})
             run.made.append(BatchResults(outputs, errors))
             if errors or returns:
                 return
@@ -372,16 +363,15 @@ class Sim:
     def _recall(self, batch: Batch) -> None:
         """Recall a batch from its route: it returns after its current stage."""
         run = self._runs_of.get(batch)
-        assert batch.route is not None
         if run is None or run.is_over:
             return
         self._note("is recalled", *map(number_of, batch.tickets))
         last = self._random.randrange(run.reached)
         if last < len(run.made) and last < run.reached - 1:
             run.made, run.raises = run.made[: last + 1], False
-        for i in range(len(batch.route)):
+        for i in range(len(run.route)):
             if i != last and self._random.random() < 0.8:
-                self._at(self.time + self._random.randint(0, 40), partial(self._acknowledge, run, i))
+                self.at(self.now_ns + self._random.randint(0, 40), partial(self._acknowledge, run, i))
 
     def _acknowledge(self, run: RouteRun, i: int) -> None:
         if not run.is_over and i not in run.batch.released:
@@ -400,11 +390,11 @@ class Sim:
         if is_known_first:  # before its batch completes
             self.scheduler.take_away(queue, instance)
         self._release(run, [one for one in range(len(batch.instances)) if one not in batch.released])
-        assert not self.scheduler.complete(batch, [], InstanceDied("died"), self.time)
+        assert not self.scheduler.complete(batch, [], InstanceDied("died"), self.now_ns)
         if not is_known_first:
             self.scheduler.take_away(queue, instance)
         self._away.add((queue.key, instance))
-        self._at(self.time + self._random.randint(0, 100), partial(self._worker_is_back, queue.key, instance))
+        self.at(self.now_ns + self._random.randint(0, 100), partial(self._worker_is_back, queue.key, instance))
 
     def _worker_is_back(self, key: ModelKey, instance: int) -> None:
         self._note("is back", key.name, instance)
@@ -414,9 +404,7 @@ class Sim:
     def _route_returns(self, run: RouteRun) -> None:
         if run.is_over:
             return
-        batch = run.batch
-        route = batch.route
-        assert route is not None
+        batch, route = run.batch, run.route
         numbers = [number_of(ticket) for ticket in batch.tickets]
         self._release(run, [i for i in range(len(route)) if i not in batch.released])
         self._over_with(run)
@@ -428,7 +416,7 @@ class Sim:
         if not run.raises:
             is_whole = len(run.made) == len(route) and not run.made[-1].errors
             self._note("passes its route" if is_whole else "returns early", *numbers)
-            assert not self.scheduler.complete(batch, run.made, None, self.time)
+            assert not self.scheduler.complete(batch, run.made, None, self.now_ns)
             return
         stage = batch.stage(len(run.made))
         model = self.world.by_key[stage.queue.key]
@@ -436,7 +424,7 @@ class Sim:
         may_again = model.is_pure and len(numbers) > 1
         if not may_again and len(numbers) > 1:
             self._excused.update(numbers)
-        again = self.scheduler.complete(batch, run.made, ModelFailed("poison"), self.time)
+        again = self.scheduler.complete(batch, run.made, ModelFailed("poison"), self.now_ns)
         assert not again or may_again
         if again:
             self._try_again(stage.tickets)
@@ -485,7 +473,7 @@ class Sim:
         self.over.add(request.number)
         for following in self.world.requests:
             if following.follows == request.number:
-                self._at(self.time, partial(self._arrive, following))
+                self.at(self.now_ns, partial(self._arrive, following))
 
     def _handle(
         self, content: int, width: int, start: int, stop: int, block: object, device: int = NO_DEVICE
@@ -494,11 +482,8 @@ class Sim:
         self.handles.add(handle)
         return handle
 
-    def _at(self, time: int, act: Callable[[], None]) -> None:
-        heapq.heappush(self._agenda, (time, next(self._tie), act))
-
     def _note(self, *what: object) -> None:
-        self.log.append((self.time, *what))
+        self.log.append((self.now_ns, *what))
 
     # ------------------------------------------------------------------------------------------------ checks of a batch
 
@@ -534,11 +519,10 @@ class Sim:
         assert len({home for home, _ in homes}) == 1, "tickets of two devices in one batch"
         free = {model.devices[instance] for instance in batch.queue.free}
         assert homes[0][0] not in free, "a batch left its device although an instance of it was free"
-        waited_ns = self.time - first[0].queued_ns
+        waited_ns = self.now_ns - first[0].queued_ns
         assert waited_ns >= sum(COPY_COST.cost_ns(nbytes) for _, nbytes in homes), "moved too early"
 
-    # --------------------------------------------------------------------------------------------- checks after every
-    # step
+    # ------------------------------------------------------------------------------------------ checks after every step
 
     def check(self) -> None:
         """Check every invariant of scheduling after a step."""
@@ -559,11 +543,11 @@ class Sim:
         away = [instance for model, instance in self._away if model == key]
         assert sorted([*queue.free, *busy, *away]) == list(queue.instances), f"{key}: an instance is lost or doubled"
         expiry = queue.batcher.expiry()
-        assert expiry is None or expiry > self.time, f"{key}: a ticket waits after its timeout"
+        assert expiry is None or expiry > self.now_ns, f"{key}: a ticket waits after its timeout"
         if queue.free and len(queue.batcher) and not self._is_short(queue):
             deadline = queue.batcher.deadline()
             assert deadline is not None, f"{key}: a ticket waits without a deadline although an instance is free"
-            assert deadline > self.time, f"{key}: a ticket waits after its deadline although an instance is free"
+            assert deadline > self.now_ns, f"{key}: a ticket waits after its deadline although an instance is free"
 
     def _is_short(self, queue: ModelQueue) -> bool:
         """Whether the rate limiter may leave a free instance of this queue idle. Also checks the held resources."""
@@ -624,8 +608,7 @@ class Sim:
         model = self.world.by_key[node.model]
         assert is_omitted(model, request, node.outputs.index(slot)), f"slot {slot} was released before its last reader"
 
-    # --------------------------------------------------------------------------------------------------- checks at the
-    # end
+    # ------------------------------------------------------------------------------------------------ checks at the end
 
     def check_end(self) -> None:
         """Check the final state: every request is over, and no instance, resource, ticket or tensor is held."""
@@ -634,41 +617,26 @@ class Sim:
         assert not self._running, "a step is never over"
         if self.scheduler.rate_limit is not None:
             limiter = self.scheduler.rate_limit.limiter
-            assert limiter.counts() == self.most_needed()
+            assert limiter.total == self.most_needed()
             assert not limiter.held(), "a resource was never freed"
         assert not any(self.scheduler.waiting().values()), "a ticket still waits"
         assert not len(self.handles), f"{len(self.handles)} tensors are held after everything is over"
 
 
+@dataclass(eq=False)
 class RouteRun:
     """A batch on its route. `made[i]` are the results of its i-th stage; if `raises`, the stage after those raises."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self.made: list[BatchResults] = []
-        self.raises = False
-        self.is_over = False
+    batch: Batch
+    route: Route
+    made: list[BatchResults] = field(default_factory=list)
+    raises: bool = False
+    is_over: bool = False
 
     @property
     def reached(self) -> int:
         """The number of stages that ran the batch."""
         return len(self.made) + self.raises
-
-
-def plan_of(batch: Batch) -> Plan:
-    return batch.tickets[0].flow.plan
-
-
-def _dims_of(node: PlanNode, plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
-    return [(spec.name, spec.dims) for spec in plan.graph.nodes[node.index].inputs]
-
-
-def _read(ticket: Ticket, m: int, slot: int, made: Mapping[tuple[int, int], Handle | None]) -> Handle | None:
-    """The tensor that the m-th member reads: an output of an earlier stage, or one of its flow."""
-    if (m, slot) in made:
-        return made[m, slot]
-    found: Handle | None = ticket.flow.tensors[slot] if slot != NO_SLOT else None
-    return found
 
 
 class OrderedModel:
@@ -709,7 +677,7 @@ def home_of(ticket: Ticket, devices: Sequence[int]) -> tuple[int, int]:
     for slot in {slot for slot in ticket.node.inputs if slot != NO_SLOT}:
         handle = ticket.flow.tensors[slot]
         if handle is not None:
-            device, nbytes = residence(handle)
+            device, nbytes = handle_residence(handle)
             sizes[device] = sizes.get(device, 0) + nbytes
     sizes.pop(NO_DEVICE, None)
     home, nbytes = max(sizes.items(), key=lambda pair: (pair[1], -pair[0]), default=(NO_DEVICE, 0))

@@ -4,14 +4,17 @@
 `SimulatedDeployment` drives the server's scheduler and admission control in simulated time. As in a server, requests
 that arrive at one instant are scheduled together. A decoupled model sends its responses one after another, keeps its
 instance meanwhile, and waits in send() while the in-flight limit is reached; callers take each response at once. Times
-are integer nanoseconds. The records it takes and returns are in history.py.
+are integer nanoseconds.
+
+Decides too the records that `simulate` takes and returns (`Arrival`, `Simulation`), and their text as a timeline. Their
+times are milliseconds.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -19,28 +22,110 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from flowserve.config.instances import instances_of
 from flowserve.config.parameters import admission_options
 from flowserve.config.suggest import did_you_mean
-from flowserve.config.types import ModelConfig
-from flowserve.errors import FlowserveError, Invalid, NotFound, Unsupported
+from flowserve.config.types import ModelConfig, instances_of
+from flowserve.errors import FlowserveError, Invalid, NotFound, Unavailable, Unsupported
 from flowserve.graph.types import Graph, ModelKey
 from flowserve.observe.statistics import Statistics
 from flowserve.runtime.admission.controller import AdmissionController
-from flowserve.runtime.engine.deployment import Deployment
+from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.loading.reading import Reading, read_repositories
-from flowserve.runtime.workers.queues import batcher_for, keeps_order
-from flowserve.runtime.workers.resources import needs_of
-from flowserve.scheduling.batch import Batch, ModelQueue
-from flowserve.scheduling.decisions import Grant, Notice, Responses, Stop
+from flowserve.runtime.workers.policies import batcher_for, keeps_order, needs_of
+from flowserve.scheduling.batch import Batch, Grant, ModelQueue, Notice, Responses, Stop
 from flowserve.scheduling.flow import Flow, Ticket
-from flowserve.scheduling.rate_limit.limiter import Available, Limiter, Needs
+from flowserve.scheduling.rate_limit.limiter import Available, Limiter
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.streaming.iterations import Source as StreamSource
 from flowserve.scheduling.streaming.iterations import StreamFlow
 from flowserve.testing.fakes import Source, folder_of
-from flowserve.testing.history import Arrival, FormedBatch, Outcome, Simulation
 from flowserve.values import Array, DType, Request, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request. `priority` and `timeout_ms` are its own parameters, 0 for none; `sequence_id` is the correlation id of
+    its sequence, with the flags START and END.
+    """
+
+    at_ms: float
+    rows: int = 1
+    priority: int = 0
+    timeout_ms: float = 0.0
+    sequence_id: int | str = 0
+    sequence_start: bool = False
+    sequence_end: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FormedBatch:
+    """A batch. `requests` are numbers of arrivals, in the order of the batch; a request may be in it several times if
+    several of its steps run the model. `end_ms` is when the instance was free again.
+    """
+
+    model: str
+    instance: str
+    requests: tuple[int, ...]
+    rows: int
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of a request. `error` None: it was answered. `answers_ms`: the time of each response; one, unless a model
+    is decoupled.
+    """
+
+    request: int
+    at_ms: float
+    latency_ms: float
+    error: Exception | None = None
+    answers_ms: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """`batches` in the order of starting, `outcomes` in the order in which requests ended. `str()` is a timeline."""
+
+    batches: tuple[FormedBatch, ...]
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def refused(self) -> tuple[int, ...]:
+        """The requests refused by a full queue or by admission control, and those whose timeout passed in a queue."""
+        return tuple(sorted(one.request for one in self.outcomes if isinstance(one.error, Unavailable)))
+
+    def batches_of(self, model: str) -> tuple[FormedBatch, ...]:
+        return tuple(batch for batch in self.batches if batch.model == model)
+
+    def __str__(self) -> str:
+        lines = [
+            (one.start_ms, 0, f"{one.instance} runs {_listed(one.requests)} until {one.end_ms:g} ms")
+            for one in self.batches
+        ]
+        lines += [(at_ms, 1, text) for one in self.outcomes for at_ms, text in _entries(one)]
+        lines.sort(key=lambda line: line[:2])
+        return "\n".join(f"{at:8.3f} ms  {text}" for at, _, text in lines)
+
+
+def _entries(outcome: Outcome) -> Iterator[tuple[float, str]]:
+    name, after = f"request {outcome.request}", f"after {outcome.latency_ms:g} ms"
+    if outcome.error is None and outcome.answers_ms == (outcome.at_ms,):
+        yield outcome.at_ms, f"{name} is answered, {after}"
+        return
+    arrived_ms = outcome.at_ms - outcome.latency_ms
+    for number, at_ms in enumerate(outcome.answers_ms, 1):
+        yield at_ms, f"{name} gets answer {number}, after {at_ms - arrived_ms:g} ms"
+    if outcome.error is not None:
+        yield outcome.at_ms, f"{name} is refused: {outcome.error}, {after}"
+    else:
+        yield outcome.at_ms, f"{name} is over, {after}, with {len(outcome.answers_ms)} answers"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return f"request{'s' if len(set(numbers)) > 1 else ''} {', '.join(map(str, numbers))}"
+
 
 Duration = float | Callable[[int], float]  # milliseconds of a batch, or a function of its rows
 Count = int | Callable[[int], int]  # a number, or a function of the request's number
@@ -78,7 +163,9 @@ def simulate(
     _refuse_answers(answers, {node.model.name for node in graph.nodes if node.decoupled})
     requests = [one if isinstance(one, Arrival) else Arrival(one) for one in arrivals]
     for number, one in enumerate(requests):
-        _refuse_arrival(number, one)
+        _ns(one.at_ms, f"at_ms of arrival {number}")
+        _ns(one.timeout_ms, f"timeout_ms of arrival {number}")
+        _whole(one.rows, 1, f"rows of arrival {number}")
     world = SimulatedDeployment(
         graph,
         reading.configs,
@@ -88,12 +175,6 @@ def simulate(
     )
     del kept  # the configurations have been read
     return world.live(requests)
-
-
-def _refuse_arrival(number: int, one: Arrival) -> None:
-    _ns(one.at_ms, f"at_ms of arrival {number}")
-    _ns(one.timeout_ms, f"timeout_ms of arrival {number}")
-    _whole(one.rows, 1, f"rows of arrival {number}")
 
 
 def _refuse_answers(answers: Count | Mapping[str, Count], decoupled: Collection[str]) -> None:
@@ -166,6 +247,30 @@ class SimulatedTensor:
         return self
 
 
+class Agenda:
+    """Events in simulated time."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self._events: list[tuple[int, int, Callable[[], None]]] = []
+        self._tie = count()
+
+    def at(self, at_ns: int, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (at_ns, next(self._tie), act))
+
+    def advance(self, deadline_ns: int | None) -> bool:
+        """Advance the time to the next event or the deadline, and run the events of that time. False: there is none."""
+        instants = [self._events[0][0]] if self._events else []
+        if deadline_ns is not None:
+            instants.append(deadline_ns)
+        if not instants:
+            return False
+        self.now_ns = max(self.now_ns, min(instants))
+        while self._events and self._events[0][0] <= self.now_ns:
+            heapq.heappop(self._events)[2]()
+        return True
+
+
 class BatchResults(NamedTuple):
     """The results of a batch, as `Scheduler.complete` expects them."""
 
@@ -173,12 +278,7 @@ class BatchResults(NamedTuple):
     errors: Mapping[int, FlowserveError] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Instance:
-    name: str
-
-
-class SimulatedDeployment:
+class SimulatedDeployment(Agenda):
     """`SimulatedDeployment(...).live(requests)` runs until no event is left.
 
     `takes_ns`: the duration of a batch, or of each response of a decoupled model. `answers`: the number of responses
@@ -193,13 +293,11 @@ class SimulatedDeployment:
         answers: Answers,
         rate_limit: Sequence[Available] | None,
     ) -> None:
+        super().__init__()
         self.takes_ns = takes_ns
         self.answers = answers
-        self.now_ns = 0
         self._graph = graph
         self._configs = configs
-        self._tie = count()
-        self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._batches: list[FormedBatch] = []
         self._outcomes: list[Outcome] = []
         self._answered_ns: dict[int, list[int]] = {}  # of each request
@@ -214,7 +312,7 @@ class SimulatedDeployment:
     def live(self, requests: Sequence[Arrival]) -> Simulation:
         for number, request in enumerate(requests):
             self.at(round(request.at_ms * MS_NS), partial(self._arrive, number, request))
-        while self._step():
+        while self.advance(self.scheduler.next_deadline()):
             while (decisions := self.scheduler.schedule(self.now_ns)) is not None:
                 for notice in decisions.notices:
                     self._carry_out(notice)
@@ -226,27 +324,11 @@ class SimulatedDeployment:
 
     def _carry_out(self, notice: Notice) -> None:
         if isinstance(notice, Responses):
-            self._responses_ready(notice.stream)
+            self.at(self.now_ns, partial(self._take, notice.stream))  # it has responses to read, or is over
         elif isinstance(notice, Grant):
             notice.sender.grant(notice.credits)
         elif isinstance(notice, Stop):
             notice.sender.withdraw()
-
-    def at(self, at_ns: int, act: Callable[[], None]) -> None:
-        heapq.heappush(self._agenda, (at_ns, next(self._tie), act))
-
-    def _step(self) -> bool:
-        """Advance the time to the next event or deadline and run its events. False: there is none."""
-        instants = [self._agenda[0][0]] if self._agenda else []
-        deadline_ns = self.scheduler.next_deadline()
-        if deadline_ns is not None:
-            instants.append(deadline_ns)
-        if not instants:
-            return False
-        self.now_ns = max(self.now_ns, min(instants))
-        while self._agenda and self._agenda[0][0] <= self.now_ns:
-            heapq.heappop(self._agenda)[2]()
-        return True
 
     # ------------------------------------------------------------------ requests
 
@@ -291,10 +373,6 @@ class SimulatedDeployment:
         except FlowserveError as error:
             self._outcomes.append(Outcome(number, self.now_ns / MS_NS, 0.0, error))
 
-    def _responses_ready(self, stream: StreamFlow) -> None:
-        """A stream has responses to read, or is over."""
-        self.at(self.now_ns, partial(self._take, stream))
-
     def _take(self, flow: Flow) -> None:
         while isinstance(flow, StreamFlow) and flow.take() is not None:
             self._answered_ns[flow.stamp].append(self.now_ns)
@@ -318,8 +396,7 @@ class SimulatedDeployment:
         rows = sum(ticket.rows for ticket in batch.tickets)
         took_ns = self.takes_ns(config.name, rows)
         numbers = tuple(ticket.flow.stamp for ticket in batch.tickets)
-        instance: Instance = batch.instance
-        self._batches.append(FormedBatch(config.name, instance.name, numbers, rows, self.now_ns / MS_NS, 0.0))
+        self._batches.append(FormedBatch(config.name, batch.instance, numbers, rows, self.now_ns / MS_NS, 0.0))
         position = len(self._batches) - 1
         if config.decoupled:
             Execution(self, batch, config, took_ns, partial(self._ended, position))
@@ -359,7 +436,7 @@ class Execution:
 
 
 class Sending:
-    """One step of the batch: implements `Sender` (scheduling/streaming/iterations.py)."""
+    """One step of the batch: implements `StreamSender` (scheduling/streaming/iterations.py)."""
 
     def __init__(self, execution: Execution, source: StreamSource) -> None:
         self._execution = execution
@@ -424,10 +501,6 @@ def _queue(key: ModelKey, config: ModelConfig) -> ModelQueue:
     """Raises Unsupported."""
     if config.sequence is not None and config.sequence.is_iterative:
         raise Unsupported(f"model '{config.name}' says itself how often a request runs; that is not simulated")
-    instances: list[Instance] = []
-    needs: list[Needs] = []
-    for name, group in instances_of(config):
-        if not group.passive:
-            instances.append(Instance(name))
-            needs.append(needs_of(group))
-    return ModelQueue(key, batcher_for(config), instances, needs=needs, keeps_order=keeps_order(config))
+    groups = {name: group for name, group in instances_of(config) if not group.passive}
+    needs = [*map(needs_of, groups.values())]
+    return ModelQueue(key, batcher_for(config), [*groups], needs=needs, keeps_order=keeps_order(config))

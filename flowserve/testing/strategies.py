@@ -27,20 +27,16 @@ FIXED = 4  # the width of inputs of fixed shape
 NOTHING = -7  # the content of an input that is not given
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Handle:
     """A simulated tensor: its facts and its content. `block` is the run that computed it, `device` its device."""
 
-    __slots__ = ("__weakref__", "block", "content", "device", "start", "stop", "width")
-
-    def __init__(
-        self, content: int, width: int, start: int, stop: int, block: object = None, device: int = NO_DEVICE
-    ) -> None:
-        self.content = content
-        self.width = width
-        self.start = start
-        self.stop = stop
-        self.block = block
-        self.device = device
+    content: int
+    width: int
+    start: int
+    stop: int
+    block: object = None
+    device: int = NO_DEVICE
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,7 +70,7 @@ class SimModel:
     def batcher(self) -> Batcher:
         if self.devices:
             return AffinityBatcher(
-                self._fifo_queue, self.max_batch_size, self.devices.__getitem__, residence, COPY_COST
+                self._fifo_queue, self.max_batch_size, self.devices.__getitem__, handle_residence, COPY_COST
             )
         return Queue(self.policy, self.levels or PLAIN) if self.policy is not None else self._fifo_queue()
 
@@ -188,7 +184,7 @@ def is_omitted(model: SimModel, request: SimRequest, output: int) -> bool:
     return model.key in request.omits and output == len(model.outputs) - 1
 
 
-def residence(handle: Any) -> tuple[int, int]:
+def handle_residence(handle: Any) -> tuple[int, int]:
     """The device of a simulated tensor, and its size in bytes."""
     return handle.device, max(handle.stop - handle.start, 1) * handle.width
 

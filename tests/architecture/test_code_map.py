@@ -36,15 +36,6 @@ def test_each_path_on_the_page_exists(root: Path, architecture: str) -> None:
     assert not gone, f"docs/architecture.md names what does not exist: {gone}"
 
 
-def test_each_module_begins_with_a_docstring(root: Path) -> None:
-    without = [
-        path.relative_to(root).as_posix()
-        for path in (root / "flowserve").rglob("*.py")
-        if not path.name.endswith("_pb2.py") and path.read_text().strip() and not path.read_text().startswith('"""')
-    ]
-    assert not without
-
-
 def test_each_invariant_names_a_test_that_exists(root: Path, architecture: str) -> None:
     found = INVARIANTS.search(architecture)
     assert found

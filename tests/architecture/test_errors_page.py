@@ -1,4 +1,4 @@
-"""docs/errors.md says of every kind of failure which status it becomes."""
+"""docs/errors.md lists the status of every kind of failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fault catalogue: which rows this server keeps, and that each of them has a test which names it.
+"""The fault catalogue: each kept row is named by a test, and each named row exists.
 
 `fault_rows.txt` lists every row: `kept` ones must be named by a test's `@pytest.mark.fault`, `later` ones wait for
 the feature they belong to. A test may name any listed row.

@@ -43,7 +43,7 @@ def test_the_readme_runs_the_examples_with_one_line(root: Path) -> None:
     assert len([line for line in _commands(root) if line.endswith("flowserve run graphs/")]) == 1
 
 
-def test_the_readmes_calls_and_answers_are_those_that_the_examples_tests_run(root: Path) -> None:
+def test_the_commands_and_output_of_the_readme_are_tested_with_the_examples(root: Path) -> None:
     example = _blocks(root / "graphs/read_text/README.md")
     shown = _blocks(root / "README.md")
     assert [language for language, _ in shown] == ["sh", "text", "python", "text"]
@@ -55,7 +55,7 @@ def _blocks(document: Path) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w+)\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_every_link_of_the_documents_leads_somewhere(root: Path) -> None:
+def test_every_link_of_the_documents_has_a_target(root: Path) -> None:
     broken = []
     for document in [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "graphs").rglob("*.md")]:
         targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text())
@@ -69,7 +69,7 @@ def test_every_page_has_its_line_in_the_site_once_and_every_line_its_page(root: 
     assert sorted(lines) == sorted(page.name for page in (root / "docs").glob("*.md"))
 
 
-def test_nothing_names_a_path_of_the_machine_it_was_made_on(root: Path) -> None:
+def test_no_file_contains_a_path_of_a_developers_machine(root: Path) -> None:
     checkout = re.escape(f"{root}/")
     home = re.compile(f"{checkout}|/home/[a-z]|/Users/[A-Za-z]|/root/".encode())
     found = []

@@ -15,13 +15,6 @@ import pytest
 
 MODULES_PER_FOLDER_MAX = 30
 
-# Packages that are being rewritten. Delete an entry when its package has no cycle and no crowded folder any more.
-EXEMPT: tuple[str, ...] = ("flowserve.http", "flowserve.runtime.workers")
-
-
-def _is_exempt(module: str) -> bool:
-    return any(module == package or module.startswith(f"{package}.") for package in EXEMPT)
-
 
 @pytest.fixture(scope="module")
 def modules(root: Path) -> dict[str, Path]:
@@ -56,14 +49,12 @@ def _imports(modules: dict[str, Path]) -> networkx.DiGraph[str]:
 
 def test_no_modules_import_each_other_in_a_cycle(modules: dict[str, Path]) -> None:
     components = networkx.strongly_connected_components(_imports(modules))
-    cycles = [sorted(component) for component in components if len(component) > 1]
-    assert [cycle for cycle in cycles if not all(map(_is_exempt, cycle))] == []
+    assert [sorted(component) for component in components if len(component) > 1] == []
 
 
 def test_no_folder_has_too_many_modules(modules: dict[str, Path], root: Path) -> None:
     counts = Counter(path.parent.relative_to(root).as_posix() for path in modules.values())
-    crowded = {folder: count for folder, count in counts.items() if count > MODULES_PER_FOLDER_MAX}
-    assert {folder for folder in crowded if not _is_exempt(folder.replace("/", "."))} == set(), crowded
+    assert {folder: count for folder, count in counts.items() if count > MODULES_PER_FOLDER_MAX} == {}
 
 
 def test_every_module_and_package_begins_with_a_docstring(modules: dict[str, Path]) -> None:

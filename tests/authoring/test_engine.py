@@ -19,7 +19,7 @@ import trio
 
 from flowserve import Engine, Graph, Problems, model
 from flowserve.errors import Invalid, NotFound, Unavailable, Unsupported
-from flowserve.runtime.embedding.blocking import BlockingEngine
+from flowserve.runtime.embedding.embedded import BlockingEngine
 from tests.support.onnx_files import onnx_identity
 
 ROWS = np.arange(8, dtype=np.float32).reshape(2, 4)
@@ -80,7 +80,7 @@ def engine() -> Iterator[BlockingEngine]:
         yield engine
 
 
-async def test_under_trio_arrays_go_in_and_come_out() -> None:
+async def test_infer_takes_and_returns_arrays_under_trio() -> None:
     async with Engine(one_step(double, "doubled")) as engine:
         answer = await engine.infer("doubled", {"X": ROWS})
         np.testing.assert_array_equal(answer["Y"], ROWS * 2)
@@ -148,7 +148,7 @@ def test_an_engine_may_be_opened_again() -> None:
             np.testing.assert_array_equal(opened.infer("doubled", {"X": ROWS})["Y"], ROWS * 2)
 
 
-def test_from_blocking_code_arrays_go_in_and_come_out(engine: BlockingEngine) -> None:
+def test_infer_takes_and_returns_arrays_in_blocking_code(engine: BlockingEngine) -> None:
     np.testing.assert_array_equal(engine.infer("doubled", {"X": ROWS})["Y"], ROWS * 2)
 
 
@@ -435,7 +435,7 @@ def to(number: int) -> dict[str, Any]:
     return {"TO": np.array([number], np.int32)}
 
 
-def test_responses_of_one_request_arrive_one_by_one(counting: Path) -> None:
+def test_responses_of_one_request_arrive_as_they_are_sent(counting: Path) -> None:
     with Engine(counting, python_execution="thread") as engine:
         assert [int(answer["NUMBER"][0]) for answer in engine.stream("count", to(5))] == [0, 1, 2, 3, 4]
         assert list(engine.stream("count", to(0))) == []

@@ -15,7 +15,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from flowserve import Engine, Graph, Problems, model
 from flowserve.errors import Invalid, ModelFailed, Unsupported
-from flowserve.runtime.embedding.blocking import BlockingEngine
+from flowserve.runtime.embedding.embedded import BlockingEngine
 from flowserve.values import Array
 
 # In a module, so that they can be saved.

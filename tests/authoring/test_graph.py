@@ -120,7 +120,7 @@ def test_three_mistakes_are_reported_at_once_with_their_lines() -> None:
     assert places == {"tests/authoring/test_graph.py" if Path("tests/authoring").is_dir() else "test_graph.py"}
 
 
-def test_the_same_mistakes_in_files_have_the_same_words(tmp_path: Path) -> None:
+def test_the_same_mistakes_in_files_have_the_same_messages(tmp_path: Path) -> None:
     good("broken").save(tmp_path)
     config = tmp_path / "broken" / "config.pbtxt"
     text = config.read_text()
@@ -185,18 +185,17 @@ def test_the_cost_of_nested_graphs_is_not_exponential(
 ) -> None:
     """Two outputs each, and two steps each of the inner graph: a naive lookup would quadruple at every level."""
     asked = 0
-    outputs, rows = type(halve).outputs, type(halve).max_batch_size
 
-    def counted(one: property) -> property:
+    def counted(name: str) -> property:
         def ask(part: object) -> Any:
             nonlocal asked
             asked += 1
-            return one.__get__(part)
+            return vars(part)[name]
 
         return property(ask)
 
-    monkeypatch.setattr(type(halve), "outputs", counted(outputs))  # type: ignore[arg-type]  # properties of a class
-    monkeypatch.setattr(type(halve), "max_batch_size", counted(rows))  # type: ignore[arg-type]  # as above
+    for name in ("outputs", "max_batch_size"):
+        monkeypatch.setattr(type(halve), name, counted(name), raising=False)
 
     def asks(depth: int) -> int:
         nonlocal asked
@@ -249,7 +248,7 @@ def test_a_name_that_is_no_valid_folder_name_is_a_mistake(name: str, tmp_path: P
             onnx_model(tmp_path / "net.onnx", name=name)
 
 
-def test_a_part_called_on_arrays_says_how_to_compute() -> None:
+def test_the_error_of_a_part_called_on_arrays_names_the_correct_call() -> None:
     with pytest.raises(Problems, match=r"called on tensors of a graph, not on ndarray \(a model's function computes"):
         halve(np.zeros((1, 4), np.float32))  # type: ignore[arg-type]
     with pytest.raises(Problems, match="not without any"):
@@ -456,14 +455,14 @@ def test_the_examples_are_parts_and_graphs(root: Path) -> None:
     assert label.name == "detect_language_label"
     loaded = Graph.load(root / "graphs/read_text")
     reading = read_repositories([root / "graphs"])
-    graphs, facts = reading.resolution.graphs, reading.facts()
-    assert loaded.to_text() == flowserve_text(graphs["read_text"][1], facts)
+    graphs = reading.resolution.graphs
+    assert loaded.to_text() == flowserve_text(graphs["read_text"][1], reading.configs)
 
 
-def flowserve_text(graph: object, facts: object) -> str:
+def flowserve_text(graph: object, configs: object) -> str:
     from flowserve.render.text import render_text
 
-    return render_text(graph, facts)  # type: ignore[arg-type]
+    return render_text(graph, configs)  # type: ignore[arg-type]
 
 
 def test_a_graph_is_drawn_in_every_format(tmp_path: Path) -> None:
@@ -540,6 +539,10 @@ def test_errors_of_graph_load(tmp_path: Path) -> None:
     (tmp_path / "scale" / "1" / "model.py").unlink()
     (tmp_path / "scale" / "1").rmdir()
     with pytest.raises(Problems, match="contains models that are not available or ambiguous: scale"):
+        Graph.load(tmp_path)
+    config = tmp_path / "g" / "config.pbtxt"
+    config.write_text(re.sub(r"data_type: \w+", "", config.read_text(), count=1))
+    with pytest.raises(Problems, match=r"g/config.pbtxt:\d+:\d+: tensor 'X' has no data type \[B8\]"):
         Graph.load(tmp_path)
 
 

@@ -32,7 +32,7 @@ def home(blocks: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.Monk
     return tmp_path
 
 
-def test_two_dozen_lines_are_a_pipeline_with_a_branch(blocks: list[tuple[str, str]]) -> None:
+def test_the_pipeline_with_a_branch_has_two_dozen_lines(blocks: list[tuple[str, str]]) -> None:
     code = [line for line in blocks[0][1].splitlines() if line.strip() and not line.startswith("#")]
     assert len(code) <= LINES_PROMISED
 
@@ -55,7 +55,7 @@ def beside(root: Path, folder: Path) -> dict[str, list[tuple[str, str, str]]]:
     return found
 
 
-def test_every_block_prints_the_output_shown_below_it(done_beside: dict[str, list[tuple[str, str, str]]]) -> None:
+def test_every_block_prints_its_documented_output(done_beside: dict[str, list[tuple[str, str, str]]]) -> None:
     assert len(done_beside["python-graphs"]) == 5
     for error, printed, shown in done_beside["python-graphs"]:
         assert (error, printed) == ("", shown)

@@ -18,7 +18,7 @@ from flowserve.memory.devices import Devices, using
 from flowserve.memory.pool import Pool
 from flowserve.memory.tensor import Tensor
 from flowserve.values import DType, Request
-from tests.support.backends import Opened, Repository, config_of, sample, spec, values
+from tests.support.backends import Opened, Repository, config_of, sample, spec, tensors, values
 from tests.support.fake_device import FakeMachine
 from tests.support.fake_tensorrt import FakePlan, FakeTensorRt
 from tests.support.onnx_files import onnx_model, onnx_node, onnx_value
@@ -105,7 +105,7 @@ def test_outputs_are_indexed_by_output_and_member(model: Opened) -> None:
     results = model.run({"x": one}, {"x": two})
     assert values(results, 0) == [(-one).tolist(), (-two).tolist()]
     assert values(results, 1) == [one.tolist(), two.tolist()]
-    assert [tensor.shape for tensor in results.outputs[0]] == [(1, 4), (2, 4)]
+    assert [tensor.shape for tensor in tensors(results.outputs[0])] == [(1, 4), (2, 4)]
     assert dict(results.errors) == {}
 
 
@@ -130,7 +130,7 @@ def test_only_wanted_outputs_are_returned(model: Opened) -> None:
 
 
 def test_later_runs_do_not_change_earlier_outputs(model: Opened) -> None:
-    first = model.run({"x": sample(DType.FP32)}).outputs[0][0]
+    (first,) = tensors(model.run({"x": sample(DType.FP32)}).outputs[0])
     kept = first.array.tolist()
     model.run({"x": 5 * sample(DType.FP32)})
     assert first.array.tolist() == kept
@@ -147,7 +147,7 @@ def test_a_small_batch_reaches_the_next_model_without_a_copy(model: Opened) -> N
 
 def test_outputs_are_contiguous_and_aligned(model: Opened) -> None:
     for column in model.whole(sample(DType.FP32, 4)).outputs:
-        for tensor in column:
+        for tensor in tensors(column):
             assert tensor.block.flags.c_contiguous
             assert tensor.block.flags.aligned
 
@@ -202,8 +202,10 @@ def test_an_invalid_output_is_reported_with_model_and_output(
         "tensorrt": b"free",
     }
     repository.write("m", f"1/{registry.find(backend).default_filename}", free[backend])
-    shapes = {"inputs": [spec("x", [-1])], "outputs": [spec("y", [4])]}
-    model = opened(config_of(backend, **shapes, max_batch_size=8, instance_groups=groups(backend)))
+    inputs, outputs = [spec("x", [-1])], [spec("y", [4])]
+    model = opened(
+        config_of(backend, inputs=inputs, outputs=outputs, max_batch_size=8, instance_groups=groups(backend))
+    )
     text = "model 'm', output 'y': the configuration promises shape [1,4], the model answered [1,6]"
     if backend == "callable":  # there the decorator declares the outputs
         text = "model 'm', output 'y': its function promises shape [1,4] and returned [1,6]"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flowserve.backends.base import ModelFiles, Results, Work
-from flowserve.backends.functions.backend import CallableBackend, LoadedFunction, offer
+from flowserve.backends.functions import CallableBackend, LoadedFunction, offer
 from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
 from flowserve.errors import Invalid, ModelFailed
 from flowserve.graph.functions import FunctionModel, model
@@ -19,6 +19,7 @@ from flowserve.memory import raw
 from flowserve.memory.column import Column
 from flowserve.memory.tensor import Tensor
 from flowserve.values import Array, Request
+from tests.support.backends import tensors
 
 
 def config(declared: FunctionModel, **parameters: str) -> ModelConfig:
@@ -83,7 +84,7 @@ def test_a_batch_is_one_array_without_a_copy() -> None:
 
 def test_a_masked_array_is_read_as_its_elements() -> None:
     results = run(function(lambda x: np.ma.masked_array(x * 2, mask=x > 1)), [row(1, 2)])
-    assert np.frombuffer(raw.block(results.outputs[0][0].array), np.float32).tolist() == [2, 4]
+    assert np.frombuffer(raw.block(tensors(results.outputs[0])[0].array), np.float32).tolist() == [2, 4]
 
 
 def test_inputs_are_read_only() -> None:

@@ -14,19 +14,20 @@ import pytest
 
 from flowserve.backends import registry
 from flowserve.backends.base import DeviceWork, OnDevice, Work
-from flowserve.backends.onnx.backend import OnnxInstance, OnnxModel
+from flowserve.backends.onnx.backend import OnnxModel
 from flowserve.backends.onnx.device import OnnxDeviceInstance, OnnxGraphInstance
+from flowserve.backends.onnx.instance import OnnxInstance
 from flowserve.backends.onnx.session import asynchronous_run_options
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import Invalid, ModelFailed, Unsupported
 from flowserve.memory.column import Column
 from flowserve.memory.device_tensor import DeviceTensor
-from flowserve.memory.devices import Devices, devices, using
+from flowserve.memory.devices import GPU_POOL_BYTES, Devices, devices, using
 from flowserve.memory.stream import ON_DEVICE
 from flowserve.memory.tensor import Tensor
 from flowserve.values import HOST_MEMORY, PINNED_MEMORY, DType, Request, gpu_memory
-from tests.support.backends import Repository, config_of, sample, spec
-from tests.support.fake_device import FakeMachine
+from tests.support.backends import Repository, onnx_config, sample, spec
+from tests.support.fake_device import FakeMachine, move
 from tests.support.fake_onnx import OnFake, onnx_on
 from tests.support.onnx_files import onnx_identity, onnx_model, onnx_node, onnx_value
 
@@ -35,18 +36,14 @@ GPU = (InstanceGroup("m", "KIND_GPU", gpus=(0,)),)
 IN, OUT = (HOST_MEMORY, gpu_memory(0)), (gpu_memory(0), PINNED_MEMORY)
 
 
-def onnx_config(max_batch_size: int = 8, **fields: Any) -> ModelConfig:
-    fields.setdefault("inputs", [spec("x")])
-    fields.setdefault("outputs", [spec("y")])
-    return config_of("onnxruntime", max_batch_size=max_batch_size, **fields)
-
-
 class Bench:
     """Instances of one model on a fake GPU."""
 
-    def __init__(self, repository: Repository, config: ModelConfig, count: int = 1, **budgets: int) -> None:
+    def __init__(
+        self, repository: Repository, config: ModelConfig, count: int = 1, gpu_bytes: int = GPU_POOL_BYTES
+    ) -> None:
         self.machine = FakeMachine()
-        self.devices = Devices(self.machine.devices, **budgets)
+        self.devices = Devices(self.machine.devices, gpu_bytes=gpu_bytes)
         self.config = config
         loaded = registry.find("onnxruntime").load(replace(config, instance_groups=()), repository.files(), {})
         assert isinstance(loaded, OnnxModel)
@@ -65,7 +62,7 @@ class Bench:
 
     def run(
         self, columns: Sequence[Sequence[Tensor | None]], read_at: Sequence[Sequence[int]] | None = None, i: int = 0
-    ) -> list[list[Tensor | None]]:
+    ) -> Sequence[Sequence[Tensor | None]]:
         first = next(tensor for tensor in columns[0] if tensor is not None)
         rows = [max(1, tensor.stop - tensor.start) for tensor in columns[0] if tensor is not None and first.stop >= 0]
         members = len(columns[0])
@@ -127,7 +124,7 @@ def test_an_output_of_varying_shape_is_allocated_by_onnxruntime_and_adopted(repo
     tensor = made[0]
     assert isinstance(tensor, DeviceTensor)
     assert bench.devices[0].pool.statistics().adopted == 1
-    assert bench.instances[0]._stream.move(tensor, HOST_MEMORY).array.tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert move(bench.instances[0]._stream, tensor, HOST_MEMORY).array.tolist() == [[1, 1, 1], [1, 1, 1]]
     del made, tensor
     bench.instances[0].close()
     assert bench.devices[0].pool.statistics().adopted == 0
@@ -141,8 +138,8 @@ def test_reshapes_and_scalars_are_as_on_the_cpu(repository: Repository) -> None:
     bench = Bench(repository, onnx_config(0, inputs=[spec("x", (1,))], outputs=[spec("y", (1,))]))
     assert lists(bench.run([[Tensor(np.array([3], np.float32))]])[0]) == [[3]]
     repository.write("m", FILE, onnx_identity(DType.FP32, ("N", 2, 2)))
-    fields = {"inputs": [spec("x", (4,), reshape=(2, 2))], "outputs": [spec("y", (4,), reshape=(2, 2))]}
-    bench = Bench(repository, onnx_config(**fields))
+    inputs, outputs = ([spec(name, (4,), reshape=(2, 2))] for name in "xy")
+    bench = Bench(repository, onnx_config(inputs=inputs, outputs=outputs))
     assert lists(bench.run([batch(np.arange(4, dtype=np.float32)[None])])[0]) == [[[0, 1, 2, 3]]]
 
 
@@ -223,7 +220,7 @@ def test_a_captured_run_uses_fixed_addresses_and_its_outputs_are_not_overwritten
         assert not instance.is_of_any_thread  # each thread would capture graphs of its own
         instance.open()
 
-        def run(*values: float) -> list[Tensor | None]:
+        def run(*values: float) -> Sequence[Tensor | None]:
             column: list[Tensor | None] = [*batch(*(np.full((1, 4), value, np.float32) for value in values))]
             members = len(values)
             read_at = [[ON_DEVICE] * members]
@@ -238,7 +235,7 @@ def test_a_captured_run_uses_fixed_addresses_and_its_outputs_are_not_overwritten
 
         first, second, third = run(1, 2), run(3, 4), run(5, 6, 7)  # the size of the last is not captured
         outputs = (*first, *second, *third)
-        home = [instance._stream.move(tensor, HOST_MEMORY) for tensor in outputs if tensor is not None]
+        home = [move(instance._stream, tensor, HOST_MEMORY) for tensor in outputs if tensor is not None]
         assert [tensor.array[0, 0] for tensor in home] == [2, 4, 6, 8, 10, 12, 14]
         session: OnFake = instance._session
         assert session.runs == ["2", "2", "-1"]
@@ -274,7 +271,7 @@ def test_on_hardware_a_chain_of_two_sessions_gives_what_the_cpu_gives(repository
     model = registry.find("onnxruntime").load(onnx_config(instance_groups=GPU), repository.files(), {})
     first, second = (model.instance(f"m_{i}", GPU[0]) for i in range(2))
     arrays = [np.full((1, 4), value, np.float32) for value in range(8)]
-    column: list[Tensor | None] = [*batch(*arrays)]
+    column: Sequence[Tensor | None] = batch(*arrays)
     for instance, read_at in ((first, [[ON_DEVICE] * 8]), (second, None)):
         instance.open()
         work = DeviceWork([Column.of([*column], [1] * 8)], [1] * 8, [Request({})] * 8, [("y",)] * 8, read_at=read_at)

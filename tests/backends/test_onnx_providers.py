@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flowserve.backends.onnx.providers import CPU, CUDA, TENSORRT, gpu_providers, graph_sizes, why_not_on_gpu
+from flowserve.backends.onnx.session import CPU, CUDA, TENSORRT, gpu_providers, graph_sizes, why_not_on_gpu
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Problems
 from tests.support.backends import config_of, spec
@@ -109,8 +109,8 @@ def test_an_unsupported_option_is_refused_by_name(config: ModelConfig, text: str
 
 def _graphs(max_batch_size: int = 8, dims: int = 4, **cuda: Any) -> ModelConfig:
     json = {"optimization": {"cuda": {"graphs": True, **cuda}}}
-    ports = {"inputs": [spec("x", (dims,))], "outputs": [spec("y", (dims,))]}
-    return config_of("onnxruntime", max_batch_size=max_batch_size, json=json, **ports)
+    inputs, outputs = [spec("x", (dims,))], [spec("y", (dims,))]
+    return config_of("onnxruntime", max_batch_size=max_batch_size, json=json, inputs=inputs, outputs=outputs)
 
 
 def test_cuda_graphs_are_captured_for_the_specified_sizes_or_the_largest() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from flowserve.config.types import BatchInput, BatchOutput, ModelConfig
 from flowserve.errors import Invalid, ModelFailed
 from flowserve.memory.column import Column
 from flowserve.values import Array, DType, Request
-from tests.support.backends import Opened, Repository, config_of, spec, values
+from tests.support.backends import Opened, Repository, config_of, spec, tensors, values
 from tests.support.onnx_files import onnx_model, onnx_node, onnx_value
 
 Open = Callable[..., Opened]
@@ -33,7 +34,7 @@ def show_file(dtype: DType, made: Sequence[int | str | None], data: DType = DTyp
     )
 
 
-def show_config(kind: str, dtype: DType = DType.INT32, **fields: object) -> ModelConfig:
+def show_config(kind: str, dtype: DType = DType.INT32, **fields: Any) -> ModelConfig:
     fields.setdefault("inputs", [X])
     fields.setdefault("outputs", [spec("SHOWN", (-1,), dtype), spec("FLAT", (-1,))])
     fields.setdefault("max_batch_size", 8)
@@ -41,7 +42,7 @@ def show_config(kind: str, dtype: DType = DType.INT32, **fields: object) -> Mode
         "onnxruntime",
         batch_inputs=(BatchInput(kind, ("I",), dtype, "X"),),
         batch_outputs=(BatchOutput(("FLAT",), "X"),),
-        **fields,  # type: ignore[arg-type]
+        **fields,
     )
 
 
@@ -76,7 +77,7 @@ def test_a_batch_input_has_a_row_per_request_and_a_flat_output_is_split(
     config = show_config(kind, dtype, outputs=[spec("SHOWN", (1,), dtype, reshape=()), spec("FLAT", (-1,))])
     results = opened(config).run(*lists(2, 4, 1, 3))
     assert values(results) == [[[count]] for count in expected]
-    assert results.outputs[0][0].array.dtype == dtype.numpy
+    assert tensors(results.outputs[0])[0].array.dtype == dtype.numpy
     assert values(results, 1) == [[[0, 1]], [[2, 3, 4, 5]], [[6]], [[7, 8, 9]]]
 
 
@@ -101,9 +102,9 @@ def test_a_request_without_rows_has_outputs_without_rows(repository: Repository,
     results = model.run(blank, two, blank, three)
     assert values(results) == [[], [[2]], [], [[3]]]
     assert values(results, 1) == [[], [[0, 1]], [], [[2, 3, 4]]]
-    alone = model.run(blank).outputs
-    assert [column[0].array.shape for column in alone] == [(0, 1), (0, 7)]
-    assert [column[0].array.dtype for column in alone] == [np.int32, np.float32]
+    alone = [tensors(column)[0].array for column in model.run(blank).outputs]
+    assert [array.shape for array in alone] == [(0, 1), (0, 7)]
+    assert [array.dtype for array in alone] == [np.int32, np.float32]
 
 
 def test_item_shapes_have_one_row_per_row_and_are_split_by_request(repository: Repository, opened: Open) -> None:
@@ -117,7 +118,7 @@ def test_item_shapes_have_one_row_per_row_and_are_split_by_request(repository: R
     shapes = [(2, 1, 2), (1, 1, 2), (1, 2, 2)]
     results = opened(config).run(*({"X": np.ones(shape, np.float32)} for shape in shapes))
     assert values(results) == [[[1, 2], [1, 2]], [[1, 2]], [[2, 2]]]
-    assert [tensor.shape for tensor in results.outputs[1]] == shapes
+    assert [tensor.shape for tensor in tensors(results.outputs[1])] == shapes
 
 
 def test_the_largest_element_count_is_the_shape_of_a_batch_input(repository: Repository, opened: Open) -> None:

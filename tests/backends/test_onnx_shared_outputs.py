@@ -14,20 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from flowserve.backends.base import Results
-from flowserve.backends.onnx.instance import OnnxInstance
-from flowserve.backends.onnx.shared_outputs import REUSED_BYTES_MAX, UNUSED_MAX
+from flowserve.backends.base import Results, Work
+from flowserve.backends.onnx.instance import REUSED_BYTES_MAX, UNUSED_MAX, OnnxInstance
 from flowserve.config.types import ModelConfig
 from flowserve.errors import ModelFailed
 from flowserve.memory.arena import Arena
 from flowserve.memory.column import Column
 from flowserve.memory.segment import PAGE, locate
 from flowserve.memory.tensor import Tensor
-from flowserve.runtime.ipc.encoder import InputPacker
+from flowserve.runtime.ipc.tensors import InputPacker
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.values import Array, DType
+from flowserve.values import Array, DType, Request
 from tests.support.backends import Opened, Repository, config_of, open_instance, sample, spec, values
 from tests.support.onnx_files import onnx_identity, onnx_model, onnx_node, onnx_value
+from tests.support.shared_memory import check_arena
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
 
@@ -53,7 +53,8 @@ def packed(config: ModelConfig, results: Results) -> list[int]:
     """The bytes of each output that are copied for a worker process that reads all of them."""
     rows = [1] * len(results.outputs[0])
     columns = [one if isinstance(one, Column) else Column.of([*one], rows) for one in results.outputs]
-    return InputPacker(config.outputs, ()).pack(columns).copied
+    work = Work(columns, rows, [Request({})] * len(rows), [()] * len(rows))
+    return InputPacker(config.outputs, ()).pack(work).copied
 
 
 def identity_config(
@@ -226,7 +227,7 @@ def test_if_one_of_them_fails_the_batch_fails_and_memory_is_returned(images: Ope
             images.run(*({"x": np.full((1, 65536), number, np.float32)} for number in (1, 9, 2)))
     gc.collect()
     assert arena(images).lent_bytes <= before + PAGE, "but for the page that an output keeps"
-    arena(images).check()
+    check_arena(arena(images))
 
 
 def test_an_output_is_shared_from_the_next_run_on(repository: Repository, opened: Open) -> None:
@@ -252,7 +253,7 @@ def test_memory_of_many_simultaneous_responses_returns_to_the_arena(repository: 
     for _ in range(100):
         model.run({"x": sample(DType.FP32)})
     assert arena(model).lent_bytes <= (UNUSED_MAX + 1) * PAGE
-    arena(model).check()
+    check_arena(arena(model))
 
 
 STEPS = st.lists(
@@ -272,6 +273,7 @@ def test_property_a_shared_output_is_unchanged_while_it_is_read_and_then_its_mem
         config = identity_config([spec("x", (width,))], [spec("y", (width,))], 16)
         model = shared(open_instance(repository, config))
         held: list[tuple[Any, float]] = []
+        results: Results | None = None
         for number, (what, n) in enumerate(steps):
             if what == "run":
                 results = model.run({"x": np.full((n, width), number, np.float32)})
@@ -289,7 +291,7 @@ def test_property_a_shared_output_is_unchanged_while_it_is_read_and_then_its_mem
                 array = one.array if isinstance(one, Tensor) else one
                 assert (array == content).all()
         placed = arena(model)
-        placed.check()
+        check_arena(placed)
         results = None
         del held[:]
         one = array = None

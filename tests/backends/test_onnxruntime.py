@@ -6,31 +6,35 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import MethodType
+from typing import Any
 
 import numpy as np
 import onnx.numpy_helper
 import pytest
 
 from flowserve.backends import registry
+from flowserve.backends.onnx.backend import OnnxModel
 from flowserve.backends.onnx.tensors import cleaned
-from flowserve.config.types import InstanceGroup, ModelConfig
+from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import Invalid, ModelFailed, Problems, Unsupported
 from flowserve.values import DType
-from tests.support.backends import Opened, Repository, config_of, sample, spec, values
+from tests.support.backends import Opened, Repository, onnx_config, sample, spec, tensors, values
 from tests.support.onnx_files import onnx_identity, onnx_model, onnx_node, onnx_value
 
 Open = Callable[..., Opened]
 FILE = "1/model.onnx"
 
 
-def onnx_config(max_batch_size: int = 8, **fields: object) -> ModelConfig:
-    fields.setdefault("inputs", [spec("x")])
-    fields.setdefault("outputs", [spec("y")])
-    return config_of("onnxruntime", max_batch_size=max_batch_size, **fields)  # type: ignore[arg-type]
-
-
-def complete(repository: Repository, config: ModelConfig):  # noqa: ANN201
+def complete(repository: Repository, config: ModelConfig) -> Completion:
     return registry.find("onnxruntime").complete(config, repository.files())
+
+
+def session_of(opened: Opened) -> Any:
+    """The onnxruntime session of a model on the host."""
+    assert isinstance(opened.model, OnnxModel)
+    assert isinstance(opened.model.execute, MethodType)
+    return opened.model.execute.__self__
 
 
 def load_error(repository: Repository, config: ModelConfig) -> str:
@@ -51,7 +55,7 @@ def test_every_data_type_is_served_alone_and_in_a_batch(repository: Repository, 
     one, two = sample(dtype), sample(dtype, 2)
     results = model.run({"x": one}, {"x": two})
     assert values(results) == [one.tolist(), two.tolist()]
-    assert results.outputs[0][0].array.dtype == dtype.numpy
+    assert tensors(results.outputs[0])[0].array.dtype == dtype.numpy
     assert values(model.run({"x": one})) == [one.tolist()]
 
 
@@ -64,7 +68,7 @@ def test_a_contiguous_batch_is_run_without_a_copy_and_returned_as_one_block(
     results = model.whole(array)
     assert list(results.copied) == [0]
     assert values(results) == [[row] for row in array.tolist()]
-    assert len({id(tensor.block) for tensor in results.outputs[0]}) == 1
+    assert len({id(tensor.block) for tensor in tensors(results.outputs[0])}) == 1
     assert results.gathered_ns <= results.computed_ns
 
 
@@ -101,6 +105,7 @@ def test_a_scalar_of_the_file_has_dims_of_one(repository: Repository, opened: Op
     config = onnx_config(0, inputs=(), outputs=())
     found = complete(repository, config)
     assert found.inputs == (spec("x", [1]),)
+    assert found.outputs == (spec("y", [1]),)
     model = opened(replace(config, inputs=found.inputs, outputs=found.outputs))
     assert values(model.run({"x": np.array([3], np.float32)})) == [[3]]
 
@@ -144,6 +149,7 @@ def test_members_that_want_different_outputs_share_a_batch(repository: Repositor
         "m", FILE, onnx_model([onnx_node("Neg", ["x"], ["y"]), onnx_node("Abs", ["x"], ["z"])], [x], [y, z])
     )
     model = opened(onnx_config(outputs=[spec("y"), spec("z")]))
+    assert isinstance(model.model, OnnxModel)
     names, indices = model.model.tensors.selected([("y",), ("z",)])
     assert (names, indices) == (["y", "z"], [0, 1])
 
@@ -326,7 +332,7 @@ def test_a_file_of_a_newer_format_is_refused_with_a_hint(repository: Repository)
     assert f"onnx.helper.make_model(..., ir_version={newest}), or install a newer onnxruntime" in text
     model.ir_version = int(newest)
     repository.write("m", FILE, model.SerializeToString())
-    assert registry.find("onnxruntime").load(onnx_config(), repository.files(), {})
+    assert isinstance(registry.find("onnxruntime").load(onnx_config(), repository.files(), {}), OnnxModel)
 
 
 def test_a_file_outside_the_versions_folder_is_refused(repository: Repository) -> None:
@@ -402,7 +408,7 @@ def test_another_file_name_and_a_folder_of_files_are_found(repository: Repositor
     ],
 )
 def test_a_configuration_that_disagrees_with_its_file_is_refused_with_both_sides(
-    repository: Repository, change: dict[str, object], text: str
+    repository: Repository, change: dict[str, Any], text: str
 ) -> None:
     repository.write("m", FILE, onnx_identity())
     problems = load_error(repository, onnx_config(**change)).splitlines()
@@ -506,7 +512,7 @@ def test_parameters_set_the_session_as_on_triton(repository: Repository, opened:
         },
         json={"optimization": {"graph": {"level": -1}}},
     )
-    session = opened(config).model.execute.__self__
+    session = session_of(opened(config))
     options = session.get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 2)
     assert options.execution_mode.name == "ORT_PARALLEL"
@@ -519,7 +525,7 @@ def test_parameters_set_the_session_as_on_triton(repository: Repository, opened:
 
 def test_the_number_of_threads_depends_on_the_runs_at_once(repository: Repository, opened: Open) -> None:
     repository.write("m", FILE, onnx_identity())
-    session = opened(onnx_config(), runs_at_once="1000").model.execute.__self__
+    session = session_of(opened(onnx_config(), runs_at_once="1000"))
     assert session.get_session_options().intra_op_num_threads == 1
 
 

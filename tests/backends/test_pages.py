@@ -12,12 +12,13 @@ import pytest
 
 from flowserve.backends import registry
 from flowserve.backends.base import Backend, ModelFiles, Results, Work
-from flowserve.config.types import ModelConfig
+from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import Invalid
-from flowserve.memory.assemble import gather, scatter
+from flowserve.memory.assemble import gather
+from flowserve.memory.column import scatter
 from flowserve.memory.pool import HOST
 from flowserve.repository.layout import ModelFolder, find_models
-from flowserve.repository.read import read_model
+from flowserve.repository.read import examine
 from tests.support.backends import Opened, Repository, config_of, spec, values
 
 Open = Callable[..., Opened]
@@ -30,7 +31,7 @@ def read(repository: Repository) -> dict[str, ModelConfig]:
         return registry.find(config.backend).complete(config, ModelFiles(folder.repository, folder.path, version))
 
     folders = find_models([repository.path]).folders
-    return {folder.name: read_model(folder, registry.default_files(), complete).config for folder in folders}
+    return {folder.name: examine(folder, registry.default_files(), complete).valid().config for folder in folders}
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_the_example_of_a_third_party_backend_serves(
     repository.write("m", "1/scale.txt", "2.5")
     config = config_of("scale", inputs=[spec("x")], outputs=[spec("y")], max_batch_size=4)
     model = backend.load(config, repository.files(), {})
-    served = Opened(config, model, model.instance("m_0", config.instance_groups))  # type: ignore[arg-type]
+    served = Opened(config, model, model.instance("m_0", InstanceGroup("m", "KIND_CPU")))
     assert values(served.run({"x": np.ones((1, 4), np.float32)})) == [[[2.5] * 4]]
 
 
@@ -80,7 +81,7 @@ def test_a_backend_written_for_the_first_interface_serves(repository: Repository
         def open(self) -> None: ...
 
         def run(self, work: Work, clock: Any) -> Results:
-            x, copied = gather(work.inputs[0], HOST)  # type: ignore[arg-type]  # no input is optional
+            x, copied = gather(work.inputs[0], HOST)
             return Results([scatter(2 * x, work.rows)], gathered_ns=clock(), computed_ns=clock(), copied=[copied])
 
         def close(self) -> None: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from flowserve.backends import registry
 from flowserve.backends.base import DeviceWork, OnDevice, Results
 from flowserve.backends.python.pb_utils import triton_python_backend_utils as pb_utils
-from flowserve.backends.python.pb_utils.tensors import GpuTensor
+from flowserve.backends.python.pb_utils.inference import GpuTensor
 from flowserve.config.types import InstanceGroup
 from flowserve.errors import Invalid
 from flowserve.memory import dlpack
@@ -26,7 +26,7 @@ from flowserve.memory.stream import ON_DEVICE, ON_HOST, DeviceStream
 from flowserve.memory.tensor import Tensor
 from flowserve.values import HOST_MEMORY, Array, Request, gpu_memory
 from tests.support.backends import Repository, config_of, open_instance, spec, values
-from tests.support.fake_device import FakeMachine
+from tests.support.fake_device import FakeMachine, move
 
 
 class Offered:
@@ -53,7 +53,7 @@ def machine() -> Iterator[FakeMachine]:
         stream = DeviceStream(found[1])
 
         def asarray(array: Array) -> Offered:
-            there = stream.move(Tensor(array, 0, len(array)), gpu_memory(1))
+            there = move(stream, Tensor(array, 0, len(array)), gpu_memory(1))
             assert isinstance(there, DeviceTensor)
             return Offered(there)
 
@@ -168,7 +168,7 @@ class Device:
     instance: Any
     places: list[str]  # the devices of its inputs
 
-    def run(self, *tensors: Tensor, read_at: int) -> list[Tensor | None]:
+    def run(self, *tensors: Tensor, read_at: int) -> Sequence[Tensor | None]:
         count = len(tensors)
         rows = [tensor.shape[0] for tensor in tensors]
         work = DeviceWork(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,19 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.backends.base import DeviceWork, OnDevice, Results, Work
-from flowserve.backends.tensorrt.backend import TensorRtBackend
+from flowserve.backends.tensorrt.backend import Profile, TensorRtBackend, choose
 from flowserve.backends.tensorrt.library import build_plan, tensorrt_library
-from flowserve.backends.tensorrt.plan import Profile, choose
-from flowserve.cli.build_plan import profile
 from flowserve.cli.main import main
+from flowserve.cli.option_values import profile
 from flowserve.config.types import BatchInput, BatchOutput, InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError, Invalid, ModelFailed, Unsupported
+from flowserve.memory.column import Column
 from flowserve.memory.device_tensor import DeviceTensor
 from flowserve.memory.devices import Devices, devices, using
 from flowserve.memory.stream import ON_DEVICE
 from flowserve.memory.tensor import Tensor
 from flowserve.values import PINNED_MEMORY, Array, DType, Request, gpu_memory
-from tests.support.backends import Repository, config_of, spec
+from tests.support.backends import Repository, config_of, spec, values
 from tests.support.fake_device import FakeMachine
 from tests.support.fake_tensorrt import FakePlan, FakeTensorRt, Shape
 from tests.support.onnx_files import onnx_model, onnx_node, onnx_value
@@ -75,14 +75,14 @@ class Opened:
     def run(self, *rows: Array, **fields: Any) -> Results:
         """One batch; each array is a member."""
         batches = self.config.max_batch_size > 0
-        column: list[Tensor | None] = [Tensor(a, 0, len(a)) if batches else Tensor(a) for a in rows]
-        return self.give(column, **fields)
+        return self.give([Tensor(a, 0, len(a)) if batches else Tensor(a) for a in rows], **fields)
 
-    def give(self, column: list[Tensor | None], wanted: tuple[str, ...] = (), **fields: Any) -> Results:
+    def give(self, members: Sequence[Tensor | None], wanted: tuple[str, ...] = (), **fields: Any) -> Results:
         names = wanted or tuple(one.name for one in self.config.outputs)
-        counts = [t.shape[0] if self.config.max_batch_size and t is not None else 1 for t in column]
+        counts = [t.shape[0] if self.config.max_batch_size and t is not None else 1 for t in members]
+        column = Column.of([*members], counts)
         kind = DeviceWork if fields else Work
-        work = kind([column], counts, [Request({})] * len(column), [names] * len(column), **fields)
+        work = kind([column], counts, [Request({})] * len(members), [names] * len(members), **fields)
         results: Results = self.instance.run(work, lambda: 0)
         return results
 
@@ -123,10 +123,6 @@ def plan(repository: Repository, machine: FakeMachine) -> Iterator[Open]:
         model.close()
 
 
-def rows(results: Results, output: int = 0) -> list[Any]:
-    return [None if tensor is None else tensor.array.tolist() for tensor in results.outputs[output]]
-
-
 def four(*values: float) -> Array:
     return np.array([[value] * 4 for value in values], np.float32)
 
@@ -134,7 +130,7 @@ def four(*values: float) -> Array:
 def test_a_batch_is_one_execution_and_members_get_their_rows(plan: Open, machine: FakeMachine) -> None:
     opened = plan(b"double", configuration())
     results = opened.run(four(1), four(2, 3))
-    assert rows(results) == [four(2).tolist(), four(4, 6).tolist()]
+    assert values(results) == [four(2).tolist(), four(4, 6).tolist()]
     assert machine.copies == {(PINNED_MEMORY, gpu_memory(0)): 1, (gpu_memory(0), PINNED_MEMORY): 1}
     assert opened.library.calls == ["profile 0", "execute"]
 
@@ -142,7 +138,7 @@ def test_a_batch_is_one_execution_and_members_get_their_rows(plan: Open, machine
 def test_the_profile_follows_the_batch_and_is_set_only_when_it_changes(plan: Open) -> None:
     opened = plan(b"double", configuration())
     for count in (1, 3, 4, 5, 16, 2):
-        assert rows(opened.run(four(*range(count)))) == [(four(*range(count)) * 2).tolist()]
+        assert values(opened.run(four(*range(count)))) == [(four(*range(count)) * 2).tolist()]
     assert opened.library.calls == [
         *("profile 0", "execute", "execute", "execute"),
         *("profile 1", "execute", "execute"),
@@ -166,7 +162,7 @@ def test_a_batch_without_a_fitting_profile_fails_with_the_allowed_shapes(plan: O
         "no optimisation profile of model 'm' takes inputs 'X' [17,4]; it has profile 0: 'X' [1,4] to [4,4]; "
         "profile 1: 'X' [1,4] to [16,4]"
     )
-    assert rows(opened.run(four(1))) == [four(2).tolist()], "and it goes on"
+    assert values(opened.run(four(1))) == [four(2).tolist()], "and it goes on"
 
 
 def test_outputs_read_on_the_device_stay_there(plan: Open, machine: FakeMachine) -> None:
@@ -177,18 +173,18 @@ def test_outputs_read_on_the_device_stay_there(plan: Open, machine: FakeMachine)
     before = dict(machine.copies)
     again = opened.give(first, read_at=[[ON_DEVICE]]).outputs[0]
     assert machine.copies == before, "nothing crosses between two steps on one device"
-    assert rows(opened.give(again)) == [four(8).tolist()]
+    assert values(opened.give(again)) == [four(8).tolist()]
 
 
 def test_an_output_of_unknown_size_is_allocated_during_the_execution(plan: Open) -> None:
     outputs = [spec("Y", (-1,)), spec("N", (1,), DType.INT32)]
     opened = plan(b"some", configuration(max_batch_size=0, outputs=outputs))
     results = opened.run(np.array([3, -1, 2, 0], np.float32))
-    assert rows(results) == [[3.0, 2.0]]
-    assert rows(results, 1) == [[2]]
-    assert rows(opened.run(np.zeros(4, np.float32))) == [[]]
+    assert values(results) == [[3.0, 2.0]]
+    assert values(results, 1) == [[2]]
+    assert values(opened.run(np.zeros(4, np.float32))) == [[]]
     only = opened.run(np.ones(4, np.float32), wanted=("N",))
-    assert (rows(only), rows(only, 1)) == ([None], [[4]])
+    assert (values(only), values(only, 1)) == ([None], [[4]])
 
 
 def test_ragged_inputs_are_concatenated_and_flat_outputs_split(plan: Open) -> None:
@@ -201,10 +197,10 @@ def test_ragged_inputs_are_concatenated_and_flat_outputs_split(plan: Open) -> No
     opened = plan(b"ragged", config)
     assert not isinstance(opened.instance, OnDevice)
     results = opened.run(np.array([[1, 2, 3]], np.float32), np.array([[10]], np.float32))
-    assert rows(results) == [[[2.0, 3.0, 4.0]], [[11.0]]]
-    assert rows(results, 1) == [[[6.0]], [[10.0]]]
+    assert values(results) == [[[2.0, 3.0, 4.0]], [[11.0]]]
+    assert values(results, 1) == [[[6.0]], [[10.0]]]
     without_rows = opened.run(np.zeros((0, 2), np.float32), np.array([[5]], np.float32))
-    assert rows(without_rows) == [[], [[6.0]]]
+    assert values(without_rows) == [[], [[6.0]]]
 
 
 def test_instances_of_one_gpu_share_a_plan_and_each_gpu_has_its_own(
@@ -291,7 +287,7 @@ def test_a_failed_call_fails_the_batch_by_name_and_frees_its_memory(
     with pytest.raises(ModelFailed, match=f"model 'm' failed: TensorRT: {said} failed; the log says why"):
         opened.run(four(1))
     delattr(context, call)
-    assert rows(opened.run(four(3))) == [four(6).tolist()]
+    assert values(opened.run(four(3))) == [four(6).tolist()]
     assert _lent(machine) == lent
 
 
@@ -312,7 +308,7 @@ def test_without_device_memory_the_batch_fails_and_names_the_tensor(repository: 
         instance.close()
 
 
-def test_without_tensorrt_the_error_says_how_to_install_it() -> None:
+def test_the_error_without_tensorrt_names_the_command_that_installs_it() -> None:
     if "tensorrt" in sys.modules:
         pytest.skip("TensorRT is installed")
     with pytest.raises(Unsupported, match=r"TensorRT cannot be used here \(No module named 'tensorrt'\): pip install"):
@@ -421,7 +417,7 @@ def test_on_hardware_a_plan_is_built_and_served(repository: Repository) -> None:
     model = TensorRtBackend().load(config, repository.files(), {})
     instance = model.instance("m_0", ON_GPU)
     instance.open()
-    assert rows(Opened(FakeTensorRt(FakeMachine(), {}), config, instance).run(four(1), four(2, 3))) == [
+    assert values(Opened(FakeTensorRt(FakeMachine(), {}), config, instance).run(four(1), four(2, 3))) == [
         four(-1).tolist(),
         four(-2, -3).tolist(),
     ]

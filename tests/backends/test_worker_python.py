@@ -15,7 +15,7 @@ from flowserve.runtime.processes.forkservers import _BOOTSTRAP, PYTHON_MIN
 from flowserve.values import BY_WIRE
 
 # Modules that the server makes workers import in addition.
-LATER = ("flowserve.backends.worker.task", "flowserve.backends.worker.unpack", "flowserve.backends.worker.streaming")
+LATER = ("flowserve.backends.worker.unpack", "flowserve.backends.worker.streaming")
 # Names of the standard library that are new in 3.11, the oldest version of the server.
 NEWER = {
     *("Self", "Never", "LiteralString", "assert_never", "assert_type", "reveal_type", "Required", "NotRequired"),

@@ -5,38 +5,37 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections import deque
-from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any, cast
+import subprocess
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
+from trio.testing import wait_all_tasks_blocked
 
 from flowserve.backends.base import Remote, Results
-from flowserve.backends.worker.inputs import InputReader, Run
-from flowserve.backends.worker.outputs import OutputWriter
-from flowserve.backends.worker.protocol import DONE, SEGMENT, TOGETHER, decode_error, encode_error, pack, unpack
+from flowserve.backends.worker.protocol import DONE, READY, SEGMENT, TOGETHER, decode_error, encode_error, pack, unpack
+from flowserve.backends.worker.tensors import InputReader, OutputWriter, Run
 from flowserve.errors import Invalid, ModelFailed, NotFound
-from flowserve.graph.types import ModelKey
+from flowserve.graph.plan import make_plan
+from flowserve.graph.types import ModelKey, compile_model
 from flowserve.memory.arena import Arena
 from flowserve.memory.column import Column
 from flowserve.memory.segment import PAGE, Lease, Segment
 from flowserve.memory.tensor import Tensor
-from flowserve.runtime.ipc.channel import Channel
-from flowserve.runtime.ipc.decoder import Garbled, OutputReader
-from flowserve.runtime.ipc.encoder import InputPacker
-from flowserve.runtime.ipc.poller import Readiness
+from flowserve.runtime.ipc.tensors import Garbled, InputPacker, OutputReader
+from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.processes.children import Child
-from flowserve.runtime.workers.base import WorkerContext
-from flowserve.runtime.workers.process import ProcessWorker
-from flowserve.runtime.workers.process_pool import ProcessPool
-from flowserve.runtime.workers.process_run import ProcessRun
+from flowserve.runtime.workers.base import Completions, WorkerContext
+from flowserve.runtime.workers.process import ProcessPool, ProcessWorker
 from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.queue import BatchPolicy, Queue
-from flowserve.values import Array, DType
+from flowserve.values import Array, DType, Request
 from tests.support.backends import config_of, sample, spec
 
 # ------------------------------------------------------------------------------------------------------------- inputs
@@ -216,16 +215,16 @@ class Both:
     """A worker's outputs, and the server's reader of them, connected directly."""
 
     def __init__(self, *specs: Any, batches: bool = True) -> None:
-        self.outputs = OutputWriter(specs)
+        self.outputs = OutputWriter(specs, self._see)
         self.reader = OutputReader("m", specs, batches=batches)
         self.segments: dict[int, Segment] = {}
         self.gone: list[Any] = []
 
     def place(self, columns: Sequence[Sequence[Tensor | None]]) -> list[int]:
-        words = self.outputs.place(columns).words()
-        for segment in self.outputs.new_segments():
-            self.segments[segment.number] = Segment.read_shared(os.dup(segment.fd), segment.number)
-        return words
+        return self.outputs.place(columns).words()
+
+    def _see(self, segment: Segment) -> None:
+        self.segments[segment.number] = Segment.read_shared(os.dup(segment.fd), segment.number)
 
     def read(self, words: Sequence[int], rows: Sequence[int]) -> list[Column]:
         number, offset, nbytes = words[:3]
@@ -286,7 +285,7 @@ def test_an_output_is_a_read_only_view_and_returns_to_the_worker_after_its_last_
     assert part.tolist() == [rows(2, 100)[1].tolist()]
     del part
     assert both.gone == [(words[0], words[1])]
-    both.outputs.come_home(both.gone)
+    both.outputs.give_back(both.gone)
     assert both.place([[Tensor(rows(2), 0, 2)], [None]])[:2] == words[:2], "the block is used again"
 
 
@@ -332,48 +331,52 @@ def test_no_message_of_a_worker_makes_a_view_outside_its_block(
             assert address + tensor.array.nbytes <= low + nbytes
 
 
-class FakeChild:
-    """A process that only its socket represents. `why`: what it was killed for."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.socket = sock
-        self.why = ""
-
-    def kill(self, why: str) -> None:
-        self.why = why
+CONFIG = config_of(inputs=[spec("IN", (4,))], outputs=[spec("OUT", (4,))], max_batch_size=4)
+PLAN = make_plan(compile_model(CONFIG, 1))
 
 
-class ReadinessOfNone:
-    """Watches no sockets: the test reads them itself."""
-
-    def forget(self, descriptor: int) -> None: ...
+@pytest.fixture(scope="module")
+def ended_process() -> Iterator[int]:
+    """A process descriptor. The process has ended, so that killing it has no effect but the recorded reason."""
+    process = subprocess.Popen(["true"])
+    descriptor = os.pidfd_open(process.pid)
+    process.wait()
+    yield descriptor
+    os.close(descriptor)
 
 
 class BatchInProcess:
-    """A worker whose process has batch 1, of members with 1 and 2 rows; `theirs` is the process's end of the socket."""
+    """A worker whose process has batch 1, of members with 1 and 2 rows. Made by `batch_in_process`.
 
-    def __init__(self, ours: socket.socket, theirs: socket.socket) -> None:
+    `theirs` is the process's end of the socket. `waiting` are the completed batches.
+    """
+
+    def __init__(self, ours: socket.socket, theirs: socket.socket, process: int) -> None:
         ours.setblocking(False)
         self.theirs = theirs
-        self.child = FakeChild(ours)
-        self.waiting: deque[tuple[Batch, Any]] = deque()
-        readiness = cast("Readiness", ReadinessOfNone())
-        config = config_of(inputs=[spec("IN", (4,))], outputs=[spec("OUT", (4,))], max_batch_size=4)
-        pool = SimpleNamespace(runs={}, readiness=readiness, clock=lambda: 100)
-        worker = self.worker = ProcessWorker(
+        self.child = Child("m_0", "m", 0, os.dup(process), ours, -1, theirs)
+        token = trio.lowlevel.current_trio_token()
+        completions = Completions(token, lambda: None)
+        self.waiting = completions.waiting
+        self.context = WorkerContext(token, lambda: 100, completions, lambda: None, lambda batch, stages: None)
+        pool = ProcessPool(self.context.clock, StepLoop(lambda: None, self.context.clock))
+        pool.spawn = lambda *_, **__: self.child
+        self.worker = ProcessWorker(
             "m_0",
-            config,
-            cast("Remote", None),
-            InputPacker(config.inputs, ["OUT"]),
-            lambda *_, **__: pytest.fail("no process is started"),
-            cast("ProcessPool", pool),
+            CONFIG,
+            Remote("no_module:no_function", ()),
+            InputPacker(CONFIG.inputs, ["OUT"]),
+            pool,
         )
-        worker.child, worker.channel = cast("Child", self.child), Channel(ours, 0, "m", readiness)
-        worker._context = cast("WorkerContext", SimpleNamespace(completions=SimpleNamespace(waiting=self.waiting)))
-        batch = Batch(ModelQueue(ModelKey("m", 1), Queue(BatchPolicy.simple(4)), [worker]), worker, [], 0)
-        run = worker._run = pool.runs[1] = ProcessRun(1, batch, [worker], [worker.channel])
-        run.rows = [1, 2]
-        run.packed = worker.packer.pack([Column.of([Tensor(rows(1), 0, 1), Tensor(rows(2), 0, 2)], run.rows)])
+
+    async def start(self) -> None:
+        self.theirs.send(pack(READY, ()))
+        self.worker.open(self.context)
+        await wait_all_tasks_blocked()
+        inputs = [Tensor(rows(1), 0, 1), Tensor(rows(2), 0, 2)]
+        tickets = [ticket for tensor in inputs for ticket in Flow(PLAN, (), [tensor], 0, 0, Request({})).begin()]
+        queue = ModelQueue(ModelKey("m", 1), Queue(BatchPolicy.simple(4)), [self.worker])
+        assert self.worker.run(Batch(queue, self.worker, tickets, 0)) is None
 
     def send(self, words: Sequence[int], text: str = "") -> None:
         """The process sends DONE, and the worker reads it."""
@@ -381,40 +384,49 @@ class BatchInProcess:
         self.worker.read()
 
 
-def valid_result(segment: Segment) -> list[int]:
-    """The words of DONE for batch 1, whose block is at the second page of `segment`: three rows of four numbers."""
-    return [1, 0, 0, 5, 6, segment.number, PAGE, 48, TOGETHER, 0, 48, 0, 2, 3, 4]
+@asynccontextmanager
+async def batch_in_process(process: int) -> AsyncIterator[BatchInProcess]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        made = BatchInProcess(ours, theirs, process)
+        await made.start()
+        yield made
+
+
+OWN_SEGMENT = (1 << 32) + 1  # the first segment of process 1
+# The words of DONE for batch 1, whose block is at the second page of the segment: three rows of four numbers.
+VALID = [1, 0, 0, 5, 6, OWN_SEGMENT, PAGE, 48, TOGETHER, 0, 48, 0, 2, 3, 4]
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), WORDS), max_size=2), st.integers(0, 2), st.sampled_from(["", "{}", "[]"]))
-def test_every_field_of_a_batch_result_is_checked(changes: list[tuple[int, int]], cut: int, text: str) -> None:
+async def test_every_field_of_a_batch_result_is_checked(
+    ended_process: int, changes: list[tuple[int, int]], cut: int, text: str
+) -> None:
     """A valid DONE, changed at random: its process is killed, or all views of the results are in its block."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     segment = Segment.create(2 * PAGE)
-    with ours, theirs:
-        process = BatchInProcess(ours, theirs)
-        socket.send_fds(theirs, [pack(SEGMENT, (segment.number,))], [segment.fd])
-        valid = valid_result(segment)
-        words = [*valid]
+    async with batch_in_process(ended_process) as process:
+        socket.send_fds(process.theirs, [pack(SEGMENT, (OWN_SEGMENT,))], [segment.fd])
+        words = [*VALID]
         for index, value in changes:
             words[index % len(words)] = value
         process.send(words[: len(words) - cut], text)
         if process.child.why:
             assert changes or cut or text == "[]"
-            assert process.child.why.startswith("what its process said cannot be (")
+            assert process.child.why.startswith("its process sent an invalid message (")
             assert not process.waiting
             return
         ((_, outcome),) = process.waiting
         assert isinstance(outcome, Results)
         channel = process.worker.channel
         assert channel is not None
-        known = channel.segment(segment.number)
+        known = channel.block(OWN_SEGMENT, 0, 2 * PAGE)
         assert known is not None
+        start = known.view().ctypes.data
         for tensor in outcome.outputs[0]:
             assert tensor is not None
             address = tensor.array.ctypes.data
-            assert known.address <= address <= address + tensor.array.nbytes <= known.address + 2 * PAGE
-        process.send(valid)
+            assert start <= address <= address + tensor.array.nbytes <= start + 2 * PAGE
+        process.send(VALID)
         assert "a reply to batch 1, which it does not have" in process.child.why
         channel.close()
 
@@ -439,18 +451,18 @@ def test_every_field_of_a_batch_result_is_checked(changes: list[tuple[int, int]]
         ({15: 0}, "the message has 1 words too many"),
     ],
 )
-def test_a_result_with_an_invalid_field_kills_its_process(changes: dict[int, int], why: str) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+async def test_a_result_with_an_invalid_field_kills_its_process(
+    ended_process: int, changes: dict[int, int], why: str
+) -> None:
     segment = Segment.create(2 * PAGE)
-    with ours, theirs:
-        process = BatchInProcess(ours, theirs)
-        socket.send_fds(theirs, [pack(SEGMENT, (segment.number,))], [segment.fd])
-        words = valid_result(segment)
+    async with batch_in_process(ended_process) as process:
+        socket.send_fds(process.theirs, [pack(SEGMENT, (OWN_SEGMENT,))], [segment.fd])
+        words = [*VALID]
         words += [0] * (max(changes) + 1 - len(words))
         for index, value in changes.items():
             words[index] = value
         process.send(words)
-        assert process.child.why.startswith("what its process said cannot be (")
+        assert process.child.why.startswith("its process sent an invalid message (")
         assert why in process.child.why
         assert not process.waiting
 

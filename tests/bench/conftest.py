@@ -1,4 +1,4 @@
-"""Lets these tests import `bench`, which stands in the source tree and is no part of the installed package."""
+"""Lets these tests import `bench`, which is in the source tree and not in the installed package."""
 
 from __future__ import annotations
 

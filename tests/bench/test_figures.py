@@ -1,4 +1,4 @@
-"""What becomes of the raw runs: medians, ratios, verdicts."""
+"""Figures computed from raw runs: medians, ratios, verdicts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def figures(ratios: list[Ratio]) -> dict[str, tuple[float, str | None]]:
     return {ratio.what: (round(ratio.figure, 3), ratio.verdict) for ratio in ratios}
 
 
-def test_one_bad_round_does_not_move_the_median() -> None:
+def test_one_slow_round_does_not_change_the_median() -> None:
     (row,) = summarise([run("flowserve", 1000), run("flowserve", 10, 1), run("flowserve", 1002, 2)])
     assert row.requests_per_second == 500.0
     assert row.server_cpu_us == pytest.approx(1000.0)
@@ -66,7 +66,7 @@ def test_the_limit_is_the_batch_size_whose_median_is_best() -> None:
     assert best_limits(limits) == {"chain": Best(8, 105.0, 3.0)}
 
 
-def test_trusted_nodes_are_held_against_their_targets_and_threads_are_not() -> None:
+def test_trusted_nodes_are_compared_with_their_targets_and_threads_are_not() -> None:
     rows = summarise([run("flowserve", 6800), run("triton", 2000)])
     inline = {ratio.what: ratio for ratio in compare(rows, {})}
     assert inline["requests/s over Triton's"].figure == 3.4
@@ -76,7 +76,7 @@ def test_trusted_nodes_are_held_against_their_targets_and_threads_are_not() -> N
     assert {ratio.verdict for ratio in compare(rows, {})} == {None}
 
 
-def test_nodes_in_processes_are_held_against_targets_of_their_own() -> None:
+def test_nodes_in_processes_are_compared_with_targets_of_their_own() -> None:
     rows = summarise([run("flowserve", 4400, variant=PROCESS), run("triton", 2000)])
     found = {ratio.what: ratio for ratio in compare(rows, {})}["requests/s over Triton's"]
     assert (found.must, found.want, found.verdict) == (2.1, 3.0, "must")
@@ -134,7 +134,7 @@ def test_an_extra_step_costs_half_of_what_two_more_steps_cost() -> None:
     assert (step.what, round(step.figure, 3), step.verdict) == ("CPU us of an extra step", 5.0, "must")
 
 
-def test_noise_that_makes_three_steps_cheaper_than_one_is_shown_and_not_judged() -> None:
+def test_noise_that_makes_three_steps_cheaper_than_one_gets_no_verdict() -> None:
     rows = summarise([run("flowserve", 50_000, work="identity"), run("flowserve", 100_000)])
     (step,) = compare(rows, {})
     assert step.figure < 0

@@ -19,7 +19,7 @@ def beside(root: Path, folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.server
-def test_our_calls_are_held_against_those_of_empty_handlers(done_beside: str) -> None:
+def test_calls_are_compared_with_those_of_empty_handlers(done_beside: str) -> None:
     rows = re.findall(
         r"concurrency +(\d+): flowserve +(\d+) \(\d+ us\), "
         r"empty on asyncio +(\d+) .*, empty on pool +(\d+) \(\d+ us\): ",

@@ -9,7 +9,7 @@ from bench.in_process import Costs
 
 
 @pytest.mark.slow
-def test_all_three_ways_of_asking_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_three_ways_of_calling_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--in-process", "--seconds", "0.1", "--rounds", "1"])
     printed = capsys.readouterr().out
     for way in ("session.run", "await engine.infer, under trio", "engine.infer, blocking"):

@@ -66,7 +66,7 @@ LARGE = np.arange(LARGE_BYTES, dtype=np.float32)
 
 
 @pytest.mark.parametrize("numbers", [NUMBERS, LARGE], ids=["small", "large"])
-def test_answers_are_counted_and_timed(numbers: np.ndarray, tmp_path: Path) -> None:
+def test_responses_are_counted_and_timed(numbers: np.ndarray, tmp_path: Path) -> None:
     prepare(tmp_path, numbers)
     with answering(ok(b'{"outputs":[]}' + numbers.tobytes())) as port:
         measured = measure(tmp_path, port, os.getpid(), concurrency=1, warmup_s=0.05, seconds=0.2)
@@ -77,7 +77,7 @@ def test_answers_are_counted_and_timed(numbers: np.ndarray, tmp_path: Path) -> N
     assert measured.load_cpu_s > 0
 
 
-def test_an_answer_that_rounds_differently_is_right(tmp_path: Path) -> None:
+def test_a_response_that_rounds_differently_is_correct(tmp_path: Path) -> None:
     prepare(tmp_path, NUMBERS)
     with answering(ok((NUMBERS * np.float32(1.0001)).tobytes())) as port:
         assert measure(tmp_path, port, os.getpid(), 1, 0.0, 0.05).requests > 0
@@ -100,7 +100,7 @@ def test_a_wrong_response_ends_the_run_and_is_shown(answer: bytes, complaint: st
         measure(tmp_path, port, os.getpid(), 1, 0.0, 0.5)
 
 
-def test_a_large_answer_that_is_wrong_in_its_middle_is_found(tmp_path: Path) -> None:
+def test_a_large_response_with_an_error_in_its_middle_is_detected(tmp_path: Path) -> None:
     prepare(tmp_path, LARGE)
     wrong = LARGE.copy()
     wrong[len(wrong) // 2] += 100_000

@@ -11,7 +11,7 @@ from bench.__main__ import main
 pytestmark = pytest.mark.server
 
 
-def test_a_stateful_model_is_set_against_the_same_model_without_state(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stateful_model_is_compared_with_the_same_model_without_state(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--sequences", "4", "--seconds", "0.2", "--rounds", "1"])
     said = capsys.readouterr().out
     found = re.fullmatch(

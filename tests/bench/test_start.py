@@ -12,7 +12,7 @@ from flowserve.runtime.processes.children import SUPPORTED
 pytestmark = [pytest.mark.server, pytest.mark.skipif(not SUPPORTED, reason="models in processes need Linux")]
 
 
-def test_the_start_of_some_models_is_timed_and_all_their_processes_are_weighed(
+def test_the_start_of_models_is_timed_and_the_memory_of_their_processes_is_summed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     main(["--start", "1,3"])
@@ -39,6 +39,6 @@ def test_a_hundred_models_in_processes_start_in_less_than_half_a_minute(capsys: 
     assert float(said[1]) < 30
 
 
-def test_a_number_of_models_that_makes_no_sense_is_refused() -> None:
+def test_an_invalid_number_of_models_is_refused() -> None:
     with pytest.raises(SystemExit):
         main(["--start", "0"])

@@ -1,4 +1,4 @@
-"""The works that are measured: their files are complete, their answers tell one request from another."""
+"""The measured workloads: their files are complete, and their responses differ by request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_model_of_a_repository_has_a_valid_config_and_its_model_file(
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_answers_differ_by_far_more_than_the_generator_tolerates(name: str) -> None:
+def test_responses_differ_by_more_than_the_tolerance_of_the_generator(name: str) -> None:
     work = WORKS[name]
     answers = work.direct()(work.rows(4))
     for i, j in ((0, 1), (1, 2), (2, 3), (0, 3)):
@@ -47,7 +47,7 @@ def test_answers_differ_by_far_more_than_the_generator_tolerates(name: str) -> N
 
 
 @pytest.mark.parametrize("name", [name for name, work in WORKS.items() if work.slowest])
-def test_the_slowest_step_is_also_served_as_a_model_of_its_own(name: str) -> None:
+def test_the_slowest_step_is_also_served_as_a_single_model(name: str) -> None:
     work = WORKS[name]
     alone = work.alone()
     rows = alone.rows(2)

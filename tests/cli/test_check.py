@@ -202,7 +202,7 @@ def test_control_characters_of_a_name_do_not_reach_the_terminal(
     assert r"sa\x1b[2Jme" in err
 
 
-def test_the_command_exits_as_the_check_says(repository: Path) -> None:
+def test_the_exit_status_is_that_of_the_check(repository: Path) -> None:
     assert main(["check", str(repository)]) == 0
     edit(repository, '"same"', '"some"')
     command = [sys.executable, "-m", "flowserve", "check", str(repository)]

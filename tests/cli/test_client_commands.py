@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import signal
 import socket
@@ -20,13 +19,12 @@ import numpy as np
 import pytest
 import trio
 
+from flowserve.cli.bench import SweepTarget, Trial, Variant, recommended, sweep
 from flowserve.cli.client import Address
-from flowserve.cli.inputs import generated_inputs, read_inputs
 from flowserve.cli.load import LoadConnection, Measured
-from flowserve.cli.main import levels, main
-from flowserve.cli.new import new
-from flowserve.cli.sweep import SweepTarget, Trial, Variant, recommended, sweep
-from flowserve.cli.tensors import InferBody, plain, read_answer
+from flowserve.cli.main import main
+from flowserve.cli.option_values import levels
+from flowserve.cli.tensors import InferBody, generated_inputs, plain, read_answer, read_inputs
 from flowserve.errors import Invalid
 from flowserve.testing.serve import Served, serving
 from flowserve.values import DType
@@ -42,7 +40,7 @@ TENSORS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def songs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("home") / "songs"
-    new(folder, io.StringIO())
+    assert main(["new", str(folder)]) == 0
     return folder
 
 
@@ -576,8 +574,8 @@ def test_a_sequence_length_is_refused_for_a_model_without_sequences(
 def test_a_sweep_recommends_a_configuration_that_the_repository_can_have(
     songs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowserve.cli.sweep.INSTANCES", (1, 2))
-    monkeypatch.setattr("flowserve.cli.sweep.DELAYS_US", (0,))
+    monkeypatch.setattr("flowserve.cli.bench.INSTANCES", (1, 2))
+    monkeypatch.setattr("flowserve.cli.bench.DELAYS_US", (0,))
     assert (
         main(["bench", "--sweep", str(songs), "songs_count", "--concurrency", "4", "--seconds", "0.1", "--json"]) == 0
     )

@@ -15,7 +15,7 @@ import pytest
 from flowserve.cli.main import PICTURES, main
 from flowserve.render.formats import RENDERERS
 from flowserve.render.jsontext import graph_document
-from tests.support.pictures import READ_TEXT_FACTS, read_text_graph
+from tests.support.pictures import READ_TEXT_CONFIGS, read_text_graph
 
 MODEL = """\
 backend: "python"
@@ -147,5 +147,5 @@ def test_the_page_about_pictures_has_every_field_of_the_json(root: Path) -> None
     described = {
         field for row in re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE) for field in re.findall(r"`(\w+)`", row)
     }
-    document = graph_document(read_text_graph(), READ_TEXT_FACTS)
+    document = graph_document(read_text_graph(), READ_TEXT_CONFIGS)
     assert described == {*document, *document["nodes"][0]} - {"schema"}

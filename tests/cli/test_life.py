@@ -147,7 +147,7 @@ def test_a_port_in_use_ends_the_start_before_anything_is_loaded(tmp_path: Path, 
 
 
 @pytest.mark.fault("K5")
-def test_port_zero_picks_a_port_and_the_last_line_says_which(empty: Served) -> None:
+def test_port_zero_picks_a_port_and_the_last_line_names_it(empty: Served) -> None:
     assert re.fullmatch(r"listening on http://127\.0\.0\.1:[1-9]\d*", empty.lines[-1])
     assert get(empty, "/v2/health/live").status_code == 200
 
@@ -352,7 +352,7 @@ def test_a_model_busy_for_disconnected_callers_is_named_when_the_server_stops(tm
     wait_until(lambda: gone in get(served, "/metrics").text, "it is noticed that the caller left")
     served.process.send_signal(signal.SIGTERM)
     told = "stopping: 0 requests under way, 0 sequences open; computing for callers who have left: stuck_0"
-    wait_until(lambda: told in served.log, "the server says who computes")
+    wait_until(lambda: told in served.log, "the server logs the busy instances")
     assert served.stop(within_s=1) == 128 + signal.SIGTERM
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from flowserve.cli.logs import LineFormatter, configure, escape, log_thread_exception
-from flowserve.cli.options import RunOptions
+from flowserve.cli.options import run_arguments
 from flowserve.cli.run import run
-from flowserve.observe.log_settings import LogChoice
+from flowserve.observe.settings import LogChoice
 
 
 def _record(message: str, *arguments: object) -> logging.LogRecord:
@@ -131,5 +131,5 @@ def test_the_log_goes_to_the_operators_file_and_reopens_it_after_rotation(
 
 def test_a_log_file_that_cannot_be_opened_ends_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "nowhere/server.log"
-    assert run(RunOptions((tmp_path,), log=LogChoice(log_file=str(path)))) == 1
+    assert run(run_arguments(str(tmp_path), f"--log-file={path}")) == 1
     assert capsys.readouterr().err == f"flowserve: --log-file: '{path}' cannot be written: No such file or directory\n"

@@ -11,17 +11,22 @@ import pytest
 
 from flowserve.cli.main import main
 from flowserve.cli.options import (
+    AGREED,
+    INSTEAD,
+    NOT_YET,
     QUANTILES,
-    GrpcChoice,
-    MetricsOptions,
+    WITHOUT_EFFECT,
     add_run_arguments,
-    grpc_choice,
-    metrics_options,
-    run_options,
+    grpc_options,
+    metrics_choice,
+    open_over_http,
+    run_arguments,
+    warning_of,
+    without_effect,
 )
-from flowserve.cli.refused_options import AGREED, INSTEAD, NOT_YET, WITHOUT_EFFECT, warning_of
-from flowserve.observe.metrics_choice import MetricsChoice
-from flowserve.runtime.protocol.restriction import Restriction
+from flowserve.grpc.options import GrpcOptions
+from flowserve.observe.settings import MetricsChoice
+from flowserve.runtime.protocol import Restriction
 from flowserve.version import __version__
 
 
@@ -143,24 +148,20 @@ def test_a_switch_is_accepted_at_the_existing_behaviour_and_refused_otherwise(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     value, feature = AGREED[option]
-    parser = argparse.ArgumentParser()
-    add_run_arguments(parser)
     for word in ("true", "1") if value else ("false", "0"):
-        assert run_options(parser.parse_args(["models", f"{option}={word}"])).without_effect == ()
+        assert without_effect(run_arguments("models", f"{option}={word}")) == []
     refused = _complaint(["run", "models", f"{option}={str(not value).lower()}"], capsys)
     assert f"{option}: {feature} not supported yet" in refused
 
 
 def test_tuning_options_are_accepted_with_a_warning() -> None:
-    parser = argparse.ArgumentParser()
-    add_run_arguments(parser)
-    given = run_options(parser.parse_args(["models", *(f"{option}=4" for option in WITHOUT_EFFECT)])).without_effect
+    given = without_effect(run_arguments("models", *(f"{option}=4" for option in WITHOUT_EFFECT)))
     assert set(given) == set(WITHOUT_EFFECT)
     assert warning_of(["--http-thread-count", "--http-thread-count"]) == (
         "without effect here: --http-thread-count (one event loop serves all HTTP connections)"
     )
     settings = ["python,shm-default-byte-size=1", "onnxruntime,intra_op_thread_count=1", "of_a_plug_in,what=ever"]
-    given = run_options(parser.parse_args(["models", *(f"--backend-config={one}" for one in settings)])).without_effect
+    given = without_effect(run_arguments("models", *(f"--backend-config={one}" for one in settings)))
     assert warning_of(given) == (
         "without effect here: --backend-config=python,shm-default-byte-size (this backend has no settings)"
     )
@@ -231,35 +232,32 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_the_defaults_are_safe(tmp_path: Path) -> None:
-    from flowserve.cli.options import RunOptions
-
-    options = RunOptions((tmp_path,))
-    assert options.http.address == "127.0.0.1"
-    assert options.http.max_input_size == 64 << 20
+def test_the_defaults_are_safe() -> None:
+    options = run_arguments("models")
+    assert options.http_address == options.grpc_address == "127.0.0.1"
+    assert options.http_max_input_size == 64 << 20
     assert options.exit_on_error
     assert options.strict_readiness
     assert not options.allow_client_shm
 
 
-def choice(*options: str) -> GrpcChoice:
-    parser = argparse.ArgumentParser()
-    add_run_arguments(parser)
-    return grpc_choice(parser.parse_args(["graphs", *options]))
+def chosen(*options: str) -> GrpcOptions:
+    return grpc_options(run_arguments("graphs", *options))
 
 
 def test_restrictions_of_http_apply_to_grpc_by_default() -> None:
     http, grpc = "--http-restricted-api=inference,health:key=value", "--grpc-restricted-protocol=health,trace:mine=v"
-    assert choice(http, grpc).options.restrictions == (
+    assert chosen(http, grpc).restrictions == (
         Restriction(("health", "trace"), "triton-grpc-protocol-mine", "v"),
         Restriction(("inference",), "key", "value"),
     )
-    assert choice(http, grpc).open_over_http == ("trace",)
-    assert choice(http).open_over_http == choice().options.restrictions == ()
+    assert open_over_http(run_arguments("graphs", http, grpc)) == ["trace"]
+    assert open_over_http(run_arguments("graphs", http)) == []
+    assert chosen().restrictions == ()
 
 
 def test_connection_options_have_grpcs_names_and_tritons_defaults() -> None:
-    assert dict(choice().options.channel) == {
+    assert dict(chosen().channel) == {
         "grpc.keepalive_permit_without_calls": 0,
         "grpc.keepalive_time_ms": 7_200_000,
         "grpc.keepalive_timeout_ms": 20_000,
@@ -267,7 +265,7 @@ def test_connection_options_have_grpcs_names_and_tritons_defaults() -> None:
         "grpc.http2.min_ping_interval_without_data_ms": 300_000,
         "grpc.http2.max_ping_strikes": 2,
     }
-    given = choice(
+    given = chosen(
         "--grpc-keepalive-permit-without-calls=true",
         "--grpc-keepalive-time=5",
         "--grpc-http2-max-ping-strikes=0",
@@ -275,7 +273,7 @@ def test_connection_options_have_grpcs_names_and_tritons_defaults() -> None:
         "--grpc-max-connection-age-grace=8",
         "--grpc-infer-response-compression-level=medium",
     )
-    assert dict(given.options.channel).items() >= {
+    assert dict(given.channel).items() >= {
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", 5),
         ("grpc.http2.max_ping_strikes", 0),
@@ -286,15 +284,13 @@ def test_connection_options_have_grpcs_names_and_tritons_defaults() -> None:
 
 
 def test_metrics_are_chosen_as_for_tritonserver() -> None:
-    def chosen(*options: str) -> MetricsOptions:
-        parser = argparse.ArgumentParser()
-        add_run_arguments(parser)
-        return metrics_options(parser.parse_args(["graphs", *options]))
+    def chosen(*options: str) -> MetricsChoice | None:
+        return metrics_choice(run_arguments("graphs", *options))
 
-    assert chosen() == MetricsOptions(MetricsChoice())
-    assert chosen("--allow-metrics=false").choice is None
-    assert chosen("--metrics-config=summary_latencies=true").choice == MetricsChoice(quantiles=QUANTILES)
-    assert chosen("--metrics-config=summary_quantiles=0.5").choice == MetricsChoice()
+    assert chosen() == MetricsChoice()
+    assert chosen("--allow-metrics=false") is None
+    assert chosen("--metrics-config=summary_latencies=true") == MetricsChoice(quantiles=QUANTILES)
+    assert chosen("--metrics-config=summary_quantiles=0.5") == MetricsChoice()
     quantiles = ["--metrics-config=summary_latencies=1", "--metrics-config=summary_quantiles=0.5:0.05,1,0.99:0.001"]
     more = [
         "--metrics-config=counter_latencies=false",
@@ -302,14 +298,14 @@ def test_metrics_are_chosen_as_for_tritonserver() -> None:
         "--allow-cpu-metrics=0",
         "--allow-gpu-metrics=0",
     ]
-    assert chosen(*quantiles, *more).choice == MetricsChoice(
+    assert chosen(*quantiles, *more) == MetricsChoice(
         has_latency_counters=False, quantiles=(0.5, 1.0, 0.99), has_machine=False, has_gpus=False, interval_ms=5
     )
 
 
 def test_a_certificate_is_used_only_with_tls() -> None:
     files = ("--grpc-server-cert=c", "--grpc-server-key=k")
-    assert choice("--grpc-use-ssl=true", *files).options.certificate == (Path("c"), Path("k"), None)
-    assert choice("--grpc-use-ssl=false", *files).options.certificate is None
-    mutual = choice("--grpc-use-ssl-mutual=true", "--grpc-root-cert=r", *files)
-    assert mutual.options.certificate == (Path("c"), Path("k"), Path("r"))
+    assert chosen("--grpc-use-ssl=true", *files).certificate == (Path("c"), Path("k"), None)
+    assert chosen("--grpc-use-ssl=false", *files).certificate is None
+    mutual = chosen("--grpc-use-ssl-mutual=true", "--grpc-root-cert=r", *files)
+    assert mutual.certificate == (Path("c"), Path("k"), Path("r"))

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.config.instances import NO_GPUS, Gpus
-from flowserve.config.load import Draft, read_draft
-from flowserve.config.rules import find_problems
-from flowserve.config.rules.subject import RuleInput
+from flowserve.config.load import Draft, find_problems, read_draft
+from flowserve.config.rules import RuleInput
+from flowserve.config.types import NO_GPUS, Gpus
 from flowserve.errors import Problem
 
 DEFAULT_FILES = {"onnxruntime": "model.onnx", "tensorrt": "model.plan", "python": "model.py"}
@@ -41,6 +40,6 @@ def judge(draft: Callable[..., Draft]) -> Callable[..., list[Problem]]:
         text: str | None, *files: str, name: str = "m", gpus: Gpus = NO_GPUS, uses_gpus: bool = True
     ) -> list[Problem]:
         read = draft(text, *files, name=name)
-        return find_problems(RuleInput(read.message, read.source, read.name, read.folder, gpus, uses_gpus))
+        return find_problems(RuleInput(read.parsed.message, read.parsed.source, read.folder, gpus, uses_gpus))
 
     return problems

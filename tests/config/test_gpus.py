@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.config.instances import OFF, Gpus, instances_of
 from flowserve.config.load import Draft, finish
-from flowserve.config.types import Completion, InstanceGroup, ModelConfig, SourceMap
+from flowserve.config.types import OFF, Completion, Gpus, InstanceGroup, ModelConfig, SourceMap, instances_of
 
 TENSORS = """
 backend: "python"

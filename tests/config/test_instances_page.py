@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from flowserve.backends.registry import find
-from flowserve.cli.options import add_run_arguments, run_options
-from flowserve.config.instances import Gpus
+from flowserve.cli.options import run_arguments
 from flowserve.config.load import Draft, finish
-from flowserve.config.types import LimitedResource, ModelConfig, RateLimiter
+from flowserve.config.types import Gpus, LimitedResource, ModelConfig, RateLimiter
 from flowserve.errors import Problem
 from flowserve.memory.devices import NO_DRIVER
 from flowserve.scheduling.rate_limit.limiter import EVERYWHERE, Available, Limiter, Needs, Resource
@@ -58,10 +56,8 @@ def test_refused_examples_of_the_page_are_refused_with_these_messages(
 
 def test_the_command_of_the_page_prints_its_table(page: str) -> None:
     (command,) = re.findall(r"^```\n(--rate-limit-resource.*)\n```", page, re.MULTILINE)
-    parser = argparse.ArgumentParser()
-    add_run_arguments(parser)
-    options = run_options(parser.parse_args(["models", *command.split()]))
-    limiter = Limiter([Available(*given) for given in options.rate_limit_resources])
+    arguments = run_arguments("models", *command.split())
+    limiter = Limiter([Available(*given) for given in arguments.rate_limit_resource])
     limiter.add([Needs({("R1", device): 1, ("R2", device): 1}) for device in (0, 1)])
     limiter.add([Needs({("R3", EVERYWHERE): 1})])
     table: dict[Resource, int] = {}
@@ -70,7 +66,7 @@ def test_the_command_of_the_page_prints_its_table(page: str) -> None:
     ):
         device = EVERYWHERE if where == "the server" else int(where.split()[1])
         table |= {(f"R{n}", device): int(cell) for n, cell in enumerate(cells, 1) if cell.strip()}
-    assert limiter.counts() == table
+    assert limiter.total == table
 
 
 def test_the_numbers_of_the_page_match_the_code(page: str) -> None:

@@ -49,19 +49,19 @@ def test_the_backend_is_guessed_from_files(
     draft: Read, text: str | None, files: tuple[str, ...], backend: str, platform: str, filename: str
 ) -> None:
     read = draft(text, *files)
-    assert read.backend == backend
+    assert read.preliminary.backend == backend
     assert read.preliminary.platform == platform
     assert read.preliminary.default_model_filename == filename
 
 
 def test_a_name_with_a_dot_names_its_backend(draft: Read) -> None:
-    assert draft(None, name="model.identity").backend == "identity"
+    assert draft(None, name="model.identity").preliminary.backend == "identity"
 
 
 def test_a_third_party_backend_is_found_by_its_file(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "model.gguf").write_bytes(b"")
-    assert read_draft(tmp_path / "m", tmp_path, {"llama": "model.gguf"}).backend == "llama"
+    assert read_draft(tmp_path / "m", tmp_path, {"llama": "model.gguf"}).preliminary.backend == "llama"
 
 
 def test_a_draft_shows_incomplete_fields(draft: Read) -> None:

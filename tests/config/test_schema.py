@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from flowserve.config import model_config_pb2
-from flowserve.config.generate import generate
+from tests.support.generated_code import generate
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +21,9 @@ def theirs() -> FileDescriptorProto:
     return describe(client)
 
 
-def describe(module: object) -> FileDescriptorProto:
+def describe(module: Any) -> FileDescriptorProto:
     file = FileDescriptorProto()
-    module.DESCRIPTOR.CopyToProto(file)  # type: ignore[attr-defined]
+    module.DESCRIPTOR.CopyToProto(file)
     return file
 
 
@@ -30,10 +31,10 @@ def facts(file: FileDescriptorProto) -> set[tuple[object, ...]]:
     """Every field and enumeration value with its number and type."""
     found: set[tuple[object, ...]] = set()
 
-    def visit(prefix: str, messages: object, enums: object) -> None:
-        for enum in enums:  # type: ignore[attr-defined]
+    def visit(prefix: str, messages: Any, enums: Any) -> None:
+        for enum in enums:
             found.update((prefix, enum.name, value.name, value.number) for value in enum.value)
-        for message in messages:  # type: ignore[attr-defined]
+        for message in messages:
             name = f"{prefix}.{message.name}"
             for field in message.field:
                 oneof = message.oneof_decl[field.oneof_index].name if field.HasField("oneof_index") else ""
@@ -46,7 +47,7 @@ def facts(file: FileDescriptorProto) -> set[tuple[object, ...]]:
 
 def test_the_generated_code_is_what_the_generator_makes() -> None:
     for path, text in generate().items():
-        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python -m flowserve.config.generate"
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python -m tests.support.generated_code"
 
 
 def test_names_numbers_and_types_are_those_of_tritons_client(theirs: FileDescriptorProto) -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from google.protobuf import text_format
 
-from flowserve.config.load import Draft, finish
+from flowserve.config.load import Draft, find_problems, finish
 from flowserve.config.model_config_pb2 import ModelConfig
 from flowserve.config.parse import parse_model_config
-from flowserve.config.rules import find_problems
-from flowserve.config.rules.subject import RuleInput
+from flowserve.config.rules import RuleInput
 from flowserve.errors import Problems
 
 # File -> the unsupported features (config/unsupported.py) that it uses.
@@ -50,7 +49,7 @@ def test_a_seed_parses_as_by_protobuf_and_breaks_no_rule(
     message = parse_model_config(text, name)[0]
     assert message == text_format.Parse(text, ModelConfig())
     read = draft(text, name=message.name or name)
-    assert find_problems(RuleInput(read.message, read.source, read.name, read.folder)) == []
+    assert find_problems(RuleInput(read.parsed.message, read.parsed.source, read.folder)) == []
 
 
 @pytest.mark.parametrize("name", SEEDS)
@@ -65,5 +64,5 @@ def test_a_seed_is_served_or_the_missing_feature_is_named(
         refused = {problem.rule for problem in error.problems}
     else:
         refused = set()
-        assert config.json["name"] == read.name
+        assert config.json["name"] == read.folder.name
     assert refused == SEEDS[name]

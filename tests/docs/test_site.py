@@ -17,7 +17,7 @@ def beside(root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_site_is_built_and_its_reference_knows_the_public_door(
+def test_the_site_is_built_and_its_reference_has_the_public_api(
     done_beside: subprocess.CompletedProcess[str],
 ) -> None:
     assert (done_beside.returncode, done_beside.stdout) == (0, ""), done_beside.stdout + done_beside.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -35,9 +36,9 @@ def compiled(*steps: Step, outputs: str = "out", limit: int = 0, instances: int 
     return compile_ensemble(config, 1, available(*models))
 
 
-def refused(*steps: Step, **options: object) -> str:
+def refused(*steps: Step, **options: Any) -> str:
     with pytest.raises(Problems) as caught:
-        compiled(*steps, **options)  # type: ignore[arg-type]
+        compiled(*steps, **options)
     (problem,) = caught.value.problems
     return f"[{problem.rule}] {problem.message}"
 

@@ -6,15 +6,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Place, Problem, Problems
 from flowserve.graph.compile import compile_ensemble
-from flowserve.graph.conversion import Conversion
 from flowserve.graph.rules import RULES
+from flowserve.graph.types import Conversion
 from tests.support.ensembles import available, ensemble, model, tensors
 
 DECODE = model("decode", {"BYTES": "BYTES[1]"}, {"IMAGE": "FP32[3,8,8]"})
@@ -36,10 +36,10 @@ def refusals(config: ModelConfig, *models: ModelConfig, failed: Mapping[str, str
     return caught.value.problems
 
 
-def with_steps(*steps: tuple[str, Mapping[str, str], Mapping[str, str]], **changes: object) -> ModelConfig:
+def with_steps(*steps: tuple[str, Mapping[str, str], Mapping[str, str]], **changes: Any) -> ModelConfig:
     inputs = changes.pop("inputs", {"picture": "BYTES[1]"})
     outputs = changes.pop("outputs", {"scores": "FP32[10]"})
-    return ensemble("pipe", inputs, outputs, steps, **changes)  # type: ignore[arg-type]
+    return ensemble("pipe", inputs, outputs, steps, **changes)
 
 
 def place_of(config: ModelConfig, path: str) -> object:
@@ -487,7 +487,7 @@ def test_rule_G15_a_batch_dimension_may_match_an_ordinary_dimension() -> None:
         max_batch_size=0,
     )
     graph = compile_ensemble(config, 1, available(find, read, join))
-    assert [node.is_batching for node in graph.nodes] == [False, True, False]
+    assert [node.max_batch_size > 0 for node in graph.nodes] == [False, True, False]
 
 
 def test_a_model_without_a_batch_dimension_may_feed_one_that_has_it() -> None:

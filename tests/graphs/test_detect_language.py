@@ -55,9 +55,7 @@ def test_the_language_of_every_held_out_sentence_is_found(
     assert found == [name for _, name in sentences]
 
 
-def test_sentences_sent_all_at_once_come_back_to_their_senders(
-    client: triton.InferenceServerClient, root: Path
-) -> None:
+def test_concurrent_sentences_get_their_own_responses(client: triton.InferenceServerClient, root: Path) -> None:
     sentences = _held_out(root)
     waiting = [client.async_infer("detect_language", _texts(text)) for text, _ in sentences]
     assert [each.get_result().as_numpy("LANGUAGE")[0, 0].decode() for each in waiting] == [

@@ -1,4 +1,4 @@
-"""What the READMEs of the examples show is what happens: commands are run, answers compared, pictures drawn anew.
+"""The READMEs of the examples are correct: commands are run, output is compared, pictures are drawn again.
 
 In a README a block marked `sh` or `python` is a request, and the block that follows it is what it prints.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from flowserve.graph.advice import advise
-from flowserve.render.diagrams import render_mermaid
+from flowserve.render.text import render_mermaid
 from flowserve.runtime.loading.reading import Reading, read_repositories
 from flowserve.testing.serve import Served
 
@@ -51,9 +51,9 @@ def reading() -> Reading:
 @pytest.fixture(scope="module")
 def pictures(reading: Reading) -> Mapping[str, str]:
     """The graph of each example as Mermaid draws it."""
-    graphs, facts = reading.resolution.graphs, reading.facts()
+    graphs, configs = reading.resolution.graphs, reading.configs
     assert not reading.resolution.failed
-    return {name: render_mermaid(versions[max(versions)], facts) for name, versions in graphs.items()}
+    return {name: render_mermaid(versions[max(versions)], configs) for name, versions in graphs.items()}
 
 
 def test_every_example_is_valid(pictures: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of any size become what networks take: the same as Pillow makes, on numpy and on whatever looks like it."""
+"""Preprocessing of pictures of any size: equal to Pillow, on numpy and on compatible array libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from PIL import Image
 from flowserve.backends import registry
 from flowserve.backends.python.pb_utils import triton_python_backend_utils as pb_utils
 from flowserve.repository.layout import find_models
-from flowserve.repository.read import read_model
+from flowserve.repository.read import examine
 from flowserve.runtime.loading.completion import complete
 from flowserve.values import Array
 from tests.support.backends import Opened, Repository, open_instance
@@ -29,7 +29,7 @@ COMMON = {"float32", "moveaxis", "matmul", "ascontiguousarray", "asarray"}
 
 def opened(**parameters: str) -> Opened:
     (folder,) = [one for one in find_models([GRAPHS]).folders if one.name == "image_preprocess"]
-    config = read_model(folder, registry.default_files(), complete).config
+    config = examine(folder, registry.default_files(), complete).valid().config
     json: dict[str, Any] = {**config.json, "parameters": {**config.json["parameters"]}}
     json["parameters"] |= {key: {"string_value": value} for key, value in parameters.items()}
     return open_instance(Repository(GRAPHS), replace(config, json=json))
@@ -42,7 +42,7 @@ def picture(height: int, width: int, seed: int = 0) -> Array:
 
 
 @pytest.mark.parametrize(("height", "width"), [(480, 640), (224, 224), (50, 31), (1, 1000)])
-def test_pictures_are_resized_as_pillow_does_it_and_normalised(height: int, width: int) -> None:
+def test_pictures_are_resized_as_by_pillow_and_normalised(height: int, width: int) -> None:
     image = picture(height, width)
     (tensor,) = opened().run({"IMAGE": image[None]}).outputs[0]
     assert tensor is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,6 @@ import pytest
 from flowserve.testing.serve import Served
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture(scope="module")
-def held_out(root: Path) -> list[dict[str, Any]]:
-    examples: list[dict[str, Any]] = json.loads((root / "graphs/digit/held_out.json").read_text())
-    return examples
 
 
 def read(server: Served, line: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
@@ -32,18 +25,20 @@ def read(server: Served, line: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
         connection.close()
 
 
-def test_every_digit_of_a_number_is_read_in_its_place(served_graphs: Served, held_out: list[dict[str, Any]]) -> None:
-    digits = held_out * 5
+def test_every_digit_of_a_number_is_recognised_in_order(
+    served_graphs: Served, held_out_digits: list[dict[str, Any]]
+) -> None:
+    digits = held_out_digits * 5
     line = np.hstack([np.array(example["pixels"], np.uint8) for example in digits])
     assert read(served_graphs, line) == [(example["digit"], 8 * n) for n, example in enumerate(digits)]
 
 
 def test_blanks_are_skipped_and_a_blank_image_has_no_digits(
-    served_graphs: Served, held_out: list[dict[str, Any]]
+    served_graphs: Served, held_out_digits: list[dict[str, Any]]
 ) -> None:
-    blank, digit = np.zeros((8, 8), np.uint8), np.array(held_out[0]["pixels"], np.uint8)
+    blank, digit = np.zeros((8, 8), np.uint8), np.array(held_out_digits[0]["pixels"], np.uint8)
     assert read(served_graphs, np.hstack([blank, digit, blank, blank, digit])) == [
-        (held_out[0]["digit"], 8),
-        (held_out[0]["digit"], 32),
+        (held_out_digits[0]["digit"], 8),
+        (held_out_digits[0]["digit"], 32),
     ]
     assert read(served_graphs, blank) == []

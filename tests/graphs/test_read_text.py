@@ -42,13 +42,13 @@ def _read(answer: triton.InferResult, row: int = 0) -> dict[str, Any]:
     }
 
 
-def test_every_picture_is_read_word_for_word(
+def test_every_picture_is_transcribed_exactly(
     client: triton.InferenceServerClient, pictures: dict[str, dict[str, Any]], files: dict[str, bytes]
 ) -> None:
     assert {name: _read(client.infer("read_text", _images(file))) for name, file in files.items()} == pictures
 
 
-def test_pictures_sent_all_at_once_come_back_to_their_senders(
+def test_concurrent_pictures_get_their_own_responses(
     client: triton.InferenceServerClient, pictures: dict[str, dict[str, Any]], files: dict[str, bytes]
 ) -> None:
     names = [*files] * 4
@@ -56,7 +56,7 @@ def test_pictures_sent_all_at_once_come_back_to_their_senders(
     assert [_read(each.get_result()) for each in waiting] == [pictures[name] for name in names]
 
 
-def test_several_pictures_in_one_request_are_read_each_for_itself(
+def test_pictures_in_one_request_are_transcribed_separately(
     client: triton.InferenceServerClient, pictures: dict[str, dict[str, Any]], files: dict[str, bytes]
 ) -> None:
     answer = client.infer("read_text", _images(*files.values()))
@@ -77,7 +77,7 @@ def test_an_image_file_is_a_complete_request(
     assert answer.content.endswith(pictures["hello.png"]["text"].encode())
 
 
-def test_an_empty_page_is_empty_text_that_is_certain(
+def test_an_empty_page_is_empty_text_with_full_confidence(
     client: triton.InferenceServerClient, files: dict[str, bytes]
 ) -> None:
     answer = client.infer("read_text", _images(files["empty.png"]))
@@ -86,7 +86,7 @@ def test_an_empty_page_is_empty_text_that_is_certain(
 
 
 @pytest.mark.fault("E9")
-def test_only_the_branch_that_is_asked_for_runs(client: triton.InferenceServerClient, files: dict[str, bytes]) -> None:
+def test_only_the_requested_branch_runs(client: triton.InferenceServerClient, files: dict[str, bytes]) -> None:
     def inferences(model: str) -> int:
         return int(client.get_inference_statistics(model)["model_stats"][0]["inference_count"])
 

@@ -1,4 +1,4 @@
-"""`shapes`: one picture, two models side by side, by its held-out examples."""
+"""`shapes`: one picture, two parallel models, by its held-out examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`voice_activity`: streamed sound, whose state the server keeps."""
+"""`voice_activity`: streamed sound with state kept by the server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _speech(
 
 
 @pytest.mark.parametrize("size", [1, 10, 37, 150])
-def test_however_sound_is_cut_into_pieces_the_decisions_are_those_of_one_whole_pass(
+def test_decisions_do_not_depend_on_the_segmentation_of_the_sound(
     client: triton.InferenceServerClient, sound: np.ndarray[Any, Any], size: int
 ) -> None:
     total = len(sound) // FRAME

@@ -85,10 +85,6 @@ REPEATS = """
 VECTOR = "data_type: TYPE_FP32 dims: [ -1 ]"
 
 
-def config_name(dtype: DType) -> str:
-    return "TYPE_STRING" if dtype is DType.BYTES else f"TYPE_{dtype.wire}"
-
-
 def write(repository: Path, name: str, body: str, config: str, files: Mapping[str, str] | None = None) -> None:
     folder = repository / name
     (folder / "1").mkdir(parents=True)
@@ -109,8 +105,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     labelled = VECTOR + ' label_filename: "labels.txt"'
     write(folder, "score", ECHO, one_in_one_out(out=labelled), {"labels.txt": "cat\ndog\nbird\n"})
     inputs = "".join(
-        f'input {{ name: "IN_{one}" data_type: {config_name(one)} dims: [ -1 ] optional: true }}\n'
-        f'output {{ name: "OUT_{one}" data_type: {config_name(one)} dims: [ -1 ] }}\n'
+        f'input {{ name: "IN_{one}" data_type: {one.config_name} dims: [ -1 ] optional: true }}\n'
+        f'output {{ name: "OUT_{one}" data_type: {one.config_name} dims: [ -1 ] }}\n'
         for one in DType
     )
     write(folder, "types", TYPES, inputs)

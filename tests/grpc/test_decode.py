@@ -12,7 +12,7 @@ from flowserve.errors import Invalid, ModelFailed
 from flowserve.grpc.decode import decode_request
 from flowserve.grpc.encode import details_of, encode_response
 from flowserve.grpc.service_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
-from flowserve.memory import bytes_codec
+from flowserve.memory import raw
 from flowserve.memory.client_memory import Portion
 from flowserve.values import DType, Response
 
@@ -56,7 +56,7 @@ def test_typed_contents_become_an_array(kind: str) -> None:
 def test_raw_contents_are_views_of_the_message_and_keep_their_order() -> None:
     made = message(raw=np.array([1, 2], np.float32).tobytes())
     made.inputs.add(name="TEXT", datatype="BYTES", shape=[1])
-    made.raw_input_contents.append(bytes_codec.encode(np.array([b"x"], object)))
+    made.raw_input_contents.append(raw.encode_bytes(np.array([b"x"], object)))
     inputs = decode_request(made).request.inputs
     assert [*inputs] == ["IN", "TEXT"]
     assert inputs["IN"].tolist() == [1, 2]
@@ -159,8 +159,8 @@ def test_shared_memory_inputs_are_left_for_later() -> None:
     made.inputs[0].parameters["shared_memory_region"].string_param = "r"
     assert "'shared_memory_byte_size' must be specified" in refusal(made)
     made.inputs[0].parameters["shared_memory_byte_size"].int64_param = 8
-    (shared,) = decode_request(made).shared
-    assert shared.portion == Portion("r", 0, 8)
+    ((_, portion),) = decode_request(made).shared
+    assert portion == Portion("r", 0, 8)
     made.inputs[0].parameters["shared_memory_byte_size"].int64_param = 9
     assert "input byte size mismatch" in refusal(made)
 
@@ -186,7 +186,7 @@ def test_protobuf_reads_outputs_of_any_size(size: int) -> None:
         ("A", "FP32", [size]),
         ("B", "BYTES", [1]),
     ]
-    assert [*reply.raw_output_contents] == [arrays["A"].tobytes(), bytes_codec.encode(arrays["B"])]
+    assert [*reply.raw_output_contents] == [arrays["A"].tobytes(), raw.encode_bytes(arrays["B"])]
 
 
 def test_status_details_stay_below_the_clients_limit() -> None:

@@ -11,7 +11,7 @@ import trio
 from flowserve.grpc import server
 from flowserve.grpc.options import GrpcOptions
 from flowserve.memory.client_memory import ClientMemory
-from flowserve.observe.log_settings import LogSettings
+from flowserve.observe.settings import LogSettings
 
 DRAIN_S = 15.0
 

@@ -20,7 +20,7 @@ from tritonclient.utils import InferenceServerException
 
 from flowserve.grpc.health_pb2 import HealthCheckRequest
 from flowserve.grpc.service import GROUP
-from flowserve.runtime.protocol.restriction import GROUPS
+from flowserve.runtime.protocol import GROUPS
 from flowserve.testing.serve import DidNotServe, Served, serving
 
 pytestmark = pytest.mark.server

@@ -16,7 +16,7 @@ from flowserve.testing.serve import serving
 
 @pytest.mark.server
 @pytest.mark.slow
-def test_the_pages_example_prints_what_the_page_says(root: Path, options: tuple[str, ...]) -> None:
+def test_the_pages_example_prints_its_documented_output(root: Path, options: tuple[str, ...]) -> None:
     page = (root / "docs/grpc.md").read_text()
     ((program, printed),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
     with serving(root / "graphs", *options) as served:

@@ -14,7 +14,7 @@ from flowserve.errors import FlowserveError, Invalid
 from flowserve.grpc.decode import MessageReader, ReceivedMessage, decode_request, split
 from flowserve.grpc.encode import MessageEncoder, encode_response
 from flowserve.grpc.service_pb2 import ModelInferRequest
-from flowserve.memory import bytes_codec
+from flowserve.memory import raw
 from flowserve.runtime.workers.parameters import STATELESS
 from flowserve.values import Response
 
@@ -37,7 +37,7 @@ def messages(draw: st.DrawFn) -> ModelInferRequest:
             tensor.parameters["shared_memory_region"].string_param = "r"
             tensor.parameters["shared_memory_byte_size"].int64_param = 4
         elif kind == "BYTES":
-            made.raw_input_contents.append(bytes_codec.encode(np.array([b"x"] * max(count, 0), object)))
+            made.raw_input_contents.append(raw.encode_bytes(np.array([b"x"] * max(count, 0), object)))
         else:
             size = max(count, 0) * KINDS[kind] + draw(st.sampled_from([0, 0, 0, 1]))
             made.raw_input_contents.append(draw(st.binary(min_size=size, max_size=size)))
@@ -52,12 +52,12 @@ def contents(read: ReceivedMessage | Invalid) -> Any:
     """All observable contents of a message."""
     if isinstance(read, Invalid):
         return str(read)
+    request = read.request
     if read.error is not None:
-        return read.target, read.decoded.request.id, str(read.error)
-    decoded, request = read.decoded, read.decoded.request
+        return read.target, request.id, str(read.error)
     inputs = {name: (one.dtype, one.shape, one.tolist()) for name, one in request.inputs.items()}
     others = [getattr(request, name) for name in request.__slots__ if name not in ("inputs", "stamp")]
-    return read.target, inputs, others, decoded.shared, decoded.classes, decoded.portions, decoded.wants_final
+    return read.target, inputs, others, read.shared, read.classes, read.portions, read.wants_final
 
 
 def decoded_by_protobuf(data: bytes) -> Any:
@@ -65,11 +65,10 @@ def decoded_by_protobuf(data: bytes) -> Any:
         message = ModelInferRequest.FromString(data)
     except DecodeError:
         return contents(MessageReader()(b"\xff"))
-    target = message.model_name, message.model_version
     try:
-        return contents(ReceivedMessage(target, decode_request(message)))
+        return contents(decode_request(message))
     except FlowserveError as error:
-        return target, message.id, str(error)
+        return (message.model_name, message.model_version), message.id, str(error)
 
 
 @given(st.lists(messages(), min_size=1, max_size=4))
@@ -103,9 +102,21 @@ def test_tensors_are_views_of_the_message() -> None:
     for _ in range(2):
         read = reader(data)
         assert isinstance(read, ReceivedMessage)
-        array = read.decoded.request.inputs["A"]
+        array = read.request.inputs["A"]
         assert np.shares_memory(array, np.frombuffer(data, np.uint8))
         assert not array.flags.writeable
+
+
+def test_a_tensor_of_the_wrong_size_after_a_kept_part_is_refused() -> None:
+    made = ModelInferRequest(model_name="m", raw_input_contents=[bytes(4)])
+    made.inputs.add(name="A", datatype="UINT8", shape=[4])
+    reader = MessageReader()
+    assert isinstance(reader(made.SerializeToString()), ReceivedMessage)
+    made.raw_input_contents[0] = bytes(3)
+    read = reader(made.SerializeToString())
+    assert isinstance(read, ReceivedMessage)
+    assert "input byte size mismatch" in str(read.error)
+    assert contents(read) == decoded_by_protobuf(made.SerializeToString())
 
 
 @pytest.mark.parametrize(

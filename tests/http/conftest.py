@@ -13,12 +13,10 @@ import trio
 from trio.testing import MockClock
 
 from flowserve.http.api.app import make_app
-from flowserve.http.api.infer import InferRoute
-from flowserve.http.api.options import AppOptions
-from flowserve.http.server.listeners import open_listeners
-from flowserve.http.server.server import Server
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.http.api.infer import AppOptions, InferRoute
+from flowserve.http.server.connection import Phase
+from flowserve.http.server.server import Server, open_listeners
+from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from tests.support.engine import add_function
 
@@ -97,6 +95,10 @@ class Running:
         self.sockets.callback(stream.socket.close)
         return Client(stream)
 
+    def count(self, phase: Phase) -> int:
+        """The number of the server's connections in this phase."""
+        return [connection.phase for connection in self.server.connections.values()].count(phase)
+
     async def until(self, condition: Callable[[], object], every_s: float = 0.001) -> None:
         """Come back when `condition` holds; it depends on what the server does, which sets no event for tests."""
         with trio.fail_after(60):
@@ -109,8 +111,8 @@ Start = Callable[..., Awaitable[Running]]
 
 @pytest.fixture
 async def start(nursery: trio.Nursery) -> AsyncIterator[Start]:
-    """`await start(app, Limits(...), direct)` serves any ASGI app, and a direct route in front of it, until the test is
-    over; `await start(engine, AppOptions(...))` the whole API over an engine.
+    """`await start(app, Limits(...), direct)` serves any ASGI app, and an inference handler before it, until the
+    test is over; `await start(engine, AppOptions(...))` the whole API over an engine.
     """
 
     async def start(app: Any, options: Any = None, direct: Any = None) -> Running:
@@ -137,7 +139,7 @@ async def engine() -> AsyncIterator[Engine]:
     """A real engine with one batching FP32 model 'double', four numbers in and out."""
     async with open_engine(EngineOptions()) as engine:
         add_function(engine, "double", [lambda array: array * np.float32(2)])
-        engine.deployments.loaded()
+        engine.deployments.is_loaded = True
         yield engine
 
 

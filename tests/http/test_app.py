@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,8 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
 from flowserve.http.api.app import make_app
-from flowserve.http.api.options import AppOptions
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.http.api.infer import AppOptions
+from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.version import __version__
 from tests.support.engine import add_function
@@ -37,7 +36,7 @@ async def ask(api: Any, method: str, path: str, body: bytes = b"", *headers: str
     return answer.status, json.loads(answer.body) if answer.body else None
 
 
-def numbers(*rows: list[float], **fields: Any) -> bytes:
+def numbers(*rows: Sequence[float], **fields: Any) -> bytes:
     shape, data = [len(rows), 4], [number for row in rows for number in row]
     return json.dumps({"inputs": [{"name": "IN", "datatype": "FP32", "shape": shape, "data": data}], **fields}).encode()
 
@@ -45,7 +44,7 @@ def numbers(*rows: list[float], **fields: Any) -> bytes:
 # ---------------------------------------------------------------------------------------------- inference
 
 
-async def test_json_in_json_out(api: Any) -> None:
+async def test_a_json_request_gets_a_json_response(api: Any) -> None:
     status, answer = await ask(api, "POST", "/v2/models/double/infer", numbers([1, 2, 3, 4], id="x"))
     assert status == 200
     assert answer == {
@@ -56,7 +55,7 @@ async def test_json_in_json_out(api: Any) -> None:
     }
 
 
-async def test_binary_in_binary_out(api: Any) -> None:
+async def test_a_binary_request_gets_a_binary_response(api: Any) -> None:
     header = json.dumps(
         {
             "inputs": [{"name": "IN", "datatype": "FP32", "shape": [1, 4], "parameters": {"binary_data_size": 16}}],
@@ -146,7 +145,7 @@ async def test_unknown_models_and_versions_are_404(api: Any) -> None:
         assert await ask(api, "POST", path, numbers([1, 2, 3, 4])) == (404, {"error": text})
 
 
-async def test_a_client_that_leaves_withdraws_its_request(engine: Engine, api: Any) -> None:
+async def test_a_closed_connection_cancels_its_request(engine: Engine, api: Any) -> None:
     import threading
 
     gate = threading.Event()
@@ -308,7 +307,7 @@ async def test_models_are_not_loaded_over_http(api: Any, verb: str) -> None:
     assert answer["error"].startswith("explicit model load / unload is not allowed if polling is enabled")
 
 
-async def test_a_mistake_of_ours_is_500_without_its_details(
+async def test_an_internal_error_is_500_without_details(
     api: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine.deployments, "index", lambda **_: 1 // 0)
@@ -316,7 +315,7 @@ async def test_a_mistake_of_ours_is_500_without_its_details(
     assert "ZeroDivisionError" in caplog.text
 
 
-async def test_a_body_in_pieces_is_collected_and_bounded(engine: Engine) -> None:
+async def test_a_body_in_pieces_is_joined_and_limited(engine: Engine) -> None:
     """As foreign ASGI servers hand it on."""
     body = numbers([1, 2, 3, 4])
     small = await _through_asgi(make_app(engine), [body[:20], body[20:]])

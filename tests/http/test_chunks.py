@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.http.server.chunked_body import ChunkedBody
-from flowserve.http.server.request_head import Refused
+from flowserve.http.server.request_parser import ChunkedBody, Refused
 
 
 def decoded(*pieces: bytes, limit: int = 1 << 20) -> tuple[bytes, bytes]:
@@ -18,7 +17,7 @@ def decoded(*pieces: bytes, limit: int = 1 << 20) -> tuple[bytes, bytes]:
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=6), st.binary(max_size=10), st.data())
-def test_where_the_bytes_are_cut_does_not_matter(chunks: list[bytes], after: bytes, data: st.DataObject) -> None:
+def test_any_segmentation_gives_the_same_result(chunks: list[bytes], after: bytes, data: st.DataObject) -> None:
     wire = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
     cuts = sorted(data.draw(st.lists(st.integers(1, len(wire) - 1), max_size=6, unique=True)))
     pieces = [wire[a:b] for a, b in zip([0, *cuts], [*cuts, len(wire)], strict=True)]
@@ -64,7 +63,7 @@ def test_more_than_65536_chunks_are_refused_and_no_fewer() -> None:
 
 
 @pytest.mark.fault("H11")
-def test_a_body_over_the_limit_is_refused_before_its_bytes_come() -> None:
+def test_a_body_over_the_limit_is_refused_before_it_arrives() -> None:
     with pytest.raises(Refused, match="exceeds the maximum allowed size of 10 bytes") as refused:
         ChunkedBody(10).feed(b"6\r\nabcdef\r\n5\r\n")
     assert refused.value.status == 413

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from flowserve.errors import Invalid
-from flowserve.memory import bytes_codec
+from flowserve.memory import raw
 from flowserve.runtime.engine.classification import ELEMENTS_MAX, check_classifiable, classify
 from flowserve.runtime.engine.engine import Engine
 from flowserve.values import DType
 from tests.support.engine import add_function
 
 
-def ranked(values: Any, count: int, labels: list[str] | None = None, *, batching: bool = True) -> list[Any]:
+def ranked(values: Any, count: int, labels: list[str] | None = None, *, batching: bool = True) -> Any:
     return classify("OUT", np.asarray(values), count, labels or [], batching=batching).tolist()
 
 
@@ -31,7 +31,7 @@ def test_labels_follow_the_index_where_there_is_one() -> None:
     assert ranked([[1.0, 3.0, 2.0]], 3, ["cat", "dog"]) == [[b"3.000000:1:dog", b"2.000000:2", b"1.000000:0:cat"]]
 
 
-def test_more_classes_than_values_are_all_there_are_and_other_dimensions_are_flattened() -> None:
+def test_at_most_all_values_are_classes_and_other_dimensions_are_flattened() -> None:
     assert ranked([[[1, 4], [3, 2]]], 9) == [[b"4:1", b"3:2", b"2:3", b"1:0"]]
     assert ranked([[[1, 4], [3, 2]]], 1, batching=False) == [b"4:1"]
     assert classify("OUT", np.empty((0, 3)), 2, [], batching=True).shape == (0, 2)
@@ -44,7 +44,7 @@ def test_equal_values_keep_their_order_and_nan_is_last() -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"])
-def test_the_ends_of_every_integer_type_are_ranked_right(kind: str) -> None:
+def test_the_limits_of_every_integer_type_are_ranked_correctly(kind: str) -> None:
     ends = np.iinfo(kind)
     values = np.array([[0, ends.max, ends.min, 1, ends.max - 1]], kind)
     indices = [int(one.split(b":")[1]) for one in ranked(values, 5)[0]]
@@ -65,7 +65,7 @@ def test_rows_that_take_long_to_rank_are_refused() -> None:
         classify("OUT", np.zeros((1, ELEMENTS_MAX + 1), np.int8), 1, [], batching=True)
 
 
-def test_more_classes_than_the_loop_has_time_for_are_refused_however_many_rows_they_are_of() -> None:
+def test_too_many_classes_for_the_event_loop_are_refused_for_any_number_of_rows() -> None:
     scores = np.zeros((8, ELEMENTS_MAX // 4), np.int8)
     with pytest.raises(Invalid, match="8 rows of 250000 classes"):
         classify("OUT", scores, ELEMENTS_MAX, [], batching=True)
@@ -96,4 +96,4 @@ async def test_a_client_gets_classes_as_json_and_binary(engine: Engine, api: Any
     (told,) = json.loads(answer.body[:cut])["outputs"]
     size = {"binary_data_size": len(block)}
     assert told == {"name": "OUT", "datatype": "BYTES", "shape": [2, 2], "parameters": size}
-    assert [each.decode() for each in bytes_codec.decode(block, 4, name="OUT", model="score")] == expected
+    assert [each.decode() for each in raw.decode_bytes(block, 4, name="OUT", model="score")] == expected

@@ -1,7 +1,7 @@
-"""Clients of every temper, many at once, drawn from a seed: each reads exactly the bytes that its requests are owed.
+"""Many random clients at once, from a seed: each reads exactly the expected bytes.
 
-What is drawn: how requests are framed, cut into pieces and pipelined, how the app answers them (at once, later, as any
-ASGI app does, in pieces, with much), how late the client reads, and how it leaves. 250 clients in the suite;
+Random are the framing, segmentation and pipelining of requests, the way of the response (direct, later, from the ASGI
+app, in pieces, large), the delay of the client's reads, and the end of its connection. 250 clients in the suite;
 `--clients N` makes it N, from the same seed on.
 """
 
@@ -21,11 +21,9 @@ import pytest
 import trio
 from starlette.types import Receive, Scope, Send
 
-from flowserve.http.server.connection import RECEIVE_BYTES, Respond
-from flowserve.http.server.limits import Limits
-from flowserve.http.server.listeners import open_listeners, open_unix_listener
-from flowserve.http.server.response_head import CONTINUE
-from flowserve.http.server.server import Server
+from flowserve.http.server.connection import CONTINUE, RECEIVE_BYTES, Phase, Respond
+from flowserve.http.server.request_parser import Limits
+from flowserve.http.server.server import Server, open_listeners, open_unix_listener
 
 AT_ONCE = 40
 WAYS = ("now", "later", "later", "called", "slowly", "pieces", "much")
@@ -42,8 +40,8 @@ def answered(way: str, body: bytes) -> bytes:
 
 
 class App:
-    """Answers each request in the way that its path names: some as a direct route, in bursts and in any order, some as
-    an ASGI app.
+    """Answers each request in the way that its path names: some as an inference handler, in bursts and in any order,
+    some as an ASGI app.
     """
 
     def __init__(self, seed: int) -> None:
@@ -317,9 +315,9 @@ class RandomClients:
         """Return when no client is connected and no memory is held."""
         server = self.server
         with trio.fail_after(5):
-            while server.statistics().connections:  # noqa: ASYNC110 - nothing tells of it
+            while server.connections:  # noqa: ASYNC110 - nothing tells of it
                 await trio.sleep(0.002)
-        assert (server.statistics().running, self.app.promised) == (0, 0)
+        assert (sum(one.phase is Phase.RUNNING for one in server.connections.values()), self.app.promised) == (0, 0)
 
 
 @pytest.fixture
@@ -357,7 +355,7 @@ async def test_property_every_client_reads_the_responses_of_its_requests(
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_a_server_that_ends_among_them_ends_each_connection_after_a_whole_answer(
+async def test_a_server_that_ends_under_load_closes_each_connection_after_a_complete_response(
     random_clients: RandomClients, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     draw = random.Random(seed)

@@ -17,10 +17,10 @@ from hypothesis.extra import numpy as hnp
 from flowserve.errors import Internal, Invalid
 from flowserve.http.api.decode import Decoder, decode_raw
 from flowserve.http.api.encode import HEADER_LENGTH, JSON_HEADERS, Encoder
-from flowserve.http.api.infer_header import ALL_BINARY, AnswerForm
-from flowserve.memory.bytes_codec import encode as encode_strings
+from flowserve.http.api.request_json import ALL_BINARY, AnswerForm
 from flowserve.memory.client_memory import ClientMemory
-from flowserve.values import BY_NUMPY, Array, DType, Response, TensorSpec
+from flowserve.memory.raw import encode_bytes as encode_strings
+from flowserve.values import BY_NUMPY, Array, DType, Parameter, Response, TensorSpec
 
 MANY_VARIABLE = "can not be deduced because there are more than one variable-sized dimension"
 NUMERIC = [dtype for dtype in DType if dtype is not DType.BYTES]
@@ -115,7 +115,7 @@ def test_bool_bytes_that_are_neither_0_nor_1_are_true() -> None:
 
 
 @pytest.mark.fault("S5")
-def test_tensors_without_elements_arrive() -> None:
+def test_tensors_without_elements_are_decoded() -> None:
     body, length = binary_request({"A": ("FP32", [0, 3], b""), "B": ("BYTES", [0], b"")})
     inputs = decoded(body, length)
     assert (inputs["A"].shape, inputs["B"].shape) == ((0, 3), (0,))
@@ -159,7 +159,7 @@ def test_more_and_fewer_strings_than_the_shape_says_are_refused() -> None:
 
 @pytest.mark.fault("B8")
 @given(st.lists(st.binary(max_size=20), max_size=5))
-def test_any_bytes_travel_exactly(elements: list[bytes]) -> None:
+def test_any_bytes_round_trip(elements: list[bytes]) -> None:
     array = np.empty(len(elements), object)
     array[:] = elements
     body, length = binary_request({"A": ("BYTES", [len(elements)], encode_strings(array))})
@@ -171,13 +171,13 @@ def test_any_bytes_travel_exactly(elements: list[bytes]) -> None:
 
 
 @pytest.mark.fault("B8")
-def test_bytes_that_are_not_text_cannot_be_answered_as_json() -> None:
+def test_bytes_that_are_not_utf8_cannot_be_encoded_as_json() -> None:
     with pytest.raises(Invalid, match="output 'A' holds bytes that are not UTF-8"):
         as_json(np.array([b"\xff"], object))
     assert as_json(np.array([b"a\0b", "é".encode()], object))["data"] == ["a\0b", "é"]
 
 
-def test_a_header_that_was_seen_before_still_reads_its_own_bytes() -> None:
+def test_a_repeated_header_is_decoded_with_its_own_bytes() -> None:
     decoder = Decoder(ClientMemory())
     for value in (1, 2, 3):
         body, length = binary_request({"A": ("UINT8", [2], bytes([value, value]))})
@@ -185,7 +185,7 @@ def test_a_header_that_was_seen_before_still_reads_its_own_bytes() -> None:
     assert len(decoder._headers) == 1
 
 
-def test_headers_do_not_pile_up() -> None:
+def test_kept_headers_are_limited() -> None:
     decoder = Decoder(ClientMemory())
     for pad in range(600):
         body, length = binary_request({"A": ("UINT8", [1], b"x")}, pad)
@@ -207,7 +207,7 @@ def spec(wire: str, *dims: int, name: str = "A") -> TensorSpec:
 def test_a_raw_body_is_the_one_input(one: TensorSpec, limit: int, shape: tuple[int, ...]) -> None:
     request, form = decode_raw(np.arange(4, dtype=np.float32).tobytes(), "m", {"A": one}, limit)
     assert request.inputs["A"].tolist() == np.arange(4, dtype=np.float32).reshape(shape).tolist()
-    assert form.is_binary("anything")
+    assert form == ALL_BINARY
 
 
 def test_a_raw_body_can_be_one_string() -> None:
@@ -269,7 +269,7 @@ def test_data_may_be_nested_in_any_way(data: list[Any]) -> None:
     assert from_json("INT32", [2, 2], data).tolist() == [[1, 2], [3, 4]]
 
 
-def test_strings_become_their_utf_8() -> None:
+def test_strings_are_encoded_as_utf8() -> None:
     assert from_json("BYTES", [2], ["é", ""]).tolist() == ["é".encode(), b""]
 
 
@@ -336,7 +336,7 @@ def test_non_finite_numbers_are_decoded_and_encoded() -> None:
 
 
 def test_a_non_finite_parameter_is_encoded_as_json() -> None:
-    said = {"a": math.inf, "b": -math.inf, "c": 0.1, "d": "NaN", "e": True}
+    said: dict[str, Parameter] = {"a": math.inf, "b": -math.inf, "c": 0.1, "d": "NaN", "e": True}
     response = Response("m", 1, {}, parameters={**said, "nan": math.nan})
     (answer,), _ = encode(response, AnswerForm())
     parameters = json.loads(answer)["parameters"]
@@ -377,13 +377,17 @@ def test_a_response_has_the_format_of_kserve() -> None:
     }
 
 
-def test_an_answer_without_an_id_has_none() -> None:
+def test_a_response_to_a_request_without_an_id_has_none() -> None:
     (text,), _ = encode(Response("m", 1, {}), AnswerForm())
     assert json.loads(text) == {"model_name": "m", "model_version": "1", "outputs": []}
 
 
 def test_each_output_has_the_requested_encoding() -> None:
-    outputs = {"A": np.array([1, 2], np.int16), "B": np.array([3], np.int8), "C": np.zeros((0, 2), np.float32)}
+    outputs: dict[str, Array] = {
+        "A": np.array([1, 2], np.int16),
+        "B": np.array([3], np.int8),
+        "C": np.zeros((0, 2), np.float32),
+    }
     parts, length = encode(Response("m", 1, outputs), AnswerForm(True, {"B": False}))
     body = b"".join(parts)
     assert body[length:] == b"\1\0\2\0"
@@ -393,7 +397,7 @@ def test_each_output_has_the_requested_encoding() -> None:
     assert c["parameters"] == {"binary_data_size": 0}
 
 
-def test_answers_that_differ_only_in_their_numbers_keep_their_json_and_no_others() -> None:
+def test_responses_that_differ_only_in_numbers_share_their_json() -> None:
     def ask(model: str, version: int, array: Array, request_id: str = "") -> tuple[dict[str, Any], bytes]:
         parts, length = encode(Response(model, version, {"A": array}, request_id), ALL_BINARY)
         body = b"".join(parts)
@@ -410,7 +414,7 @@ def test_answers_that_differ_only_in_their_numbers_keep_their_json_and_no_others
     assert "id" not in ask("m", 1, ones)[0]
 
 
-def test_binary_answers_of_every_type_are_their_bytes(dtype: DType) -> None:
+def test_binary_outputs_of_every_type_are_their_bytes(dtype: DType) -> None:
     for shape in ((2, 3), (100, 100)):  # small ones are copied, large ones are not
         array = sample(dtype, shape)
         assert answered(array)[1] == array.tobytes()
@@ -426,12 +430,12 @@ def test_a_large_output_is_sent_without_a_copy() -> None:
 
 @pytest.mark.fault("J15")
 @pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16], ids=str)
-def test_half_precision_cannot_be_answered_as_json(dtype: DType) -> None:
+def test_half_precision_cannot_be_encoded_as_json(dtype: DType) -> None:
     with pytest.raises(Invalid, match=f"sending {dtype} data via JSON is not supported"):
         as_json(np.zeros(1, dtype.numpy))
 
 
-def test_a_result_that_is_no_tensor_is_the_models_fault() -> None:
+def test_a_result_that_is_no_tensor_is_an_error_of_the_model() -> None:
     with pytest.raises(Internal, match="model 'm' made output 'A' of numpy type complex64"):
         as_json(np.zeros(1, np.complex64))
 
@@ -440,7 +444,7 @@ def test_every_type_has_its_samples() -> None:
     assert {BY_NUMPY[sample(dtype, (1,)).dtype] for dtype in NUMERIC} == set(NUMERIC)
 
 
-def test_data_that_lies_beside_deep_lists_is_not_gone_through_for_each_of_their_levels() -> None:
+def test_data_beside_nested_lists_is_not_scanned_once_per_level() -> None:
     deep: list[Any] = [0.5]
     for _ in range(90):
         deep = [deep]
@@ -453,7 +457,7 @@ def test_data_that_lies_beside_deep_lists_is_not_gone_through_for_each_of_their_
 
 
 @given(st.recursive(st.integers(0, 9), lambda inner: st.lists(inner, max_size=4), max_leaves=30))
-def test_however_data_is_nested_its_elements_keep_their_order(nested: Any) -> None:
+def test_nested_data_of_any_shape_keeps_the_order_of_its_elements(nested: Any) -> None:
     nested = nested if isinstance(nested, list) else [nested]
     flat = [int(digit) for digit in json.dumps(nested) if digit.isdigit()]
     assert from_json("INT32", [len(flat)], nested).tolist() == flat

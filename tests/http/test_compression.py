@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,23 @@ from hypothesis import strategies as st
 
 from flowserve.errors import Invalid, TooLarge
 from flowserve.http.api.compression import accepted, compress, expand
-from flowserve.http.api.options import AppOptions
+from flowserve.http.api.infer import AppOptions
 from flowserve.runtime.engine.engine import Engine
 from tests.support.engine import add_function
 
 LIMIT = 1 << 20
+Pack = Callable[[bytes], bytes]
+PACKERS: list[Pack] = [gzip.compress, zlib.compress]
 
 
-@given(st.binary(max_size=3000), st.sampled_from([gzip.compress, zlib.compress]))
-def test_gzip_and_deflate_bodies_are_expanded(body: bytes, pack: Any) -> None:
+@given(st.binary(max_size=3000), st.sampled_from(PACKERS))
+def test_gzip_and_deflate_bodies_are_expanded(body: bytes, pack: Pack) -> None:
     assert expand(pack(body), LIMIT) == body
     assert expand(memoryview(pack(body)), len(body)) == body
 
 
 @given(st.binary(min_size=1, max_size=300), st.data())
-def test_a_stream_that_is_cut_or_goes_on_is_refused(body: bytes, data: st.DataObject) -> None:
+def test_a_truncated_or_too_long_compressed_stream_is_refused(body: bytes, data: st.DataObject) -> None:
     packed = gzip.compress(body)
     with pytest.raises(Invalid):
         expand(packed[: data.draw(st.integers(0, len(packed) - 1))], LIMIT)
@@ -70,11 +73,11 @@ def test_a_body_may_be_as_large_as_the_limit_and_no_larger() -> None:
         (b",,gzip,,", b"gzip"),
     ],
 )
-def test_the_answer_has_the_encoding_that_is_liked_best(asked: bytes, got: bytes) -> None:
+def test_the_response_has_the_preferred_encoding(asked: bytes, got: bytes) -> None:
     assert accepted(asked) == got
 
 
-def test_compressing_is_left_out_where_it_does_not_pay() -> None:
+def test_a_response_is_not_compressed_if_that_saves_nothing() -> None:
     noise = np.random.default_rng(1).integers(0, 256, 20_000, np.uint8).tobytes()
     assert compress([b"short"], b"gzip") is None
     assert compress([b'{"outputs": []}' * 50, noise], b"gzip") is None
@@ -107,13 +110,14 @@ def numbers(array: Any) -> tuple[bytes, str]:
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
-async def test_both_bodies_may_be_compressed(wide: Engine, api: Any, encoding: str, pack: Any) -> None:
+async def test_both_bodies_may_be_compressed(wide: Engine, api: Any, encoding: str, pack: Pack) -> None:
     body, length = numbers(np.zeros(5000, np.float32))
     client = await api.connect()
-    for sent, *headers in [
-        (pack(body), f"Content-Encoding: {encoding}"),
-        (body, f"Accept-Encoding: {encoding}"),
-        (pack(body), f"Content-Encoding: {encoding}", f"Accept-Encoding: {encoding}"),
+    packed: bytes = pack(body)
+    for sent, headers in [
+        (packed, [f"Content-Encoding: {encoding}"]),
+        (body, [f"Accept-Encoding: {encoding}"]),
+        (packed, [f"Content-Encoding: {encoding}", f"Accept-Encoding: {encoding}"]),
     ]:
         answer = await client.ask(post(sent, length, *headers))
         assert answer.status == 200
@@ -129,7 +133,7 @@ async def test_both_bodies_may_be_compressed(wide: Engine, api: Any, encoding: s
         assert np.frombuffer(tensor, np.float32).tolist() == [1.0] * 5000
 
 
-async def test_answers_that_do_not_shrink_errors_and_small_answers_come_as_they_are(wide: Engine, api: Any) -> None:
+async def test_incompressible_and_small_responses_and_errors_are_not_compressed(wide: Engine, api: Any) -> None:
     noise = np.random.default_rng(1).integers(0x4C000000, 0x7E000000, 5000, np.int32).view(np.float32)
     body, length = numbers(noise)
     client = await api.connect()
@@ -164,7 +168,7 @@ def resident() -> int:
 
 
 @pytest.mark.fault("H12")
-async def test_a_bomb_is_refused_before_it_has_cost_its_memory(engine: Engine, start: Any) -> None:
+async def test_a_decompression_bomb_is_refused_before_it_is_expanded(engine: Engine, start: Any) -> None:
     running = await start(engine, AppOptions(max_body_bytes=8 << 20))
     stream = zlib.compressobj(9, zlib.DEFLATED, 31)
     # The first MiB of zeros with the header of the stream, then one that refers to nothing before it, a thousand times.

@@ -1,4 +1,4 @@
-"""Requests that a direct route responds to, and what interrupts them."""
+"""Requests that an inference handler responds to, and interruptions of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import trio
 from starlette.types import Receive, Scope, Send
 from trio.testing import MockClock
 
-from flowserve.http.server.connection import RECEIVE_BYTES
-from flowserve.http.server.limits import Limits
+from flowserve.http.server.connection import RECEIVE_BYTES, Phase
+from flowserve.http.server.request_parser import Limits
 from flowserve.memory.pool import POOLED_BYTES_MIN
 
 Start = Callable[..., Awaitable[Any]]
@@ -32,8 +32,8 @@ def large(begins: bytes = b"", size: int = 100_000) -> bytes:
 
 
 class App:
-    """A direct route for what is posted to /begun: it responds at once, or on `keep` where the body says "later". Every
-    other request is the app's.
+    """An inference handler for what is posted to /begun: it responds at once, or on `keep` where the body says "later".
+    Every other request is the app's.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ async def until(is_so: Callable[[], bool]) -> None:
             await trio.sleep(0.002)
 
 
-async def test_direct_requests_never_reach_the_app_however_they_come_and_all_others_do(start: Start) -> None:
+async def test_direct_requests_never_reach_the_app_for_any_segmentation_and_others_do(start: Start) -> None:
     app = App()
     client = await (await start(app, None, app)).connect()
     assert [(await client.ask(post(b"%d" % n))).body for n in range(5)] == [b"%d" % n for n in range(5)]
@@ -101,7 +101,7 @@ async def test_direct_requests_never_reach_the_app_however_they_come_and_all_oth
 
 
 @pytest.mark.parametrize("room", [None, "the app's"])
-async def test_large_requests_are_the_same_however_much_of_them_is_there_when_they_are_seen(
+async def test_a_large_request_is_the_same_for_any_amount_received_with_its_head(
     start: Start, room: str | None
 ) -> None:
     app = App()
@@ -158,7 +158,7 @@ async def test_a_large_request_that_is_refused_truncated_or_without_memory_affec
         assert failure.__name__ in caplog.text
     app.memory = lambda nbytes: None
     assert (await other.ask(post(large()))).body == large()
-    await until(lambda: running.server.statistics().connections == 1)
+    await until(lambda: len(running.server.connections) == 1)
 
 
 async def test_the_time_limit_of_a_large_body_grows_with_the_bytes_received(
@@ -231,7 +231,7 @@ async def test_a_large_request_continued_while_another_starts_is_complete(start:
         assert (await first.answer()).body == large()
 
 
-async def test_pipelined_requests_are_answered_in_order_however_they_are_begun(start: Start) -> None:
+async def test_direct_and_other_pipelined_requests_are_answered_in_order(start: Start) -> None:
     app = App()
     client = await (await start(app, None, app)).connect()
     assert (await client.ask(post(b"first"))).body == b"first"
@@ -256,10 +256,10 @@ async def test_a_client_that_half_closes_after_a_small_request_is_answered_and_i
     await client.say(post(b"second"))
     client.stream.socket.shutdown(socket.SHUT_WR)
     assert (await client.rest()).endswith(b"second")
-    await until(lambda: running.server.statistics().connections == 0)
+    await until(lambda: len(running.server.connections) == 0)
 
 
-async def test_a_connection_closed_before_its_response_withdraws_the_request(start: Start) -> None:
+async def test_a_connection_closed_before_its_response_cancels_the_request(start: Start) -> None:
     app = App()
     running = await start(app, None, app)
     client = await running.connect()
@@ -267,12 +267,12 @@ async def test_a_connection_closed_before_its_response_withdraws_the_request(sta
     await client.say(post(b"later"))
     await until(lambda: len(app.promised) == 1)
     await client.stream.aclose()
-    await until(lambda: app.withdrawn == 1 and running.server.statistics().connections == 0)
-    assert running.server.statistics().running == 0
+    await until(lambda: app.withdrawn == 1 and len(running.server.connections) == 0)
+    assert running.count(Phase.RUNNING) == 0
     app.keep()  # too late, and harmless
 
 
-async def test_an_app_that_breaks_while_it_begins_answers_500_and_ends_that_connection_only(
+async def test_an_app_that_raises_at_its_start_gives_500_and_ends_only_that_connection(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = App()
@@ -284,7 +284,7 @@ async def test_an_app_that_breaks_while_it_begins_answers_500_and_ends_that_conn
     assert await client.rest() == b""
     assert (await other.ask(post(b"second"))).body == b"second"
     assert "a mistake" in caplog.text
-    assert running.server.statistics().running == 0
+    assert running.count(Phase.RUNNING) == 0
 
 
 async def test_draining_closes_a_waiting_connection_after_its_response(start: Start) -> None:
@@ -327,7 +327,7 @@ async def test_a_client_that_pipelines_requests_does_not_starve_others(start: St
             await greedy.answer()
 
 
-async def test_an_answer_that_is_taken_late_is_not_cut_off_by_the_idle_timeout(start: Start) -> None:
+async def test_a_response_that_is_read_late_is_not_ended_by_the_idle_timeout(start: Start) -> None:
     client = await (await start(App(), Limits(idle_timeout_s=0.1), App())).connect()
     large = bytes(12_000_000)
     await client.say(post(large))
@@ -347,11 +347,11 @@ async def test_a_response_whose_connection_closes_in_the_same_iteration_affects_
         client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         client.stream.socket.close()
         respond(200, (), [bytes(12_000_000), b"more"])
-        await until(lambda: running.server.statistics().connections == 1)
+        await until(lambda: len(running.server.connections) == 1)
     assert (await other.ask(post(b"second"))).body == b"second"
 
 
-async def test_the_last_answer_of_a_server_that_ends_arrives_though_the_client_has_asked_for_more(start: Start) -> None:
+async def test_the_last_response_of_a_server_that_ends_arrives_despite_further_requests(start: Start) -> None:
     app = App()
     running = await start(app, None, app)
     client = await running.connect()
@@ -376,5 +376,5 @@ async def test_a_connection_reset_after_a_request_is_not_a_failure(
         await client.say(post(b"later"))
         client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         client.stream.socket.close()
-    await until(lambda: running.server.statistics().connections == 0)
-    assert (running.server.statistics().running, caplog.text) == (0, "")
+    await until(lambda: len(running.server.connections) == 0)
+    assert (running.count(Phase.RUNNING), caplog.text) == (0, "")

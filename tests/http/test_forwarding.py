@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from flowserve.http.api.options import AppOptions
+from flowserve.http.api.infer import AppOptions
+from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.protocol.request_parameters import Forwarding
+from flowserve.runtime.protocol import Forwarding
+from flowserve.scheduling.flow import Flow
 from flowserve.values import Request
 
 
@@ -24,9 +26,12 @@ async def seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Request]
     """Every request that entered the engine."""
     entered: list[Request] = []
     submit = engine.submit
-    monkeypatch.setattr(
-        engine, "submit", lambda to, request, *how: entered.append(request) or submit(to, request, *how)
-    )
+
+    def record(deployment: Deployment, request: Request, *options: Any) -> Flow:
+        entered.append(request)
+        return submit(deployment, request, *options)
+
+    monkeypatch.setattr(engine, "submit", record)
     return entered
 
 
@@ -41,7 +46,7 @@ async def post(running: Any, *headers: str, packed: bool = False, **fields: Any)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-async def test_headers_whose_names_fit_are_parameters(
+async def test_headers_that_match_the_pattern_are_parameters(
     engine: Engine, start: Any, seen: list[Request], packed: bool
 ) -> None:
     running = await start(engine, forwarding("x-(tenant|user)"))
@@ -55,24 +60,19 @@ async def test_headers_whose_names_fit_are_parameters(
     assert seen[1].parameters == {}
 
 
-async def test_they_reach_the_generate_endpoints_too(
-    engine: Engine, start: Any, monkeypatch: pytest.MonkeyPatch
+async def test_headers_are_forwarded_to_the_generate_endpoints_too(
+    engine: Engine, start: Any, seen: list[Request]
 ) -> None:
-    entered: list[Request] = []
-    stream = engine.stream
-    monkeypatch.setattr(
-        engine, "stream", lambda to, request, *how: entered.append(request) or stream(to, request, *how)
-    )
     running = await start(engine, forwarding("x-.*"))
     client = await running.connect()
     body = json.dumps({"IN": [1, 2, 3, 4], "mine": 1}).encode()
     head = f"POST /v2/models/double/generate HTTP/1.1\r\nHost: h\r\nX-A: b\r\nContent-Length: {len(body)}\r\n\r\n"
     assert (await client.ask(head.encode() + body)).status == 200
-    assert entered[0].parameters == {"x-a": "b", "mine": 1}
+    assert seen[0].parameters == {"x-a": "b", "mine": 1}
 
 
 @pytest.mark.parametrize("name", ["priority", "timeout", "sequence_id", "triton_anything"])
-async def test_reserved_names_are_refused(engine: Engine, start: Any, name: str) -> None:
+async def test_headers_with_reserved_names_are_refused(engine: Engine, start: Any, name: str) -> None:
     running = await start(engine, forwarding(".*"))
     assert (await post(running, "anything: 1"))[0] == 200
     status, answer = await post(running, f"{name}: 1")
@@ -80,6 +80,6 @@ async def test_reserved_names_are_refused(engine: Engine, start: Any, name: str)
     assert f"the header '{name}' cannot be forwarded" in answer["error"]
 
 
-async def test_nothing_is_forwarded_unless_asked(api: Any, seen: list[Request]) -> None:
+async def test_no_header_is_forwarded_by_default(api: Any, seen: list[Request]) -> None:
     assert (await post(api, "X-Tenant: a"))[0] == 200
     assert seen[0].parameters == {}

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from flowserve.errors import Invalid, Unsupported
 from flowserve.http.api.decode import Decoder
-from flowserve.http.server.chunked_body import ChunkedBody
-from flowserve.http.server.limits import Limits
-from flowserve.http.server.request_head import HeadCache, Refused
-from flowserve.memory.bytes_codec import encode as encode_strings
+from flowserve.http.server.request_parser import ChunkedBody, HeadCache, Limits, Refused
 from flowserve.memory.client_memory import ClientMemory
+from flowserve.memory.raw import encode_bytes as encode_strings
 from flowserve.values import BY_NUMPY
 
 HEAD = (

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.http.server.limits import Limits
-from flowserve.http.server.request_head import Head, HeadCache, HeadParser, Refused
+from flowserve.http.server.request_parser import Head, HeadCache, HeadParser, Limits, Refused
 
 PLAIN = b"POST /v2/models/a%20b/infer?x=%2f HTTP/1.1\r\nHost: h\r\nX-Name: Some Value\r\nContent-Length: 12\r\n\r\n"
 
@@ -27,7 +26,7 @@ def test_the_scope_has_the_keys_of_asgi() -> None:
 
 @pytest.mark.fault("H14")
 @given(st.lists(st.integers(1, len(PLAIN) - 1), max_size=8, unique=True))
-def test_where_the_bytes_are_cut_does_not_matter(cuts: list[int]) -> None:
+def test_any_segmentation_gives_the_same_result(cuts: list[int]) -> None:
     parser = HeadParser(Limits())
     ends = [*sorted(cuts), len(PLAIN)]
     for start, end in zip([0, *ends], ends, strict=False):
@@ -40,7 +39,7 @@ def test_a_parsed_head_is_found_by_its_bytes() -> None:
     assert heads.parse(PLAIN) is heads.by_text[bytes(bytearray(PLAIN))]
 
 
-def test_a_thousand_different_heads_do_not_pile_up() -> None:
+def test_kept_heads_are_limited() -> None:
     heads = HeadCache(Limits())
     for number in range(1000):
         heads.parse(b"GET /%d HTTP/1.1\r\n\r\n" % number)
@@ -103,7 +102,7 @@ def test_a_malformed_head_is_refused(head: bytes) -> None:
         b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
     ],
 )
-def test_framing_that_two_servers_could_read_differently_is_refused(framing: bytes) -> None:
+def test_ambiguous_framing_is_refused(framing: bytes) -> None:
     with pytest.raises(Refused) as refused:
         parsed(b"POST / HTTP/1.1\r\n" + framing + b"\r\n\r\n")
     assert refused.value.status == 400

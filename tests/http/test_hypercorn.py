@@ -11,7 +11,7 @@ import trio
 from hypercorn.config import Config
 
 from flowserve.http.api.app import make_app
-from flowserve.http.server.listeners import open_listeners
+from flowserve.http.server.server import open_listeners
 from flowserve.runtime.engine.engine import Engine
 
 

@@ -15,11 +15,11 @@ from trio.testing import MockClock
 
 from flowserve.errors import ModelFailed
 from flowserve.http.api.app import make_app
-from flowserve.http.api.options import AppOptions
+from flowserve.http.api.infer import AppOptions
 from flowserve.http.page.routes import SPARE, VIEWERS_MAX
+from flowserve.http.page.sampler import WINDOW_S, Sampler
 from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.protocol.restriction import parse_restriction
-from flowserve.runtime.protocol.sampler import WINDOW_S, Sampler
+from flowserve.runtime.protocol import parse_restriction
 from flowserve.values import Request
 from tests.support.engine import add_chain, add_function
 
@@ -79,7 +79,7 @@ async def test_a_head_request_is_answered_without_the_page_and_without_events(ap
     assert (await client.ask(get("/v2/health/live"))).status == 200
 
 
-async def test_a_viewer_gets_a_snapshot_and_then_changes(engine: Engine, api: Any, patient_clock: MockClock) -> None:
+async def test_a_viewer_gets_a_snapshot_followed_by_changes(engine: Engine, api: Any, patient_clock: MockClock) -> None:
     events = Events(await api.connect())
     assert "text/event-stream" in await events.begin("/live/events?name=double&version=1")
     first = await events.next()
@@ -157,7 +157,7 @@ async def test_viewers_are_bounded_and_a_closed_one_frees_its_place(api: Any) ->
     assert head.startswith("HTTP/1.1 200")
 
 
-async def test_events_end_at_once_when_the_server_does(engine: Engine, api: Any) -> None:
+async def test_events_end_with_the_server(engine: Engine, api: Any) -> None:
     client = await api.connect()
     events = Events(client)
     await events.begin()
@@ -202,7 +202,7 @@ async def test_one_sample_serves_all_viewers_and_is_kept_for_a_few_seconds(
     assert (later["deployments"], later["names"]) == ([], None)
 
 
-async def test_a_picture_is_drawn_again_when_the_graph_is_another(engine: Engine) -> None:
+async def test_a_changed_graph_is_drawn_again(engine: Engine) -> None:
     sampler = Sampler(engine)
     add_function(engine, "more", [lambda array: array])
     add_chain(engine, "pair", ["double", "more"])

@@ -126,7 +126,7 @@ def test_the_page_asks_for_a_missing_key_and_lists_models_with_it(page: Page) ->
     ]
 
 
-def test_names_and_errors_are_shown_as_they_are_and_nothing_in_them_runs(page: Page) -> None:
+def test_names_and_errors_are_shown_unchanged_and_no_script_in_them_runs(page: Page) -> None:
     choose(page, MARKUP)
     page.until("document.querySelectorAll('#picture [data-node]').length === 1")
     choose(page, "wrong")
@@ -137,7 +137,7 @@ def test_names_and_errors_are_shown_as_they_are_and_nothing_in_them_runs(page: P
     assert [said for said in page.said if "403" not in said] == [], "its own policy stopped something of the page"
 
 
-def test_figures_move_in_the_picture_and_in_the_tables(served: Served, page: Page) -> None:
+def test_figures_are_updated_in_the_picture_and_in_the_tables(served: Served, page: Page) -> None:
     choose(page, "pair")
     page.until("document.querySelector('#picture .live')?.textContent === 'idle'")
     infer(served, 20)
@@ -170,7 +170,7 @@ def test_a_request_is_sent_with_the_keyboard_and_its_time_is_drawn(page: Page) -
     page.until("!!document.querySelector('#answer .failed')")
 
 
-def test_a_file_is_one_element_of_bytes_and_an_image_that_comes_back_is_shown(page: Page) -> None:
+def test_a_file_is_one_bytes_element_and_an_image_in_the_response_is_shown(page: Page) -> None:
     choose(page, "echo")
     page.until("!!document.querySelector('#input-0-way')")
     page.run(
@@ -234,7 +234,7 @@ def test_the_page_follows_the_preferred_color_scheme(page: Page) -> None:
     assert max(shades["dark"]) < 60
 
 
-def test_a_server_that_ends_does_not_wait_for_viewers_and_the_page_finds_the_next_one(
+def test_a_server_that_ends_does_not_wait_for_viewers_and_the_page_reconnects(
     served: Served, page: Page, repository: Path, stack: ExitStack
 ) -> None:
     began = time.monotonic()

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
 from flowserve.http.api.app import make_routes
+from flowserve.http.api.infer import AppOptions
 from flowserve.http.api.openapi import openapi
-from flowserve.http.api.options import AppOptions
 from flowserve.runtime.engine.engine import Engine
 from flowserve.testing.serve import Served, serving
 from flowserve.values import DType
@@ -54,7 +54,7 @@ async def test_the_schema_describes_exactly_the_existing_routes(engine: Engine) 
     assert len({route.path for route in routes}) == len(routes)
 
 
-def test_every_reference_leads_somewhere_and_every_parameter_is_described() -> None:
+def test_every_reference_has_a_target_and_every_parameter_a_description() -> None:
     document = openapi()
     for reference in set(re.findall(r'"#/([^"]+)"', json.dumps(document))):
         found: Any = document

@@ -1,4 +1,4 @@
-"""What curl, Node and Python's usual libraries put on the wire, byte by byte, and what they must read back."""
+"""The exact bytes of requests of curl, Node and common Python libraries, and the responses that they require."""
 
 from __future__ import annotations
 

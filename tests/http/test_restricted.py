@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from flowserve.errors import Invalid
-from flowserve.http.api.options import AppOptions
+from flowserve.http.api.infer import AppOptions
 from flowserve.http.api.restricted import groups_of
 from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.protocol.restriction import GROUPS, hides_names, parse_restriction
+from flowserve.runtime.protocol import GROUPS, hides_names, parse_restriction
 
 PATHS = {
     "health": ["/v2/health/live", "/v2/health/ready", "/v2/models/double/ready", "/v2/models/double/versions/1/ready"],
@@ -61,7 +61,7 @@ def test_every_group_is_tried() -> None:
 
 @pytest.mark.fault("Z6")
 @pytest.mark.parametrize(("group", "path"), EACH)
-def test_a_path_belongs_to_its_group_however_it_is_spelled(group: str, path: str) -> None:
+def test_a_path_belongs_to_its_group_in_any_spelling(group: str, path: str) -> None:
     for spelled in [path, *aliases(path)]:
         assert group in groups_of(spelled.partition("?")[0]), spelled
 
@@ -81,7 +81,9 @@ async def guarded(engine: Engine, start: Any) -> Any:
 
 @pytest.mark.fault("Z6")
 @pytest.mark.parametrize(("group", "path"), EACH)
-async def test_without_its_key_nothing_answers_by_any_verb_or_spelling(guarded: Any, group: str, path: str) -> None:
+async def test_a_restricted_path_needs_its_key_in_any_spelling_and_for_any_method(
+    guarded: Any, group: str, path: str
+) -> None:
     client = await guarded.connect()
     for spelled in [path, *aliases(path)]:
         for method in ("GET", "POST", "HEAD", "PUT"):
@@ -96,7 +98,7 @@ async def test_without_its_key_nothing_answers_by_any_verb_or_spelling(guarded: 
     )
 
 
-async def test_restricted_endpoints_answer_with_their_key_and_others_without(guarded: Any) -> None:
+async def test_restricted_endpoints_respond_with_their_key_and_others_without(guarded: Any) -> None:
     client = await guarded.connect()
     for path in ("/v2/health/live", "/v2/models/double", "/v2/models/stats", "/v2/logging"):
         answer = await client.ask(f"GET {path} HTTP/1.1\r\nHost: h\r\nADMIN-KEY: s3:cr=t\r\n\r\n".encode())
@@ -130,7 +132,7 @@ async def test_keys_are_compared_in_constant_time(guarded: Any, monkeypatch: pyt
 @pytest.mark.parametrize(
     "text", ["", "health", "health:key", "health:key=", "health:=v", ":k=v", "nope:k=v", "health,:k=v"]
 )
-def test_a_restriction_that_cannot_be_read_is_refused(text: str) -> None:
+def test_an_invalid_restriction_is_refused(text: str) -> None:
     with pytest.raises(Invalid):
         parse_restriction(text)
 

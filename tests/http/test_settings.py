@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flowserve.http.api.options import AppOptions
-from flowserve.observe.log_settings import LogChoice, LogSettings
+from flowserve.http.api.infer import AppOptions
+from flowserve.observe.settings import LogChoice, LogSettings
 from flowserve.runtime.engine.engine import Engine
 
 LOG = {
@@ -87,7 +87,7 @@ async def test_log_and_trace_files_cannot_be_set_over_http(
         [],
     ],
 )
-async def test_a_wrong_log_setting_is_the_clients_fault_and_changes_nothing(
+async def test_an_invalid_log_setting_is_400_and_changes_nothing(
     logged: Any, applied: list[LogChoice], asked: Any
 ) -> None:
     status, answer = await ask(logged, "POST", "/v2/logging", asked)
@@ -95,7 +95,7 @@ async def test_a_wrong_log_setting_is_the_clients_fault_and_changes_nothing(
     assert not applied
 
 
-async def test_a_program_around_the_server_keeps_its_log(api: Any) -> None:
+async def test_an_embedded_server_refuses_log_settings(api: Any) -> None:
     status, answer = await ask(api, "POST", "/v2/logging", {"log_info": False})
     assert status == 501
     assert "belongs to the program around it" in answer["error"]
@@ -114,7 +114,7 @@ async def test_a_program_around_the_server_keeps_its_log(api: Any) -> None:
         {"trace_everything": "1"},
     ],
 )
-async def test_a_wrong_trace_setting_is_the_clients_fault(api: Any, asked: Any) -> None:
+async def test_an_invalid_trace_setting_is_400(api: Any, asked: Any) -> None:
     assert (await ask(api, "POST", "/v2/trace/setting", asked))[0] == 400
 
 

@@ -18,8 +18,8 @@ import trio
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException, shared_memory
 
-from flowserve.http.api.options import AppOptions
-from flowserve.memory.client_memory import DISABLED, ClientMemory
+from flowserve.http.api.infer import AppOptions
+from flowserve.memory.client_memory import ClientMemory
 from flowserve.memory.devices import Devices, using
 from flowserve.runtime.engine.engine import Engine
 from tests.support.engine import add_function
@@ -74,7 +74,7 @@ async def test_inputs_are_read_from_shared_memory_and_outputs_written_to_it(allo
 
 
 @pytest.mark.fault("M11")
-async def test_a_region_that_its_owner_destroyed_stays_until_it_is_unregistered(allowed: Any) -> None:
+async def test_a_region_destroyed_by_its_owner_remains_until_it_is_unregistered(allowed: Any) -> None:
     key = f"/flowserve_test_{secrets.token_hex(8)}"
     handle = shared_memory.create_shared_memory_region("r", key, 64)
     shared_memory.set_shared_memory_region(handle, [np.full((1, 4), 5, np.float32)])
@@ -92,7 +92,7 @@ async def test_a_region_that_its_owner_destroyed_stays_until_it_is_unregistered(
     await trio.to_thread.run_sync(talk)
 
 
-def test_the_table_of_the_clients_functions_is_whole(root: Path) -> None:
+def test_the_table_of_the_clients_functions_is_complete(root: Path) -> None:
     page = (root / "docs/compatibility.md").read_text().partition("# Shared memory of clients")[2]
     listed = dict(re.findall(r"^\| `(\w+)` \|.*\| `(test_\w+)` \|$", page, re.MULTILINE))
     functions = {name for name, one in vars(shared_memory).items() if inspect.isfunction(one) and name[0] != "_"}
@@ -103,7 +103,7 @@ def test_the_table_of_the_clients_functions_is_whole(root: Path) -> None:
 
 
 @pytest.mark.fault("M9")
-async def test_an_output_that_does_not_fit_is_refused_and_nothing_is_overrun(allowed: Any, region: Any) -> None:
+async def test_an_output_that_exceeds_its_region_is_refused_and_not_written(allowed: Any, region: Any) -> None:
     handle, key = region
 
     def talk() -> None:
@@ -121,7 +121,7 @@ async def test_an_output_that_does_not_fit_is_refused_and_nothing_is_overrun(all
 
 
 @pytest.mark.fault("M10")
-async def test_unregistering_in_the_middle_of_a_request_takes_nothing_from_it(
+async def test_unregistering_a_region_does_not_affect_a_running_request(
     engine: Engine, allowed: Any, region: Any
 ) -> None:
     handle, key = region
@@ -148,29 +148,6 @@ async def test_unregistering_in_the_middle_of_a_request_takes_nothing_from_it(
             gate.set()
             waiting.get_result()
             assert shared_memory.get_contents_as_numpy(handle, np.float32, [1, 4], 16).tolist() == [[7.0] * 4]
-
-    await trio.to_thread.run_sync(talk)
-
-
-@pytest.mark.fault("M1")
-async def test_shared_memory_is_off_by_default(api: Any, region: Any) -> None:
-    _, key = region
-
-    def talk() -> None:
-        with triton.InferenceServerClient(f"127.0.0.1:{api.port}") as client:
-            assert client.get_system_shared_memory_status() == []
-            assert client.get_cuda_shared_memory_status() == []
-            inputs, _ = tensors(0, 16)
-            for call in (
-                lambda: client.register_system_shared_memory("r", key, 64),
-                client.unregister_system_shared_memory,
-                lambda: client.register_cuda_shared_memory("r", b"aGFuZGxl", 0, 64),
-                client.unregister_cuda_shared_memory,
-                lambda: client.infer("double", inputs),
-            ):
-                with pytest.raises(InferenceServerException) as refused:
-                    call()
-                assert (refused.value.status(), refused.value.message()) == ("501", DISABLED)
 
     await trio.to_thread.run_sync(talk)
 
@@ -222,7 +199,7 @@ async def test_cuda_memory_without_a_gpu_is_refused_with_the_reason(allowed: Any
         ([], 400, "the body is a JSON object"),
     ],
 )
-async def test_a_wrong_registration_is_the_clients_fault(allowed: Any, asked: Any, status: int, text: str) -> None:
+async def test_an_invalid_registration_is_400(allowed: Any, asked: Any, status: int, text: str) -> None:
     body = json.dumps(asked).encode()
     client = await allowed.connect()
     head = f"POST /v2/systemsharedmemory/region/r/register HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -26,7 +26,7 @@ def names(answer: Any) -> list[str]:
 PARTS = ["double.queue", "double.input", "double.infer", "double.output"]
 
 
-async def test_an_answer_has_the_timing_that_its_request_asked_for(api: Any, engine: Engine) -> None:
+async def test_a_response_has_the_requested_timing(api: Any, engine: Engine) -> None:
     body = json.dumps(BODY).encode()
     timed = await ask(api, body, "Flowserve-Timing: 1")
     plain = await ask(api, body)

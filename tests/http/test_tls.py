@@ -16,9 +16,8 @@ import trio
 
 from flowserve.errors import Invalid
 from flowserve.http.api.app import make_app
-from flowserve.http.server.limits import Limits
-from flowserve.http.server.listeners import open_listeners
-from flowserve.http.server.server import Server
+from flowserve.http.server.request_parser import Limits
+from flowserve.http.server.server import Server, open_listeners
 from flowserve.http.server.tls import tls_context
 from flowserve.runtime.engine.engine import Engine
 from tests.support.engine import add_function
@@ -62,7 +61,7 @@ def post(model: str, width: int) -> bytes:
 
 
 @pytest.mark.parametrize("width", [4, 300_000])
-async def test_requests_of_any_size_are_answered_behind_a_certificate(
+async def test_requests_of_any_size_are_answered_over_tls(
     engine: Engine, nursery: trio.Nursery, papers: Path, width: int
 ) -> None:
     add_function(engine, "wide", [lambda array: array + array], dims=(width,))
@@ -130,12 +129,12 @@ async def test_a_closed_or_silent_tls_connection_leaves_no_state(
     await trio.aclose_forcefully(stream)
     with trio.fail_after(30):
         assert await silent.receive_some(1) == b""  # no handshake in time
-        while server.statistics().connections:  # noqa: ASYNC110
+        while server.connections:  # noqa: ASYNC110
             await trio.sleep(0.01)
     await silent.aclose()
 
 
-async def test_a_client_for_whom_no_descriptors_are_left_is_closed_and_the_next_one_served(
+async def test_a_connection_without_a_free_descriptor_is_closed_and_the_next_one_served(
     engine: Engine,
     nursery: trio.Nursery,
     papers: Path,
@@ -157,7 +156,7 @@ async def test_a_client_for_whom_no_descriptors_are_left_is_closed_and_the_next_
     assert "cannot accept connections" in caplog.text
 
 
-def test_papers_that_cannot_be_read_are_a_mistake_of_the_operator(papers: Path, tmp_path: Path) -> None:
+def test_an_invalid_or_missing_certificate_or_key_is_refused(papers: Path, tmp_path: Path) -> None:
     for certificate, key in [("server.pem", "client.key"), ("nothing.pem", "server.key"), ("server.key", "server.key")]:
         with pytest.raises(Invalid, match="TLS cannot be set up from"):
             tls_context(papers / certificate, papers / key, None)

@@ -15,6 +15,7 @@ from flowserve.errors import Internal
 from flowserve.memory.arena import LARGEST_SEGMENT_BYTES, Arena, aligned
 from flowserve.memory.segment import PAGE, Lease, Segment, locate
 from flowserve.values import Array
+from tests.support.shared_memory import check_arena
 
 
 def test_a_block_is_returned_with_its_last_view_and_not_before() -> None:
@@ -223,7 +224,7 @@ class Blocks(RuleBasedStateMachine):
     def blocks_are_in_use_exactly_while_a_view_lives(self) -> None:
         pages = sum(-(-nbytes // PAGE) for *_, nbytes in self.live.values())
         assert self.arena.lent_bytes == pages * PAGE
-        self.arena.check()
+        check_arena(self.arena)
 
     def teardown(self) -> None:
         self.live.clear()

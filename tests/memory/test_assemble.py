@@ -82,7 +82,7 @@ def test_the_same_rows_twice_are_copied(pool: Pool) -> None:
 def test_a_large_copy_uses_a_pooled_buffer(pool: Pool) -> None:
     parts = [Tensor(np.full((1, 40_000), i, np.float32), 0, 1) for i in range(3)]
     joined, copied = gather(parts, pool)
-    assert pool.statistics().taken == 1
+    assert pool.lent_bytes >= copied
     assert copied == joined.nbytes == 480_000
     assert joined[:, -1].tolist() == [0, 1, 2]
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
 from flowserve.errors import Invalid
-from flowserve.memory.bytes_codec import decode, encode
+from flowserve.memory.raw import decode_bytes as decode
+from flowserve.memory.raw import encode_bytes as encode
 
 TWO = b"\x02\0\0\0ab\x01\0\0\0c"
 
@@ -22,7 +23,7 @@ def objects(*elements: object) -> np.ndarray:
 
 @pytest.mark.fault("B8")
 @given(elements=st.lists(st.binary(max_size=40), max_size=20))
-def test_any_bytes_come_back_exactly(elements: list[bytes]) -> None:
+def test_any_bytes_round_trip_through_the_codec(elements: list[bytes]) -> None:
     encoded = encode(objects(*elements))
     assert decode(encoded, len(elements), name="x", model="m").tolist() == elements
 

@@ -17,7 +17,7 @@ from flowserve.memory.dlpack import ForeignTensor, export_capsule, import_capsul
 from flowserve.memory.stream import DeviceStream
 from flowserve.memory.tensor import Tensor
 from flowserve.values import HOST_MEMORY, Array, DType, gpu_memory
-from tests.support.fake_device import FakeMachine
+from tests.support.fake_device import FakeMachine, move
 
 NUMBERS = [dtype for dtype in DType if dtype is not DType.BYTES]
 
@@ -129,7 +129,7 @@ def test_a_gpu_tensor_is_copied_to_the_host_once_after_the_device_is_idle() -> N
     machine = FakeMachine(2)
     with using(Devices(machine.devices)) as found:
         stream = DeviceStream(found[1])
-        there = stream.move(Tensor(np.arange(8, dtype=np.float32).reshape(2, 4), 0, 2), gpu_memory(1))
+        there = move(stream, Tensor(np.arange(8, dtype=np.float32).reshape(2, 4), 0, 2), gpu_memory(1))
         assert isinstance(there, DeviceTensor)
         array = there.elements
         copies = machine.copies[gpu_memory(1), HOST_MEMORY]

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowserve.memory.assemble import BATCH_INPUTS, flatten, resolved_dims, unflatten
 from flowserve.memory.column import scatter
 from flowserve.memory.pool import Pool
-from flowserve.memory.ragged import BATCH_INPUTS, flatten, resolved_dims, unflatten
 from flowserve.memory.tensor import Tensor
 from flowserve.values import DType
 

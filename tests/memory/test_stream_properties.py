@@ -16,7 +16,7 @@ from flowserve.memory.devices import Devices
 from flowserve.memory.stream import ON_DEVICE, ON_HOST, DeviceStream
 from flowserve.memory.tensor import Tensor
 from flowserve.values import HOST_MEMORY, PINNED_MEMORY, Array, MemoryPlace
-from tests.support.fake_device import FakeInstance, FakeMachine, add_one
+from tests.support.fake_device import FakeInstance, FakeMachine, add_one, move
 
 WIDTH = 32
 
@@ -73,7 +73,7 @@ class World:
         tensor, value = self.held[self.data.draw(st.integers(0, len(self.held) - 1))]
         stream = self.data.draw(st.sampled_from(self.instances)).stream
         place = self.data.draw(st.sampled_from([HOST_MEMORY, stream.place]))
-        self.held.append((stream.move(tensor, place), value))
+        self.held.append((move(stream, tensor, place), value))
 
     def let_go(self) -> None:
         kept = self.data.draw(st.integers(0, len(self.held)))
@@ -83,7 +83,7 @@ class World:
         """Every tensor has its expected value when copied to the host."""
         stream = self.instances[0].stream
         for tensor, value in self.held:
-            assert (stream.move(tensor, HOST_MEMORY).array == value).all()
+            assert (move(stream, tensor, HOST_MEMORY).array == value).all()
 
 
 @given(st.data())
@@ -102,10 +102,11 @@ def test_properties_of_values_orderings_memory_and_the_ledger(data: st.DataObjec
     assert _by_side(world.machine.copies) == _by_side(
         {crossing: copies for crossing, (copies, _) in world.devices.ledger.entries().items()}
     )
-    for memory in (world.devices[n] for n in range(world.devices.count)):
-        memory.pool.trim()
-        assert memory.pool.statistics().adopted == 0
-        assert world.machine.used_bytes(memory.place) == 0
+    for instance in world.instances:
+        instance.stream.wait()
+    for place, pool in world.devices.statistics().items():
+        assert pool.adopted == 0
+        assert world.machine.used_bytes(place) == pool.kept_bytes
 
 
 def _by_side(copies: Any) -> Counter[tuple[MemoryPlace, MemoryPlace]]:
@@ -125,4 +126,4 @@ def test_a_full_device_gets_no_device_tensors() -> None:
     devices = Devices(machine.devices, gpu_bytes=0, pinned_bytes=0)
     instance = FakeInstance(DeviceStream(devices[0]), add_one)
     tensor = Tensor(np.zeros((1, WIDTH), np.float32), 0, 1)
-    assert not isinstance(instance.stream.move(tensor, devices[0].place), DeviceTensor)
+    assert not isinstance(move(instance.stream, tensor, devices[0].place), DeviceTensor)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from flowserve.observe.machine import GpuMeter, GpuReadings
-from flowserve.observe.metrics import machine_text
+from flowserve.observe.machine import GpuMeter, machine_text
 
 NOT_SUPPORTED = 3
 
@@ -75,9 +74,9 @@ def test_every_figure_of_a_gpu_is_read_in_tritons_units() -> None:
     nvml = Nvml()
     meter = GpuMeter(lambda _: nvml)
     nvml.energy += 2_500
-    first, second = meter.read()
-    assert first == GpuReadings("GPU-100", 0.25, 80 << 30, 1 << 30, 61.5, 300.0, 2.5)
-    assert second == GpuReadings("GPU-101", None, 80 << 30, 1 << 30, None, None, None)
+    memory = {"nv_gpu_memory_total_bytes": 80 << 30, "nv_gpu_memory_used_bytes": 1 << 30}
+    power = {"nv_gpu_power_usage": 61.5, "nv_gpu_power_limit": 300.0, "nv_energy_consumption": 2.5}
+    assert meter.read() == {"GPU-100": {"nv_gpu_utilization": 0.25, **memory, **power}, "GPU-101": memory}
 
 
 def test_metrics_are_labelled_by_uuid_and_omit_missing_figures() -> None:
@@ -103,16 +102,16 @@ def test_metrics_are_labelled_by_uuid_and_omit_missing_figures() -> None:
 
 
 def test_without_nvml_there_are_no_gpu_metrics() -> None:
-    assert GpuMeter(missing).read() == []
+    assert GpuMeter(missing).read() == {}
     assert b"nv_gpu" not in machine_text(None, GpuMeter(missing), None)
     nvml = Nvml()
     nvml.nvmlInit_v2 = lambda: 9  # type: ignore[method-assign]  # its driver is not loaded
-    assert GpuMeter(lambda _: nvml).read() == []
+    assert GpuMeter(lambda _: nvml).read() == {}
 
 
 @pytest.mark.gpu
 def test_on_hardware_every_figure_has_a_sensible_size() -> None:
-    for one in GpuMeter().read():
-        assert one.uuid.startswith("GPU-")
-        assert one.memory_total is None or one.memory_total > 1 << 28
-        assert one.utilization is None or 0 <= one.utilization <= 1
+    for uuid, figures in GpuMeter().read().items():
+        assert uuid.startswith("GPU-")
+        assert figures.get("nv_gpu_memory_total_bytes", 1 << 30) > 1 << 28
+        assert 0 <= figures.get("nv_gpu_utilization", 0) <= 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.observe.histogram import DURATION_EDGES_NS, ROW_EDGES, Histogram
-from flowserve.observe.statistics import Statistics
+from flowserve.observe.statistics import DURATION_EDGES_NS, ROW_EDGES, Histogram, Statistics
 
 durations = st.integers(0, 100_000_000_000) | st.sampled_from(DURATION_EDGES_NS)
 

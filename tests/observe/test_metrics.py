@@ -17,7 +17,7 @@ from flowserve.memory.stream import DeviceStream
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.deployment_metrics import deployment_metrics
 from flowserve.observe.exposition import SLICE
-from flowserve.observe.metrics import machine_text
+from flowserve.observe.machine import machine_text
 from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, REJECTED, Statistics
 from flowserve.observe.traffic import node_traffics
 from flowserve.values import DType, TensorSpec

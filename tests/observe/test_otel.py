@@ -10,8 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from flowserve.graph.types import Graph, ModelKey, Node
 from flowserve.observe.otel import Spans
-from flowserve.observe.trace import Execution, Trace, TracedStep, is_sampled
-from flowserve.observe.waits import BUSY, HANDOVER, Wait
+from flowserve.observe.trace import BUSY, HANDOVER, Execution, Trace, TracedStep, Wait, is_sampled
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 OFFSET = 1_000_000

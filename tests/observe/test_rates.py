@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from flowserve.observe.histogram import DURATION_EDGES_NS
 from flowserve.observe.rates import (
     CounterSample,
     deployment_figures,
@@ -16,7 +15,7 @@ from flowserve.observe.rates import (
     quantile_ms,
     read,
 )
-from flowserve.observe.statistics import Statistics
+from flowserve.observe.statistics import DURATION_EDGES_NS, Statistics
 
 MS = 1_000_000
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from flowserve.graph.types import Graph, ModelKey, Node
 from flowserve.observe.server_timing import BYTES_MAX, server_timing
-from flowserve.observe.trace import Execution, Trace, TracedStep
-from flowserve.observe.waits import BUSY, FULL, HANDOVER, TURN, Wait
+from flowserve.observe.trace import BUSY, FULL, HANDOVER, TURN, Execution, Trace, TracedStep, Wait
 
 MS = 1_000_000
 ENTRY = re.compile(r"""([!#$%&'*+\-.^_`|~0-9A-Za-z]+)((?:;[a-z]+=(?:[0-9.-]+|"[^"\\]*"))*)""")

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from flowserve.graph.types import Graph, ModelKey, Node
 from flowserve.observe.timeline import timeline
-from flowserve.observe.trace import Execution, Trace, TracedStep
-from flowserve.observe.waits import BUSY, HANDOVER, TURN, Wait
+from flowserve.observe.trace import BUSY, HANDOVER, TURN, Execution, Trace, TracedStep, Wait
 
 A, B = (Node(i, name, ModelKey(name, 1), (), (), 8) for i, name in enumerate("ab"))
 GRAPH = Graph("pipe", 1, (), (), 8, (A, B), (), is_ensemble=True)

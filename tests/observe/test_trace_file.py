@@ -14,10 +14,9 @@ import pytest
 
 from flowserve.errors import Invalid
 from flowserve.graph.types import Graph, ModelKey, Node
-from flowserve.observe.trace import BACKEND_OUTPUT, QUEUE_INPUT, Execution, TensorSeen, Trace, TracedStep
+from flowserve.observe.trace import BACKEND_OUTPUT, BUSY, QUEUE_INPUT, Execution, TensorSeen, Trace, TracedStep, Wait
 from flowserve.observe.trace_file import TraceFile, as_objects
 from flowserve.observe.trace_settings import TraceChoice, TraceSampler
-from flowserve.observe.waits import BUSY, Wait
 
 COMPUTE = ["COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END"]
 

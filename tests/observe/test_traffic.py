@@ -72,6 +72,14 @@ def test_row_sizes_follow_from_specs_and_varying_rows_are_measured() -> None:
     assert (one.edges[2].copied, one.edges[2].regathered) == (80, 60)
 
 
+def test_only_copies_from_one_batch_are_regathered() -> None:
+    one = node_traffics(DIAMOND)[1]
+    one.ran(2, (), [96], [96], range(1))
+    one.ran(3, (), [144], [144])
+    (edge,) = one.edges
+    assert (one.handed_on(edge), edge.copied, edge.regathered) == (0, 240, 96)
+
+
 def test_the_cost_of_a_mixed_batch_is_divided_by_rows() -> None:
     assert share([100, 10], 3, 4) == [75, 7]
     assert share([100], 0, 0) == [0]

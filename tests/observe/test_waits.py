@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.observe.waits import BUSY, FULL, TURN, BusyPeriods, Wait, add, by_reason, divided
+from flowserve.observe.trace import BUSY, FULL, TURN, BusyPeriods, Wait, add, by_reason, divided
 
 MOMENTS = st.integers(0, 60)
 

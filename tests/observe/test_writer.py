@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 
 import pytest
 
-from flowserve.observe.writer import Writer
+from flowserve.observe.trace_file import Writer
 
 
 def test_jobs_run_in_order_before_the_end_even_if_some_fail(caplog: pytest.LogCaptureFixture) -> None:
@@ -31,7 +32,7 @@ def test_jobs_run_in_order_before_the_end_even_if_some_fail(caplog: pytest.LogCa
 def test_with_too_many_waiting_jobs_others_are_dropped_and_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowserve.observe.writer.WAITING_MAX", 2)
+    monkeypatch.setattr("flowserve.observe.trace_file.WAITING_MAX", 2)
     gate = threading.Event()
     begun = threading.Event()
     done: list[int] = []
@@ -45,7 +46,7 @@ def test_with_too_many_waiting_jobs_others_are_dropped_and_logged_once(
         writer.offer(wait)
         assert begun.wait(10)
         for number in range(5):
-            writer.offer(lambda number=number: done.append(number))  # type: ignore[misc]
+            writer.offer(partial(done.append, number))
         gate.set()
         writer.close()
     assert done == [0, 1]

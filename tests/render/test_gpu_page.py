@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from flowserve.config.instances import ASSUMED
 from flowserve.config.load import draft_of, finish
 from flowserve.config.parse import parse
-from flowserve.config.types import Completion, ModelConfig
+from flowserve.config.types import ASSUMED, Completion, ModelConfig
 from flowserve.graph.compile import compile_ensemble
-from flowserve.render.facts import gather_facts
 from flowserve.render.text import render_text
 from tests.support.ensembles import available, tensors
 
@@ -32,7 +30,7 @@ def test_the_examples_of_the_gpu_page_are_correct(root: Path, tmp_path: Path) ->
     ]
     pipeline = _read(ensemble, "pipeline", tmp_path)
     graph = compile_ensemble(pipeline, 1, available(*parts))
-    assert [render_text(graph, gather_facts([pipeline, *parts]))] == drawn
+    assert [render_text(graph, {config.name: config for config in (pipeline, *parts)})] == drawn
 
 
 def _on_gpu(name: str, inputs: dict[str, str], outputs: dict[str, str], folder: Path) -> ModelConfig:

@@ -8,33 +8,33 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 
+from flowserve.config.types import InstanceGroup
 from flowserve.errors import Invalid, Unsupported
 from flowserve.graph.compile import compile_ensemble
 from flowserve.graph.types import Graph, compile_model
-from flowserve.render.diagrams import render_dot, render_mermaid
-from flowserve.render.facts import Facts, ModelFacts
 from flowserve.render.formats import RENDERERS as RENDERERS_BY_NAME
 from flowserve.render.formats import SUFFIXES, format_of
 from flowserve.render.html import render_html
 from flowserve.render.jsontext import render_json
+from flowserve.render.labels import UNKNOWN, Configs
 from flowserve.render.layout import Box, Drawing, Wire, lay_out, text_width
 from flowserve.render.png import render_png
 from flowserve.render.scopes import scopes_of
 from flowserve.render.svg import render_svg
-from flowserve.render.text import render_text
-from flowserve.values import gpu_memory
+from flowserve.render.text import render_dot, render_mermaid, render_text
 from tests.support.ensembles import Drawn, ensembles, model
-from tests.support.pictures import READ_TEXT_FACTS, grown_graph, plain_graph, read_text_graph
+from tests.support.pictures import READ_TEXT_CONFIGS, grown_graph, plain_graph, read_text_graph
 
 GOLDEN = Path(__file__).parent / "testdata"
 RENDERERS = {"txt": render_text, "mmd": render_mermaid, "dot": render_dot, "json": render_json, "svg": render_svg}
-GRAPHS = {"read_text": (read_text_graph(), READ_TEXT_FACTS), "plain": (plain_graph(), {})}
+GRAPHS = {"read_text": (read_text_graph(), READ_TEXT_CONFIGS), "plain": (plain_graph(), {})}
 
 
 @pytest.mark.parametrize("suffix", RENDERERS)
@@ -183,7 +183,7 @@ def test_a_tensor_in_a_frame_has_its_name_in_the_ensemble() -> None:
 
 
 @pytest.mark.parametrize("draw", [render_svg, render_html])
-def test_a_picture_is_self_contained(draw: Callable[[Graph, Facts], str]) -> None:
+def test_a_picture_is_self_contained(draw: Callable[[Graph, Configs], str]) -> None:
     drawn = draw(*GRAPHS["read_text"])
     assert set(re.findall(r"https?://[^\"]*", drawn)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"@import|url\(|<link|<img| src=", drawn)
@@ -234,7 +234,7 @@ def test_the_format_follows_from_the_file_suffix() -> None:
 
 
 def test_edges_of_a_graph_on_a_gpu_show_their_transfer() -> None:
-    on_gpu = ModelFacts(places=frozenset({gpu_memory(0)}))
+    on_gpu = replace(UNKNOWN, instance_groups=(InstanceGroup("gpu", "KIND_GPU", gpus=(0,)),))
     lines = render_text(plain_graph(), {"digits": on_gpu}).splitlines()
     assert lines[-4].endswith("<- input X (copy host to gpu0, 3136 bytes a row)")
     assert lines[-1].endswith("<- digits.SCORES (copy gpu0 to host, 40 bytes a row)")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.repository.containment import Containment, Steps, steps_of
+from flowserve.repository.resolve import Containment, Steps, steps_of
 from tests.support.ensembles import ensemble, model
 
 # `outer` contains `inner` and `c`, `inner` contains `a` and `b`; `alone` contains nothing.
@@ -36,7 +36,7 @@ def test_above_has_every_ensemble_that_contains_a_name() -> None:
     assert made_of.above(["outer"]) == frozenset()
 
 
-def test_below_has_everything_a_name_will_contain() -> None:
+def test_below_has_every_name_that_a_name_will_contain() -> None:
     made_of = Containment(STEPS)
     assert made_of.below(["outer"], {}) == {"inner", "a", "b", "c"}
     assert made_of.below(["outer"], {"inner": ("new",)}) == {"inner", "new", "c"}

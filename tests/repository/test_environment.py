@@ -11,8 +11,8 @@ import pytest
 from flowserve.backends.python.source import code_in
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Problems
-from flowserve.repository.environment import environment_of
 from flowserve.repository.layout import find_models
+from flowserve.repository.read import environment_of
 from flowserve.runtime.loading.reading import read_apart
 from tests.support.backends import config_of
 

@@ -11,7 +11,7 @@ from flowserve.config.types import Completion, ModelConfig
 from flowserve.errors import Problems
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.repository.layout import ModelFolder, scan
-from flowserve.repository.read import ReadModel, output_labels, read_model
+from flowserve.repository.read import ReadModel, examine, output_labels
 from flowserve.values import DType, TensorSpec
 from tests.support.ensembles import tensors
 
@@ -37,7 +37,7 @@ def read(tmp_path: Path) -> Callable[[bytes], ReadModel]:
         (home / "labels" / "animals.txt").write_bytes(content)
         (home / "config.pbtxt").write_text(CONFIG)
         (folder,) = scan(tmp_path / "models")
-        return read_model(folder, {"onnxruntime": "model.onnx"}, says)
+        return examine(folder, {"onnxruntime": "model.onnx"}, says).valid()
 
     return read
 

@@ -15,7 +15,6 @@ from flowserve.errors import NotFound, Problems
 from flowserve.repository.layout import (
     ModelFolder,
     find_models,
-    missing_versions,
     scan,
     versions_to_serve,
     why_missing,
@@ -187,10 +186,6 @@ def test_a_file_given_as_repository_is_reported(make: Make) -> None:
 )
 def test_the_version_policy_selects_from_versions_on_disk(policy: VersionPolicy, served: tuple[int, ...]) -> None:
     assert versions_to_serve(folder(1, 9, 10), policy) == served
-
-
-def test_missing_specific_versions_are_reported() -> None:
-    assert missing_versions(folder(1, 9), VersionPolicy(specific=(9, 11))) == (11,)
 
 
 def test_a_policy_without_a_match_lists_the_available_versions() -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from flowserve.backends import registry
 from flowserve.config.types import Completion, ModelConfig
-from flowserve.errors import Invalid, Problems
+from flowserve.errors import Invalid, Place, Problems
 from flowserve.repository.layout import ModelFolder, scan
-from flowserve.repository.read import ReadModel, read_model
+from flowserve.repository.read import ReadModel, examine
+from flowserve.runtime.loading.reading import verify
 from tests.support.ensembles import tensors
 
 FILES = {"onnxruntime": "model.onnx"}
@@ -62,12 +64,12 @@ Make = Callable[..., ModelFolder]
 
 def refused(folder: ModelFolder, complete: Callable[[ModelConfig, ModelFolder, int], Completion] = says) -> Problems:
     with pytest.raises(Problems) as caught:
-        read_model(folder, FILES, complete)
+        examine(folder, FILES, complete).valid()
     return caught.value
 
 
 def test_a_folder_without_configuration_is_completed_from_its_model(folder: Make) -> None:
-    read = read_model(folder(None, "1"), FILES, says)
+    read = examine(folder(None, "1"), FILES, says).valid()
     assert isinstance(read, ReadModel)
     assert read.config.backend == "onnxruntime"
     assert [spec.name for spec in (*read.config.inputs, *read.config.outputs)] == ["X", "Y"]
@@ -81,13 +83,13 @@ def test_completion_uses_the_newest_served_version(folder: Make) -> None:
         asked.append(version)
         return says(config, folder, version)
 
-    read = read_model(folder("version_policy { specific { versions: [1, 9] } }", "1", "9", "10"), FILES, note)
+    read = examine(folder("version_policy { specific { versions: [1, 9] } }", "1", "9", "10"), FILES, note).valid()
     assert asked == [9]
     assert read.versions == (1, 9)
 
 
 def test_an_ensemble_needs_no_completion_and_an_empty_version_folder(folder: Make) -> None:
-    read = read_model(folder(ENSEMBLE, "1", files=False), FILES, raises)
+    read = examine(folder(ENSEMBLE, "1", files=False), FILES, raises).valid()
     assert read.config.is_ensemble
     assert read.versions == (1,)
 
@@ -125,7 +127,7 @@ def test_a_backend_that_raises_any_exception_is_named(folder: Make) -> None:
 
 
 def test_missing_versions_of_a_policy_are_a_warning(folder: Make) -> None:
-    read = read_model(folder("version_policy { specific { versions: [1, 7] } }", "1"), FILES, says)
+    read = examine(folder("version_policy { specific { versions: [1, 7] } }", "1"), FILES, says).valid()
     (warning,) = read.warnings
     assert str(warning) == "m/config.pbtxt:1:1: version 7 of its version policy is not there; served without it [R8]"
 
@@ -133,7 +135,7 @@ def test_missing_versions_of_a_policy_are_a_warning(folder: Make) -> None:
 def test_a_misspelt_parameter_is_a_warning(folder: Make) -> None:
     keys = ("executoin", "Max_Requests", "execution", "my_own", "execute_model_at", "requests")
     text = "\n".join(f'parameters {{ key: "{key}" value {{ string_value: "inline" }} }}' for key in keys)
-    second, first = read_model(folder(text, "1"), FILES, says).warnings
+    second, first = examine(folder(text, "1"), FILES, says).valid().warnings
     assert str(first) == (
         "m/config.pbtxt:1:14: parameter 'executoin' is left to the model; the server does not read it"
         ' (did you mean "execution"?) [R13]'
@@ -148,16 +150,16 @@ def test_an_environment_of_a_python_model_inside_the_server_is_a_warning(folder:
 {execution}"""
     home = folder(text, "1", files=False)
     (home.path / "1" / "model.py").touch()
-    (warning,) = read_model(home, FILES | {"python": "model.py"}, says).warnings
+    (warning,) = examine(home, FILES | {"python": "model.py"}, says).valid().warnings
     assert str(warning) == (
         "m/config.pbtxt:5:3: EXECUTION_ENV_PATH is not used: model 'm' runs in the server's own Python environment "
         '(by execution "thread"; only "process" can have another. Else install there what the model imports) [R9]'
     )
     (home.path / "config.pbtxt").write_text(text.replace(execution, ""))
-    assert read_model(home, FILES | {"python": "model.py"}, says).warnings == ()
+    assert examine(home, FILES | {"python": "model.py"}, says).valid().warnings == ()
     (home.path / "1" / "model.onnx").touch()
     (home.path / "config.pbtxt").write_text(text.replace("python", "onnxruntime"))
-    assert read_model(home, FILES, says).warnings == ()
+    assert examine(home, FILES, says).valid().warnings == ()
 
 
 def test_batching_settings_without_effect_are_a_warning(folder: Make) -> None:
@@ -167,7 +169,7 @@ parameters {{ key: "TRITON_BATCH_STRATEGY_PATH" value {{ string_value: "/strateg
 dynamic_batching {{ {policies} }}"""
     home = folder(text, "1", files=False)
     (home.path / "1" / "model.py").touch()
-    strategy, policy = read_model(home, FILES | {"python": "model.py"}, says).warnings
+    strategy, policy = examine(home, FILES | {"python": "model.py"}, says).valid().warnings
     assert str(strategy).startswith("m/config.pbtxt:2:14: TRITON_BATCH_STRATEGY_PATH is not used: the server decides ")
     assert str(policy) == (
         "m/config.pbtxt:3:20: priority_queue_policy is not used: without priority_levels there is no level that it "
@@ -175,11 +177,11 @@ dynamic_batching {{ {policies} }}"""
     )
     levels = text.replace(policies, f"priority_levels: 1 default_priority_level: 1 {policies}")
     (home.path / "config.pbtxt").write_text(levels)
-    assert read_model(home, FILES | {"python": "model.py"}, says).warnings == (strategy,)
+    assert examine(home, FILES | {"python": "model.py"}, says).valid().warnings == (strategy,)
     for place in (".", "1", "warmup"):
         (home.path / place).mkdir(exist_ok=True)
         (home.path / place / "batchstrategy.so").touch()
-    *libraries, _ = read_model(home, FILES | {"python": "model.py"}, says).warnings
+    *libraries, _ = examine(home, FILES | {"python": "model.py"}, says).valid().warnings
     assert [str(one).split(" (")[0] for one in libraries] == [
         f"{path}: batchstrategy.so is not used: the server decides itself which requests are batched together"
         for path in ("m/batchstrategy.so", "m/1/batchstrategy.so")
@@ -189,7 +191,7 @@ dynamic_batching {{ {policies} }}"""
 def test_every_ignored_field_is_a_warning_at_its_place(folder: Make) -> None:
     hints = 'optimization { eager_batching: true } instance_group { host_policy: "p" }'
     home = folder(f'{INPUT} {OUTPUT}\n{hints} metric_tags {{ key: "a" value: "b" }}', "1")
-    assert [*map(str, read_model(home, FILES, says).warnings)] == [
+    assert [*map(str, examine(home, FILES, says).valid().warnings)] == [
         "m/config.pbtxt:2:16: optimization.eager_batching is read and ignored [R15]",
         "m/config.pbtxt:2:75: metric_tags is read and ignored [R15]",
         "m/config.pbtxt:2:56: instance_group[0].host_policy is read and ignored [R15]",
@@ -213,7 +215,7 @@ def test_ignored_fields_at_their_default_are_no_warning(folder: Make) -> None:
     }
     said = {"metric_tags": {"a": "b"}, "optimization": {"output_pinned_memory": {"enable": False}}}
     for config, told in ((written_out, []), (written_out | said, ["optimization.output_pinned_memory", "metric_tags"])):
-        warnings = read_model(home, FILES, says, config_json=json.dumps(config)).warnings
+        warnings = examine(home, FILES, says, config_json=json.dumps(config)).valid().warnings
         assert [one.message for one in warnings] == [f"{field} is read and ignored" for field in told]
 
 
@@ -225,4 +227,24 @@ def test_a_configuration_changed_during_completion_is_used_as_it_was(folder: Mak
         (folder.path / "config.pbtxt").write_text("max_batch_size: 8 and then nonsense")
         return Completion()
 
-    assert read_model(home, FILES, change).config.max_batch_size == 4
+    assert examine(home, FILES, change).valid().config.max_batch_size == 4
+
+
+@pytest.mark.parametrize(("own", "shown"), [(None, "m/config.pbtxt"), (Place("m/1/model.py", 7, 1), "m/1/model.py")])
+def test_an_error_of_the_backend_keeps_its_own_place(
+    folder: Make, monkeypatch: pytest.MonkeyPatch, own: Place | None, shown: str
+) -> None:
+    def find(name: str) -> object:
+        error = Invalid("no such thing")
+        error.place = own
+        raise error
+
+    read = examine(folder(f"{INPUT} {OUTPUT}", "1"), FILES, says).read
+    assert read is not None
+    monkeypatch.setattr(registry, "find", find)
+    with pytest.raises(Problems) as caught:
+        verify(read)
+    (problem,) = caught.value.problems
+    assert problem.message == "no such thing"
+    assert problem.place is not None
+    assert problem.place.file == shown

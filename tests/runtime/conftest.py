@@ -1,4 +1,4 @@
-"""What the tests of models in processes share: an engine to put them into."""
+"""Fixtures of the tests of models in processes: an engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.engine import open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from tests.support.processes import ServedInProcesses
 

@@ -1,10 +1,11 @@
-"""What batches, answers and refusals leave in the statistics, on a real engine."""
+"""Statistics of batches, responses and refusals, on a real engine."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from flowserve.errors import FlowserveError, Invalid, ModelFailed, Unavailable
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.values import Array, Request
@@ -50,7 +50,7 @@ async def ask(
 
 
 async def together(engine: Engine, *calls: Callable[[], Any]) -> None:
-    """All calls in one turn of the loop; those that fail may."""
+    """All calls in one loop iteration; errors are ignored."""
 
     async def survive(call: Callable[[], Any]) -> None:
         with suppress(FlowserveError):
@@ -81,7 +81,7 @@ async def test_a_chain_counts_batches_of_sixteen_at_every_node_and_no_copies(
                 "producer": "",
                 "tensor": "IN",
                 "handed_on_bytes": 0,
-                "copied_bytes": 16 * ROW_BYTES,  # each request came by itself
+                "copied_bytes": 16 * ROW_BYTES,  # each request has a block of its own
                 "regathered_bytes": 0,
             }
         ]
@@ -97,7 +97,7 @@ async def test_a_chain_counts_batches_of_sixteen_at_every_node_and_no_copies(
             ]
 
 
-async def test_a_batch_of_two_graphs_is_shared_out_between_them_by_their_rows() -> None:
+async def test_the_counts_of_a_batch_of_two_graphs_are_divided_by_rows() -> None:
     async with running() as engine:
         add_function(engine, "a", [double])
         add_function(engine, "b", [double])
@@ -121,6 +121,18 @@ async def test_inputs_with_varying_shapes_are_counted_by_their_actual_bytes() ->
         assert nodes(engine, "chain")["b"]["inputs"][0]["handed_on_bytes"] == (5 + 9) * 4
 
 
+async def test_inputs_with_varying_shapes_of_two_graphs_are_counted_by_their_actual_bytes() -> None:
+    async with running() as engine:
+        for model in "ab":
+            add_function(engine, model, [double], dims=(-1,))
+        for chain in ("one", "two"):
+            add_chain(engine, chain, ["a", "b"])
+        await together(engine, lambda: ask(engine, "one", width=5, rows=2), lambda: ask(engine, "two", width=5))
+        found = [nodes(engine, chain)["b"] for chain in ("one", "two")]
+    assert [node["batch_rows"] for node in found] == [3, 3]  # they shared its batch
+    assert [node["inputs"][0]["handed_on_bytes"] for node in found] == [2 * 5 * 4, 5 * 4]
+
+
 async def test_a_gap_of_a_cancelled_request_is_copied_once_and_counted_as_regathered() -> None:
     entered, gate = threading.Event(), threading.Event()
 
@@ -140,7 +152,7 @@ async def test_a_gap_of_a_cancelled_request_is_copied_once_and_counted_as_regath
                 await ask(engine, "chain", stamp=3)
 
         async with trio.open_nursery() as nursery:
-            calls = [leave if i == 3 else lambda i=i: ask(engine, "chain", stamp=i) for i in range(8)]
+            calls = [leave if i == 3 else partial(ask, engine, "chain", stamp=i) for i in range(8)]
             nursery.start_soon(together, engine, *calls)
             await trio.to_thread.run_sync(entered.wait, 10)
             cancelled.cancel()
@@ -151,7 +163,7 @@ async def test_a_gap_of_a_cancelled_request_is_copied_once_and_counted_as_regath
         assert reasons(engine, "chain") == {"CANCELED": 1}
 
 
-async def test_parts_of_several_batches_are_copied_and_that_is_no_regathering() -> None:
+async def test_parts_of_several_batches_are_copied_and_not_counted_as_regathered() -> None:
     async with running() as engine:
         batcher = Queue(BatchPolicy(16, (4,), HOUR_NS))  # b waits until four rows are there
         add_function(engine, "a", [double], max_batch_size=2)
@@ -198,7 +210,7 @@ async def test_every_failure_is_counted_once_with_its_reason(autojump_clock: tri
 async def test_a_request_cancelled_in_a_running_batch_is_counted_once(
     value: float, is_pure: bool, keeps_order: bool, failed: int, rows: int
 ) -> None:
-    """`held`: an instance with a request that came before is busy until all is over."""
+    """`held`: an earlier request keeps the instance busy until the end."""
     entered, gate, first = threading.Event(), threading.Event(), threading.Event()
 
     def wait(array: Array) -> Array:
@@ -223,7 +235,7 @@ async def test_a_request_cancelled_in_a_running_batch_is_counted_once(
             if keeps_order:
                 nursery.start_soon(ask, engine, "m", value, 4, 1, 1)
                 await wait_all_tasks_blocked()
-            calls = [leave if i == 12 else lambda i=i: ask(engine, "m", value, stamp=i) for i in range(10, 14)]
+            calls = [leave if i == 12 else partial(ask, engine, "m", value, stamp=i) for i in range(10, 14)]
             nursery.start_soon(together, engine, *calls)
             await trio.to_thread.run_sync(entered.wait, 10)
             if keeps_order:

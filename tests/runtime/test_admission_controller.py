@@ -20,8 +20,7 @@ from flowserve.graph.plan import make_plan
 from flowserve.graph.types import ModelKey
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import Statistics
-from flowserve.runtime.admission.controller import AdmissionController
-from flowserve.runtime.admission.response_cache import LruCache, ResponseCache
+from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache
 from flowserve.runtime.engine.accounting import record_late
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.call_graph import CalledFlow
@@ -56,7 +55,7 @@ class Server:
         key = ModelKey("a", 1)
         self.statistics = Statistics("a", 1)
         batcher = Queue(BatchPolicy.simple(1))
-        self.queue = ModelQueue(key, batcher, range(instances), observer=self.statistics, keeps_order=is_ordered)
+        self.queue = ModelQueue(key, batcher, range(instances), statistics=self.statistics, keeps_order=is_ordered)
         self.scheduler.add(self.queue)
         slots = {"X": self.plan.output_slots[0]}
         self.admission = AdmissionController(

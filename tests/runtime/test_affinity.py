@@ -12,13 +12,15 @@ from flowserve.memory.device_tensor import DeviceTensor, Mirror
 from flowserve.memory.devices import Devices
 from flowserve.memory.stream import DeviceStream
 from flowserve.memory.tensor import Tensor
-from flowserve.runtime.workers.affinity import queue_for, residence
+from flowserve.runtime.workers.policies import queue_for, residence
 from flowserve.scheduling.affinity import NO_DEVICE, AffinityBatcher
 from flowserve.values import HOST_MEMORY, gpu_memory
-from tests.support.fake_device import FakeMachine
+from tests.support.fake_device import FakeMachine, move
 
 ON_TWO = InstanceGroup("g", "KIND_GPU", 1, (0, 1))
-MODEL = ModelConfig("m", "python", "", 8, (), (), SourceMap("m"), DynamicBatching(), instance_groups=(ON_TWO,))
+MODEL = ModelConfig(
+    "m", "python", "", 8, (), (), SourceMap("m"), dynamic_batching=DynamicBatching(), instance_groups=(ON_TWO,)
+)
 
 
 def is_affine(config: ModelConfig, *, is_limited: bool = False) -> bool:
@@ -53,11 +55,11 @@ def test_a_tensor_resides_on_its_device_or_on_the_device_of_its_copy() -> None:
     stream = DeviceStream(found[1])
     there = Tensor(np.zeros((3, 4), np.float32), 0, 2)
     assert residence(there) == (NO_DEVICE, 32)
-    copy = stream.move(there, gpu_memory(1))
+    copy = move(stream, there, gpu_memory(1))
     assert isinstance(copy, DeviceTensor)
     assert residence(copy) == (1, 32)
     mirror = Mirror(there)
     assert residence(mirror) == (NO_DEVICE, 32)
     mirror.copies[1] = copy
     assert residence(mirror) == (1, 32)
-    assert residence(stream.move(copy, HOST_MEMORY))[0] == NO_DEVICE
+    assert residence(move(stream, copy, HOST_MEMORY))[0] == NO_DEVICE

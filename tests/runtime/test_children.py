@@ -1,4 +1,4 @@
-"""Child processes: what they find, how their end is noticed, that none is left behind. Real processes throughout."""
+"""Child processes: their initial state, the detection of their end, and that none remains. Real processes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def begin(children: Children, text: str, name: str = "m_0") -> Child:
     return await trio.to_thread.run_sync(spawn)
 
 
-async def test_a_failing_exit_handler_does_not_stop_the_watch_over_other_children(
+async def test_a_failing_exit_handler_does_not_stop_the_supervision_of_other_children(
     children: Children, caplog: pytest.LogCaptureFixture
 ) -> None:
     def slip(child: Child) -> None:
@@ -131,7 +131,7 @@ async def test_the_end_of_a_child_is_described(children: Children) -> None:
         assert (await end_of(child)).startswith(f"model 'm', instance 'm_0': its process {how}"), text
 
 
-async def test_arguments_and_answers_travel(children: Children) -> None:
+async def test_arguments_reach_a_child_and_its_messages_the_server(children: Children) -> None:
     child = await begin(children, f"os.write(socket_fd, b'{'x' * 100}'); time.sleep(60) #{'y' * 3_000_000}")
     await trio.lowlevel.wait_readable(child.socket)
     assert child.socket.recv(1000) == b"x" * 100
@@ -139,7 +139,7 @@ async def test_arguments_and_answers_travel(children: Children) -> None:
     await end_of(child)
 
 
-async def test_an_end_is_noticed_although_a_grandchild_holds_the_socket(children: Children) -> None:
+async def test_the_end_of_a_child_is_detected_while_a_grandchild_holds_its_socket(children: Children) -> None:
     child = await begin(
         children,
         """
@@ -201,7 +201,7 @@ async def test_a_pool_of_processes_in_a_model_can_be_ended(children: Children) -
 
 
 @pytest.mark.fault("R6")
-async def test_siblings_share_nothing_that_can_be_changed(children: Children) -> None:
+async def test_children_share_no_mutable_state(children: Children) -> None:
     """Working directory, environment, modules, descriptors and random numbers are each process's own."""
     spoiler = await begin(
         children,
@@ -234,7 +234,7 @@ async def test_siblings_share_nothing_that_can_be_changed(children: Children) ->
     await end_of(spoiler)
 
 
-async def test_children_have_one_thread_and_numpy_at_hand(children: Children) -> None:
+async def test_a_child_has_one_thread_a_session_and_numpy_imported(children: Children) -> None:
     child = await begin(
         children,
         """
@@ -341,7 +341,7 @@ async def test_the_log_states_the_reason_of_a_kill_by_the_server(children: Child
     assert await end_of(child) == "model 'm', instance 'm_0': it was in the way"
 
 
-async def test_when_the_forkserver_is_killed_its_children_end_at_once_and_the_next_one_has_another(
+async def test_children_of_a_killed_forkserver_end_and_the_next_child_has_a_new_one(
     children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child = await begin(children, "time.sleep(600)")
@@ -377,7 +377,7 @@ async def test_a_forkserver_outlives_the_thread_that_started_it(children: Childr
     await end_of(first)
 
 
-async def test_nothing_can_be_started_once_everything_is_closed(children: Children) -> None:
+async def test_no_process_starts_after_the_end_of_the_server(children: Children) -> None:
     child = await begin(children, "time.sleep(600)")
     await children.close()
     assert child.ended.endswith("ended with the server")
@@ -409,7 +409,7 @@ trio.run(main)
 
 
 @pytest.mark.fault("X8")
-def test_children_and_all_they_started_end_with_a_server_that_is_killed(tmp_path: Path) -> None:
+def test_children_and_their_descendants_end_with_a_killed_server(tmp_path: Path) -> None:
     (tmp_path / "runs_text.py").write_text(ENTRY)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     before = set(os.listdir("/dev/shm"))

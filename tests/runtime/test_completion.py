@@ -1,4 +1,4 @@
-"""A model's own code is asked for its configuration where it can break nothing: in a process of its own."""
+"""Auto-completion by a model's own code, in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import trio
 from flowserve.config.types import Completion, ModelConfig
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
 from flowserve.repository.layout import ModelFolder, find_models
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.engine import open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.completion import Completer
 from flowserve.runtime.processes.children import SUPPORTED
@@ -78,7 +78,7 @@ async def test_a_model_that_fails_in_auto_completion_affects_no_other(tmp_path: 
 
 
 @pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
-async def test_an_answer_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
+async def test_an_auto_completion_result_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match="ModelConfig object, it returned int"):
         await ask(tmp_path, "        return 3")
 

@@ -17,8 +17,7 @@ import trio.testing
 
 from flowserve.errors import Invalid, Unavailable
 from flowserve.repository.override import Override
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import Control, ControlOptions, open_control
 from flowserve.runtime.loading.registry import LoadEvent
@@ -75,7 +74,7 @@ async def ask(engine: Engine, name: str) -> float:
 
 
 @pytest.mark.fault("C14")
-async def test_a_model_whose_files_change_while_it_loads_is_what_they_were_at_one_moment(tmp_path: Path) -> None:
+async def test_a_model_whose_files_change_while_it_loads_is_loaded_from_a_consistent_state(tmp_path: Path) -> None:
     change = """
         if not (FOLDER / "2").exists():
             (FOLDER / "2").mkdir()
@@ -89,7 +88,7 @@ async def test_a_model_whose_files_change_while_it_loads_is_what_they_were_at_on
 
 
 @pytest.mark.fault("C14")
-async def test_a_model_whose_files_never_come_to_rest_is_not_loaded(tmp_path: Path) -> None:
+async def test_a_model_whose_files_keep_changing_is_not_loaded(tmp_path: Path) -> None:
     grow = '(FOLDER / "seen").write_text("x" + ((FOLDER / "seen").read_text() if (FOLDER / "seen").exists() else ""))'
     write(tmp_path, "m", 1.0, grow)
     async with running(tmp_path) as (_, control):
@@ -99,7 +98,7 @@ async def test_a_model_whose_files_never_come_to_rest_is_not_loaded(tmp_path: Pa
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("flowserve m")]
 
 
-async def test_load_goes_on_after_its_caller_is_cancelled(tmp_path: Path) -> None:
+async def test_load_continues_after_its_caller_is_cancelled(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     write(
         tmp_path / "models", "m", 1.0, f"import time\n        while not Path({str(gate)!r}).exists(): time.sleep(0.01)"
@@ -134,7 +133,7 @@ async def test_stopping_server_cancels_loads_with_an_error(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("broken", [{"1/model.py": b"raise ValueError(1)"}, {"1/model.onnx": b"junk"}])
-async def test_a_load_that_fails_leaves_nothing_of_what_came_with_it_and_waits_for_no_collector(
+async def test_a_failed_load_removes_its_uploaded_files_without_the_garbage_collector(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: dict[str, bytes]
 ) -> None:
     (tmp_path / "private").mkdir()
@@ -165,8 +164,8 @@ class TritonPythonModel:
 """
 
 
-def write_one_that_never_says_what_it_is(repository: Path, name: str) -> Path:
-    """Returns what is there once it was asked."""
+def write_model_that_hangs_in_auto_complete(repository: Path, name: str) -> Path:
+    """Returns the file that exists once `auto_complete_config` runs."""
     (repository / name / "1").mkdir(parents=True)
     asked = repository / f".{name} was asked"
     (repository / name / "1/model.py").write_text(AUTO.format(asked=str(asked)))
@@ -175,7 +174,7 @@ def write_one_that_never_says_what_it_is(repository: Path, name: str) -> Path:
 
 async def until(condition: Callable[[], bool]) -> None:
     with trio.fail_after(20):
-        while not condition():  # noqa: ASYNC110, nothing tells us what threads and processes have come to
+        while not condition():  # noqa: ASYNC110, threads and processes set no event
             await trio.sleep(0.01)
 
 
@@ -183,7 +182,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_model_that_hangs_during_autocomplete_is_loading_in_the_index_and_can_be_unloaded(
     tmp_path: Path,
 ) -> None:
-    write_one_that_never_says_what_it_is(tmp_path, "hangs")
+    write_model_that_hangs_in_auto_complete(tmp_path, "hangs")
     refused: list[str] = []
     async with running(tmp_path) as (engine, control), trio.open_nursery() as nursery:
 
@@ -198,7 +197,7 @@ async def test_model_that_hangs_during_autocomplete_is_loading_in_the_index_and_
         with pytest.raises(Unavailable, match=r"'hangs' is not at ready state: it is being loaded$"):
             engine.deployments.find("hangs")
         with trio.fail_after(20):
-            await control.unload("hangs")  # wherever it hangs, or will
+            await control.unload("hangs")  # before or while it hangs
     assert "its process was killed: it was unloaded while it was loading" in refused[0]
 
 
@@ -208,7 +207,7 @@ async def test_model_that_hangs_during_autocomplete_does_not_block_other_models_
 ) -> None:
     monkeypatch.setattr("flowserve.runtime.loading.loader.HANG_AFTER_S", 0.3)
     write(tmp_path, "good", 1.0)
-    asked = write_one_that_never_says_what_it_is(tmp_path, "hangs")
+    asked = write_model_that_hangs_in_auto_complete(tmp_path, "hangs")
     async with (
         open_engine(EngineOptions()) as engine,
         open_control(engine, [tmp_path], ControlOptions("poll", poll_s=0.1)) as control,
@@ -222,7 +221,7 @@ async def test_model_that_hangs_during_autocomplete_does_not_block_other_models_
         assert await ask(engine, "hangs") == 2
 
 
-async def test_every_event_of_a_start_is_told_in_order(tmp_path: Path) -> None:
+async def test_the_events_of_a_start_are_reported_in_order(tmp_path: Path) -> None:
     write(tmp_path, "good", 1.0)
     write(tmp_path, "bad", 1.0, "raise ValueError('no')")
     events: list[LoadEvent] = []
@@ -237,7 +236,7 @@ async def test_every_event_of_a_start_is_told_in_order(tmp_path: Path) -> None:
     assert states == {"good": ["loading", "ready"], "bad": ["loading", "failed"]}
 
 
-async def test_a_configuration_override_of_an_ensemble_is_compiled_against_what_serves(tmp_path: Path) -> None:
+async def test_a_configuration_override_of_an_ensemble_needs_its_steps_in_a_repository(tmp_path: Path) -> None:
     write(tmp_path, "a", 1.0)
     write(tmp_path, "b", 2.0)
     (tmp_path / "e/1").mkdir(parents=True)
@@ -256,7 +255,7 @@ async def test_a_configuration_override_of_an_ensemble_is_compiled_against_what_
         assert await ask(engine, "e") == 2
 
 
-async def test_a_reload_holds_up_requests_of_others_for_no_longer_than_a_turn(tmp_path: Path) -> None:
+async def test_requests_of_other_models_are_answered_during_a_reload(tmp_path: Path) -> None:
     write(tmp_path, "m", 1.0)
     write(tmp_path, "other", 5.0)
     async with running(tmp_path, "m", "other") as (engine, control), trio.open_nursery() as nursery:
@@ -290,7 +289,7 @@ async def test_registry_forgets_a_model_whose_folder_was_removed(tmp_path: Path)
         assert (registry.known, registry.failed, registry.last) == ({}, {}, {})
 
 
-async def test_how_long_a_model_took_to_load_is_told_of_what_runs_now(tmp_path: Path) -> None:
+async def test_the_load_time_is_that_of_the_current_generation(tmp_path: Path) -> None:
     write(tmp_path, "m", 1, "__import__('time').sleep(0.05)")
     async with running(tmp_path, "m") as (engine, control):
         loaded = engine.deployments.find("m").statistics

@@ -1,4 +1,4 @@
-"""ONNX pipelines on a GPU, from files to answers: the real loader, engine and onnxruntime, on a fake device."""
+"""ONNX pipelines on a GPU, from files to responses: the real loader, engine and onnxruntime, on a fake device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import trio
 
-from flowserve.config.instances import Gpus
+from flowserve.config.types import Gpus
 from flowserve.memory.devices import Devices
 from flowserve.memory.devices import devices as process_devices
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import ControlOptions, open_control
 from flowserve.values import HOST_MEMORY, PINNED_MEMORY, DType, Request, gpu_memory
@@ -95,7 +94,7 @@ def _copies(devices: Devices) -> dict[object, int]:
 
 
 @pytest.mark.parametrize("count", [1, 32])
-async def test_a_pipeline_of_three_onnx_models_crosses_once_in_and_once_out(
+async def test_a_pipeline_of_three_onnx_models_is_copied_once_to_the_device_and_once_back(
     tmp_path: Path, devices: Devices, count: int
 ) -> None:
     async with serving(_repository(tmp_path, {"a": GPU, "b": GPU, "c": GPU})) as engine:
@@ -106,7 +105,9 @@ async def test_a_pipeline_of_three_onnx_models_crosses_once_in_and_once_out(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 32])
-async def test_on_hardware_a_pipeline_of_three_crosses_once_in_and_once_out(tmp_path: Path, count: int) -> None:
+async def test_on_hardware_a_pipeline_of_three_is_copied_once_to_the_device_and_once_back(
+    tmp_path: Path, count: int
+) -> None:
     before = _copies(process_devices())
     async with serving(_repository(tmp_path, {"a": GPU0, "b": GPU0, "c": GPU0})) as engine:
         assert await _ask(engine, "chain", count) == [8.0 * i for i in range(count)]
@@ -114,7 +115,7 @@ async def test_on_hardware_a_pipeline_of_three_crosses_once_in_and_once_out(tmp_
     assert (crossed[IN], crossed[OUT], sum(crossed.values())) == (1, 1, 2)
 
 
-async def test_a_step_on_the_cpu_between_them_crosses_back_and_in_again(tmp_path: Path, devices: Devices) -> None:
+async def test_a_cpu_step_between_gpu_steps_adds_one_copy_in_each_direction(tmp_path: Path, devices: Devices) -> None:
     cpu = "instance_group { kind: KIND_CPU }\n"
     async with serving(_repository(tmp_path, {"a": GPU, "b": cpu, "c": GPU})) as engine:
         assert await _ask(engine, "chain", 8) == [8.0 * i for i in range(8)]

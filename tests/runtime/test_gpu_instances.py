@@ -1,4 +1,4 @@
-"""Models with instances on GPUs, from their files to their answers, on a machine that is said to have two."""
+"""Models with instances on GPUs, from files to responses, on a machine with two fake GPUs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import trio
 
-from flowserve.config.instances import Gpus
-from flowserve.config.types import InstanceGroup, LimitedResource, ModelConfig, RateLimiter, SourceMap
+from flowserve.config.types import Gpus, InstanceGroup, LimitedResource, ModelConfig, RateLimiter, SourceMap
 from flowserve.errors import Problems
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.engine import open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import ControlOptions, open_control
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.runtime.workers.resources import refuse_what_never_runs
+from flowserve.runtime.workers.policies import refuse_what_never_runs
 from flowserve.scheduling.rate_limit.limiter import Available, Limiter
 from flowserve.values import Request
 
@@ -78,7 +77,7 @@ class TritonPythonModel:
 
 
 @pytest.mark.parametrize("execution", ["process", "thread"] if SUPPORTED else ["thread"])
-async def test_tensors_of_models_travel_by_dlpack_wherever_they_run(tmp_path: Path, execution: str) -> None:
+async def test_tensors_are_exchanged_by_dlpack_in_every_execution_place(tmp_path: Path, execution: str) -> None:
     (tmp_path / "m/1").mkdir(parents=True)
     config = CONFIG.replace('"thread"', f'"{execution}"').replace("TYPE_STRING", "TYPE_FP32")
     (tmp_path / "m/config.pbtxt").write_text(config)

@@ -1,5 +1,5 @@
-"""A kernel has made a CUDA context useless: who fails, who goes on, what the server says of itself, and what starts
-again.
+"""A kernel has made a CUDA context useless: which requests fail, which models go on, the reported health, and which
+processes are restarted.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ async def test_models_on_a_lost_gpu_are_unavailable_and_other_models_serve(
     assert len(said) == 1
 
 
-def test_a_failure_that_leaves_the_gpu_as_it_was_is_that_batchs_alone(
+def test_a_failure_that_does_not_lose_the_gpu_fails_only_its_batch(
     tmp_path: Path, machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _write(tmp_path, "there", ONNX.format("KIND_GPU"), "model.onnx", onnx_identity())
-    monkeypatch.setattr(FakeDevice, "why_lost", lambda _: "")  # what is wrong passes
+    monkeypatch.setattr(FakeDevice, "why_lost", lambda _: "")  # the fault is temporary
     with Engine(tmp_path) as engine:
         machine.lost = ERROR
         with pytest.raises(ModelFailed, match=ERROR):
@@ -142,14 +142,14 @@ def _losing(folder: Path, how: str, *, decoupled: bool) -> Path:
     ],
     ids=["raises", "answers an error"],
 )
-def test_a_process_that_lost_its_gpu_ends_and_another_takes_its_place(tmp_path: Path, how: str) -> None:
+def test_a_process_that_lost_its_gpu_is_restarted(tmp_path: Path, how: str) -> None:
     with Engine(_losing(tmp_path, how, decoupled=False)) as engine:
         with pytest.raises(InstanceDied, match=r"instance 'm_0.*': its process lost the GPU and ended"):
             engine.infer("m", {"x": ONES})
         assert _until(lambda: engine.infer("m", {"x": ONES})["y"].tolist() == [[1] * 4])
 
 
-def test_so_does_one_whose_model_answers_many_times(tmp_path: Path) -> None:
+def test_a_process_of_a_decoupled_model_that_lost_its_gpu_is_restarted(tmp_path: Path) -> None:
     with Engine(_losing(tmp_path, FAILS, decoupled=True)) as engine:
         with pytest.raises(ModelFailed, match="an illegal memory access"):
             [*engine.stream("m", {"x": ONES})]
@@ -157,7 +157,7 @@ def test_so_does_one_whose_model_answers_many_times(tmp_path: Path) -> None:
 
 
 def _until(is_so: Callable[[], bool]) -> bool:
-    """Whether it comes to that within some seconds."""
+    """Whether the condition holds within ten seconds."""
     for _ in range(200):
         try:
             if is_so():
@@ -192,7 +192,7 @@ def _ask(served: Served, model: str, value: float = 1.0) -> httpx.Response:
 
 
 @pytest.mark.gpu
-def test_on_hardware_a_stray_kernel_costs_its_own_process_or_the_servers_gpu(tmp_path: Path) -> None:
+def test_on_hardware_an_illegal_memory_access_loses_the_gpu_of_its_process_only(tmp_path: Path) -> None:
     _write(tmp_path, "there", ONNX.format("KIND_GPU"), "model.onnx", onnx_identity())
     _write(tmp_path, "here", ONNX.format("KIND_CPU"), "model.onnx", onnx_identity())
     for execution in ("process", "thread"):

@@ -1,5 +1,5 @@
-"""Graphs on GPUs, through a real engine: what crosses, what stays, and that nothing is held afterwards. The GPUs are
-fakes that raise where an order is missing.
+"""Graphs on GPUs, through a real engine: the copies to and from devices, and that no memory is held afterwards. The
+GPUs are fakes that raise where an order is missing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from flowserve.errors import ModelFailed
 from flowserve.graph.transfers import ON_HOST, MemoryPlaces, transfers
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.memory.device_memory import DeviceMemory
-from flowserve.memory.devices import Devices
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.memory.devices import GPU_POOL_BYTES, Devices
+from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.values import HOST_MEMORY, PINNED_MEMORY, Array, MemoryPlace, Request, gpu_memory
-from tests.support.engine import KernelInstance, add_chain, add_function, add_kernel
+from tests.support.engine import add_chain, add_function, add_kernel
 from tests.support.fake_device import FakeDevice, FakeMachine, Race, add_one
 
 GPU0 = gpu_memory(0)
@@ -31,11 +30,11 @@ IN, OUT = (HOST_MEMORY, GPU0), (GPU0, PINNED_MEMORY)
 
 
 class Machine:
-    """A fake machine, and what its pools and its ledger say."""
+    """A fake machine, with the figures of its pools and its ledger."""
 
-    def __init__(self, gpus: int = 1, **budgets: int) -> None:
+    def __init__(self, gpus: int = 1, gpu_bytes: int = GPU_POOL_BYTES) -> None:
         self.fake = FakeMachine(gpus)
-        self.devices = Devices(self.fake.devices, **budgets)
+        self.devices = Devices(self.fake.devices, gpu_bytes=gpu_bytes)
 
     @property
     def memory(self) -> DeviceMemory:
@@ -58,7 +57,7 @@ async def running() -> AsyncIterator[Engine]:
 
 
 async def ask(engine: Engine, name: str, values: Sequence[float]) -> list[dict[str, float]]:
-    """The answers to requests of one row each, sent in one turn."""
+    """The responses to requests of one row each, sent in one loop iteration."""
     answers: dict[float, dict[str, float]] = {}
 
     async def one(value: float) -> None:
@@ -94,7 +93,9 @@ def machine() -> Iterator[Machine]:
 
 
 @pytest.mark.parametrize("count", [1, 32])
-async def test_a_chain_of_three_on_a_gpu_crosses_once_in_and_once_out(machine: Machine, count: int) -> None:
+async def test_a_chain_of_three_on_a_gpu_is_copied_once_to_the_device_and_once_back(
+    machine: Machine, count: int
+) -> None:
     async with running() as engine:
         steps = [add_kernel(engine, name, [(add_one, machine.memory)])[0] for name in ("a", "b", "c")]
         add_chain(engine, "chain", ["a", "b", "c"])
@@ -105,7 +106,7 @@ async def test_a_chain_of_three_on_a_gpu_crosses_once_in_and_once_out(machine: M
         assert held_up == 1  # the host, at the exit
 
 
-async def test_the_same_chain_with_a_host_step_in_the_middle_crosses_there_and_back(machine: Machine) -> None:
+async def test_a_chain_with_a_host_step_in_the_middle_is_copied_twice_in_each_direction(machine: Machine) -> None:
     async with running() as engine:
         for name in ("a", "c"):
             add_kernel(engine, name, [(add_one, machine.memory)])
@@ -115,7 +116,7 @@ async def test_the_same_chain_with_a_host_step_in_the_middle_crosses_there_and_b
         assert machine.copies() == {IN: 2, OUT: 2}
 
 
-async def test_what_two_steps_on_the_gpu_read_crosses_once_as_the_picture_says(machine: Machine) -> None:
+async def test_a_tensor_that_two_steps_on_the_gpu_read_is_copied_once_as_planned(machine: Machine) -> None:
     async with running() as engine:
         for name in ("a", "b"):
             add_kernel(engine, name, [(add_one, machine.memory)])
@@ -130,7 +131,7 @@ async def test_what_two_steps_on_the_gpu_read_crosses_once_as_the_picture_says(m
         assert machine.copies() == {IN: 1, OUT: 2} == _planned(graph, machine, [True, True])
 
 
-async def test_what_a_step_on_the_gpu_and_the_answer_read_crosses_once_and_stays(machine: Machine) -> None:
+async def test_a_tensor_that_the_gpu_and_the_response_read_is_copied_once_as_planned(machine: Machine) -> None:
     async with running() as engine:
         for name in ("a", "b"):
             add_kernel(engine, name, [(add_one, machine.memory)])
@@ -151,7 +152,7 @@ async def test_what_a_step_on_the_gpu_and_the_answer_read_crosses_once_and_stays
         assert machine.copies() == {IN: 1, OUT: 2} == _planned(graph, machine, [True, True, False])
 
 
-async def test_an_ensemble_and_a_direct_caller_share_a_batch_and_each_finds_its_rows(machine: Machine) -> None:
+async def test_an_ensemble_and_a_direct_request_share_a_batch_and_each_gets_its_rows(machine: Machine) -> None:
     async with running() as engine:
         steps = [add_kernel(engine, name, [(add_one, machine.memory)])[0] for name in ("a", "b")]
         add_chain(engine, "chain", ["a", "b"])
@@ -167,7 +168,7 @@ async def test_an_ensemble_and_a_direct_caller_share_a_batch_and_each_finds_its_
         assert steps[0].batches == [[1, 1, 1, 1]]
 
 
-async def test_instances_on_two_gpus_hand_a_batch_over_in_one_copy() -> None:
+async def test_a_batch_is_copied_once_between_two_gpus() -> None:
     machine = Machine(gpus=2)
     async with running() as engine:
         add_kernel(engine, "a", [(add_one, machine.devices[0])])
@@ -179,7 +180,7 @@ async def test_instances_on_two_gpus_hand_a_batch_over_in_one_copy() -> None:
 
 
 async def test_model_with_instances_on_host_and_gpu_gets_its_inputs_on_the_host(machine: Machine) -> None:
-    """Which of them a request gets is not known when its input is made."""
+    """The instance is not chosen yet when the input is made."""
     async with running() as engine:
         add_kernel(engine, "a", [(add_one, machine.memory)])
         add_function(engine, "b", [lambda array: array + 1], max_batch_size=32)
@@ -213,7 +214,7 @@ async def test_failed_batch_is_retried_in_parts_and_its_device_memory_is_returne
         assert sorted(good) == [12, 13, 15]
 
 
-async def test_callers_who_leave_while_the_gpu_works_leave_nothing_behind(machine: Machine) -> None:
+async def test_requests_cancelled_while_the_gpu_computes_free_their_memory(machine: Machine) -> None:
     gate = threading.Event()
 
     def slow(array: Array, made: Array) -> None:
@@ -232,7 +233,7 @@ async def test_callers_who_leave_while_the_gpu_works_leave_nothing_behind(machin
         gate.set()
 
 
-async def test_a_drain_lets_the_gpu_finish_and_leaves_nothing_behind(machine: Machine) -> None:
+async def test_a_drain_waits_for_the_gpu_and_frees_its_memory(machine: Machine) -> None:
     gate = threading.Event()
 
     def slow(array: Array, made: Array) -> None:
@@ -258,7 +259,7 @@ async def test_a_drain_lets_the_gpu_finish_and_leaves_nothing_behind(machine: Ma
         assert machine.held() == 0
 
 
-async def test_without_room_on_the_gpu_the_answers_are_right_and_nothing_is_held() -> None:
+async def test_responses_are_correct_without_free_device_memory() -> None:
     machine = Machine(gpu_bytes=512)
     async with running() as engine:
         for name in ("a", "b", "c"):
@@ -271,7 +272,7 @@ async def test_without_room_on_the_gpu_the_answers_are_right_and_nothing_is_held
 
 
 @pytest.mark.parametrize("method", ["wait", "synchronize"])
-async def test_a_wait_that_is_left_out_is_noticed(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_fake_device_detects_a_missing_wait(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
     monkeypatch.setattr(FakeDevice, method, lambda *_: None)
     monkeypatch.setattr(FakeDevice, "close_stream", lambda *_: None)
@@ -292,14 +293,10 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 def _planned(graph: Graph, machine: Machine, on_gpu: Sequence[bool]) -> dict[tuple[MemoryPlace, MemoryPlace], int]:
-    """How often a batch that stays whole crosses, as the graph's plan has it. Answers land in pinned memory."""
+    """The copies of a batch that stays whole, as planned for the graph. Outputs are in pinned memory."""
     places: list[MemoryPlaces] = [frozenset({GPU0}) if gpu else ON_HOST for gpu in on_gpu]
     counts = {IN: 0, OUT: 0}
     for transfer in transfers(graph, places):
         if transfer.kind == "copy":
             counts[IN if transfer.to == (GPU0,) else OUT] += 1
     return counts
-
-
-def test_a_kernel_is_an_instance_on_a_device() -> None:
-    assert KernelInstance(add_one, Machine().memory).place == GPU0

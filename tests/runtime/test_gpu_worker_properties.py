@@ -1,5 +1,5 @@
-"""Whatever a graph looks like and wherever its models are: the answers are right, what crosses is what its plan says,
-and nothing is held afterwards.
+"""For any graph and any placement of its models: the responses are correct, the copies are those of the plan, and no
+memory is held afterwards.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from flowserve.config.types import ModelConfig, SourceMap
 from flowserve.graph.transfers import ON_HOST, transfers
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.memory.devices import Devices
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.values import DType, Request, TensorSpec
 from tests.support.engine import add_function, add_kernel

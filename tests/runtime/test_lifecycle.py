@@ -1,4 +1,4 @@
-"""Generations: who still runs on an old one, and when everything of it is given back. A real engine over functions."""
+"""Generations of a model: which one a request runs on, and when an old one is freed. A real engine over functions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from trio.testing import wait_all_tasks_blocked
 from flowserve import Engine as EngineOfFiles
 from flowserve.errors import ModelFailed, Unavailable
 from flowserve.graph.types import ModelKey
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.scheduling.flow import Flow
 from flowserve.values import Array, Request
@@ -28,7 +27,7 @@ from tests.support.engine import Function, FunctionInstance, add_chain, add_func
 
 @asynccontextmanager
 async def running() -> AsyncIterator[Engine]:
-    """An engine whose generations are given back by counting references alone: the collector is off meanwhile."""
+    """An engine whose generations are freed by reference counts alone: the garbage collector is off."""
     gc.collect()
     gc.disable()
     try:
@@ -54,7 +53,7 @@ async def ask(engine: Engine, name: str, answers: list[float]) -> None:
 
 
 async def closed(instance: FunctionInstance) -> bool:
-    """Whether the instance is closed within a moment in which everybody who could do something has done it."""
+    """Whether the instance is closed within five seconds."""
     with trio.move_on_after(5):
         while instance.is_open:  # noqa: ASYNC110, the instance is closed on a thread
             await trio.sleep(0.001)
@@ -79,7 +78,7 @@ async def test_a_request_finishes_on_the_generation_it_started_with_and_the_next
 
 
 @pytest.mark.fault("L6")
-async def test_what_waits_in_the_old_queue_is_answered_by_the_old_generation() -> None:
+async def test_requests_in_the_old_queue_are_answered_by_the_old_generation() -> None:
     gate = threading.Event()
     answers: list[float] = []
     async with running() as engine, trio.open_nursery() as nursery:
@@ -110,7 +109,7 @@ async def test_an_ensemble_keeps_the_step_it_was_compiled_with_until_it_is_compi
         assert answers[-1] == 9.0
 
 
-async def test_who_found_a_deployment_before_it_was_replaced_may_still_ask_it() -> None:
+async def test_a_deployment_found_before_its_replacement_still_serves() -> None:
     async with running() as engine:
         (old,) = add_function(engine, "m", [times(2)])
         deployment = engine.deployments.find("m")
@@ -122,7 +121,7 @@ async def test_who_found_a_deployment_before_it_was_replaced_may_still_ask_it() 
         assert await closed(old)
 
 
-async def test_a_caller_who_leaves_does_not_keep_the_old_generation() -> None:
+async def test_a_cancelled_request_does_not_keep_the_old_generation() -> None:
     gate = threading.Event()
     async with running() as engine:
         (old,) = add_function(engine, "m", [times(2, gate)], inline=False)
@@ -163,10 +162,10 @@ async def test_a_failed_request_does_not_keep_the_old_generation() -> None:
         assert await closed(old)
 
 
-async def test_a_name_that_is_withdrawn_is_refused_with_the_reason_and_its_counters_go() -> None:
+async def test_a_withdrawn_name_is_refused_with_the_reason_and_its_statistics_are_removed() -> None:
     async with running() as engine:
         (instance,) = add_function(engine, "m", [times(2)])
-        engine.deployments.loaded()
+        engine.deployments.is_loaded = True
         await ask(engine, "m", [])
         assert len(engine.deployments.statistics()) == 1
         engine.deployments.withdraw_name("m", "unloaded")
@@ -193,7 +192,7 @@ def flows() -> list[Flow]:
     return [one for one in gc.get_objects() if isinstance(one, Flow)]
 
 
-async def test_a_request_to_an_ensemble_whose_requests_share_slots_goes_with_its_answer() -> None:
+async def test_the_flow_of_an_ensemble_whose_requests_share_slots_is_freed_with_its_response() -> None:
     async with running() as engine:
         for name in ("double", "triple"):
             add_function(engine, name, [times(len(name) - 4)])
@@ -251,7 +250,7 @@ class TritonPythonModel:
 async def test_exception_of_a_model_holds_neither_request_nor_model(
     tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.CRITICAL, "flowserve")  # pytest would keep what is logged, and it the request
+    caplog.set_level(logging.CRITICAL, "flowserve")  # pytest would keep the log records, which hold the request
     repository = Repository(tmp_path)
     config = ITERATIVE.replace("sequence_batching { iterative_sequence: true }", "").replace("thread", place)
     repository.write("raises", "config.pbtxt", config)
@@ -260,7 +259,7 @@ async def test_exception_of_a_model_holds_neither_request_nor_model(
         gc.collect()
         gc.disable()
         try:
-            with suppress(ModelFailed):  # and what is raised
+            with suppress(ModelFailed):  # pytest.raises would keep the exception
                 await engine.infer("raises", {"IN": np.ones((1, 1), np.float32)})
             assert engine.statistics("raises")[0]["inference_stats"]["fail"]["count"] == 1
             with trio.fail_after(10):

@@ -6,7 +6,7 @@ import pytest
 
 from flowserve.config.types import InstanceGroup, LimitedResource, ModelConfig, RateLimiter, SourceMap
 from flowserve.errors import Place, Problems
-from flowserve.runtime.workers.resources import needs_of, refuse_what_never_runs
+from flowserve.runtime.workers.policies import needs_of, refuse_what_never_runs
 from flowserve.scheduling.rate_limit.limiter import Available, Limiter
 
 LINE = Place("m/config.pbtxt", 7, 3)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import trio
 
-from flowserve.runtime.loading.load_threads import LoadThreads
+from flowserve.runtime.loading.loader import LoadThreads
 
 
 async def test_concurrent_loads_are_limited_and_hanging_ones_stop_counting() -> None:

@@ -8,10 +8,9 @@ import numpy as np
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
-from flowserve.runtime.workers.placement import Placement
+from flowserve.runtime.workers.local import Placement
 from flowserve.values import Array, Request
 from tests.support.engine import add_chain, add_function
 

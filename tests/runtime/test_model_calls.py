@@ -1,4 +1,4 @@
-"""Python models that call other models, in each place that they run in: answers, failures, who waits for whom."""
+"""Python models that call other models, in each execution place: responses, failures, and cycles of calls."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from flowserve.errors import FlowserveError, InstanceDied
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.memory.segment import Segment
 from flowserve.runtime.admission import controller
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.model_calls.calls import PendingCall
 from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.runtime.workers.factory import worker_maker
-from flowserve.runtime.workers.queues import batcher_for
+from flowserve.runtime.workers.policies import batcher_for
 from flowserve.scheduling.rate_limit.limiter import Needs
 from flowserve.values import Array, Request
 from tests.support.backends import Repository, config_of, spec
@@ -84,7 +83,7 @@ class Served:
 
     @property
     def gated(self) -> str:
-        """The body of a model that answers with what it was given once `open_gate` was called."""
+        """The body of a model that returns its input once `open_gate` was called."""
         return f"while not os.path.exists({str(self._opened)!r}): time.sleep(0.002)\nreturn given"
 
     def open_gate(self) -> None:
@@ -150,14 +149,14 @@ class Served:
 
 
 def reasons(served: Served, name: str) -> dict[str, int]:
-    """Failures of a model, those of each reason."""
+    """Failures of a model by reason."""
     (row,) = served.engine.deployments.statistics(name)
     return {reason: count for reason, count in row["flowserve"]["failures"].items() if count}
 
 
 async def until(is_so: Callable[[], bool]) -> None:
     with trio.fail_after(30):
-        while not is_so():  # noqa: ASYNC110 - nobody is told of it
+        while not is_so():  # noqa: ASYNC110 - there is no event for it
             await trio.sleep(0.005)
 
 
@@ -173,7 +172,7 @@ TWICE = "return given * 2"
 CALL = "return value(request({!r}, given).exec()) + 1"
 
 
-async def test_a_model_answers_with_what_another_answered(served: Served) -> None:
+async def test_a_model_may_return_the_response_of_a_call(served: Served) -> None:
     await served.add("twice", TWICE)
     await served.add("caller", CALL.format("twice"))
     assert await served.ask("caller", 1, 2) == [3, 5]
@@ -181,7 +180,7 @@ async def test_a_model_answers_with_what_another_answered(served: Served) -> Non
     assert served.counted("twice") == (2, 0)
 
 
-async def test_names_in_a_call_may_be_bytes_as_they_come_out_of_a_tensor_of_strings(served: Served) -> None:
+async def test_names_in_a_call_may_be_bytes_from_a_string_tensor(served: Served) -> None:
     await served.add("twice", TWICE)
     call = (
         "name, output = np.array([b'twice', b'OUT'], dtype=object)\n"
@@ -193,7 +192,7 @@ async def test_names_in_a_call_may_be_bytes_as_they_come_out_of_a_tensor_of_stri
     assert await served.ask("caller", 1) == [3]
 
 
-async def test_a_chain_of_calls(served: Served) -> None:
+async def test_a_called_model_may_call_another_model(served: Served) -> None:
     await served.add("a", TWICE)
     await served.add("b", CALL.format("a"))
     await served.add("c", CALL.format("b"))
@@ -217,7 +216,7 @@ async def test_an_ensemble_whose_requests_share_slots_can_be_called(served: Serv
     assert [await served.ask("caller", 1), await served.ask("inner", 1)] == [[4], [3]]
 
 
-async def test_several_calls_at_the_same_time(served: Served) -> None:
+async def test_a_model_may_make_several_calls_at_the_same_time(served: Served) -> None:
     await served.add("twice", TWICE, instances=2)
     await served.add(
         "caller",
@@ -231,7 +230,7 @@ async def test_several_calls_at_the_same_time(served: Served) -> None:
     assert served.counted("twice") == (20, 0)
 
 
-async def test_large_tensors_both_ways_and_an_array_that_is_changed_afterwards(served: Served) -> None:
+async def test_a_large_tensor_of_a_call_is_unaffected_by_later_writes_to_its_array(served: Served) -> None:
     await served.add("twice", TWICE)
     await served.add(
         "caller",
@@ -258,7 +257,7 @@ async def fails(served: Served, name: str, match: str, value: float = 1) -> None
         await served.ask(name, value)
 
 
-async def test_what_goes_wrong_is_a_response_with_an_error(served: Served) -> None:
+async def test_a_failed_call_is_a_response_with_an_error(served: Served) -> None:
     await served.add("bad", "raise RuntimeError('no luck')")
     for name, called in (("a", "bad"), ("b", "nobody"), ("c", "")):
         await served.add(name, CALL.format(called))
@@ -279,8 +278,8 @@ async def test_what_goes_wrong_is_a_response_with_an_error(served: Served) -> No
         ("inputs=[], requested_output_names=['OUT', None]", "requested_output_names wants a text, got NoneType None"),
     ],
 )
-async def test_a_name_that_is_none_is_told_its_author_and_disturbs_nobody(served: Served, given: str, why: str) -> None:
-    """In a process it was taken for a process that says what cannot be; on a thread it ended the whole server."""
+async def test_a_tensor_name_that_is_no_string_fails_only_its_request(served: Served, given: str, why: str) -> None:
+    """The name must not count as a protocol error of the process, nor raise outside of the model."""
     await served.add("callee", "return given")
     body = f"if given[0, 0]:\n    pb_utils.InferenceRequest(model_name='callee', {given}).exec()\nreturn given"
     await served.add("caller", body)
@@ -350,7 +349,7 @@ async def test_internal_error_in_a_call_fails_only_that_call(
 
 
 @pytest.mark.parametrize("lost", ["the socket", "memory"])
-async def test_a_process_whose_calls_cannot_be_heard_for_want_of_descriptors_is_ended_and_says_why(
+async def test_a_process_is_ended_with_the_reason_if_the_server_has_no_descriptor_for_its_calls(
     tmp_path: Path, lost: str
 ) -> None:
     async with open_engine(EngineOptions()) as engine:
@@ -367,14 +366,20 @@ async def test_a_process_whose_calls_cannot_be_heard_for_want_of_descriptors_is_
             assert await served.ask("caller", 6) == [12]
 
 
-async def test_a_model_that_calls_itself_and_has_one_instance_is_told_so_at_once(served: Served) -> None:
+async def test_a_model_with_one_instance_that_calls_itself_gets_an_error(served: Served) -> None:
     await served.add("a", "return value(request('a', given - 1).exec()) if given[0, 0] > 0 else given")
     await fails(served, "a", "4 model 'a' -> 'a': this call can never be answered")
     assert await served.ask("a", 0) == [0]
     assert reasons(served, "a") == {"REJECTED": 1, "BACKEND": 1}, "the call, and the caller that says so"
 
 
-async def test_a_call_that_is_too_large_is_counted_where_it_was_refused(served: Served) -> None:
+async def test_a_model_with_several_instances_may_call_itself_as_often(served: Served) -> None:
+    await served.add("a", "return value(request('a', given - 1).exec()) + 1 if given[0, 0] > 0 else given", instances=3)
+    assert await served.ask("a", 2) == [2]
+    await fails(served, "a", "4 model 'a' -> 'a'", 3)
+
+
+async def test_a_call_refused_for_its_size_is_a_failure_of_the_called_model(served: Served) -> None:
     await served.add("small", TWICE, parameters={"max_request_bytes": "4"})
     await served.add("caller", "return value(request('small', np.zeros((1, 2), np.float32)).exec())")
     await fails(served, "caller", ".* a request of 8 bytes can never be let in: max_request_bytes of 'small' is 4")
@@ -382,13 +387,7 @@ async def test_a_call_that_is_too_large_is_counted_where_it_was_refused(served: 
     assert await served.ask("small", 1) == [2]
 
 
-async def test_and_is_answered_where_it_has_enough(served: Served) -> None:
-    await served.add("a", "return value(request('a', given - 1).exec()) + 1 if given[0, 0] > 0 else given", instances=3)
-    assert await served.ask("a", 2) == [2]
-    await fails(served, "a", "4 model 'a' -> 'a'", 3)
-
-
-async def test_circles_of_models_are_named_and_everybody_is_answered(served: Served) -> None:
+async def test_a_cycle_of_calls_is_refused_with_the_names_of_its_models(served: Served) -> None:
     for name, other in (("a", "b"), ("b", "a")):
         await served.add(name, f"return value(request('{other}', given - 1).exec()) if given[0, 0] > 0 else given")
     assert await served.ask("a", 1) == [0]
@@ -396,7 +395,7 @@ async def test_circles_of_models_are_named_and_everybody_is_answered(served: Ser
 
 
 async def test_models_that_call_each_other_under_load_never_hang(served: Served) -> None:
-    """Some calls are refused; all requests are answered, and nothing stays behind."""
+    """Some calls are refused; all requests are answered, and none is in flight at the end."""
     body = (
         "left = int(given[0, 0])\n"
         "if not left: return given\n"
@@ -423,7 +422,7 @@ async def test_models_that_call_each_other_under_load_never_hang(served: Served)
     assert not served.engine.scheduler.in_flight
 
 
-async def test_whoever_leaves_takes_his_models_calls_with_him(served: Served) -> None:
+async def test_calls_of_a_cancelled_request_are_cancelled(served: Served) -> None:
     await served.add("slow", served.gated)
     await served.add("caller", CALL.format("slow"))
     async with trio.open_nursery() as nursery:
@@ -434,11 +433,11 @@ async def test_whoever_leaves_takes_his_models_calls_with_him(served: Served) ->
         nursery.cancel_scope.cancel()
     served.open_gate()
     await until(lambda: not served.is_busy("slow") and not served.is_busy("caller"))
-    assert served.counted("slow")[0] <= 1, "what was queued for the caller never ran"
+    assert served.counted("slow")[0] <= 1, "the queued call never ran"
     assert await served.ask("caller", 3) == [4]
 
 
-async def test_a_call_that_waits_longer_than_it_may_is_told_so(served: Served) -> None:
+async def test_a_call_that_exceeds_its_timeout_fails(served: Served) -> None:
     await served.add("slow", served.gated, may_time_out=True)
     await served.add("caller", "return value(request('slow', given, timeout=50_000).exec())")
     async with trio.open_nursery() as nursery:
@@ -448,7 +447,7 @@ async def test_a_call_that_waits_longer_than_it_may_is_told_so(served: Served) -
         served.open_gate()
 
 
-async def test_a_deadline_bounds_what_is_called_meanwhile(served: Served) -> None:
+async def test_the_deadline_of_a_request_cancels_its_calls(served: Served) -> None:
     await served.add("slow", served.gated)
     await served.add("caller", CALL.format("slow"), parameters={"deadline_ms": "100"})
     async with trio.open_nursery() as nursery:
@@ -463,7 +462,7 @@ async def test_a_deadline_bounds_what_is_called_meanwhile(served: Served) -> Non
     assert served.counted("slow")[0] == 1
 
 
-async def test_a_call_whose_deadline_passes_with_that_of_its_caller_is_over_once(served: Served) -> None:
+async def test_a_call_whose_deadline_passes_with_its_callers_fails_once(served: Served) -> None:
     await served.add("slow", served.gated, parameters={"deadline_ms": "100"})
     await served.add("caller", CALL.format("slow"), parameters={"deadline_ms": "100"})
 
@@ -474,7 +473,7 @@ async def test_a_call_whose_deadline_passes_with_that_of_its_caller_is_over_once
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask)
         await until(lambda: served.is_busy("slow"))
-        time.sleep(0.15)  # noqa: ASYNC251 - nobody looks before both are over
+        time.sleep(0.15)  # noqa: ASYNC251 - the loop runs again after both deadlines
     served.open_gate()
     assert served.engine.scheduler.in_flight == 0
     await until(lambda: not served.is_busy("slow"))
@@ -487,7 +486,7 @@ async def test_a_call_whose_deadline_passes_with_that_of_its_caller_is_over_once
     [(True, NO_PARAMETERS), (False, {"max_request_bytes": "5"})],
     ids=["remembered", "refused"],
 )
-async def test_a_call_that_is_answered_or_refused_at_the_gate_is_traced_no_longer(
+async def test_a_call_answered_or_refused_by_admission_control_is_no_longer_traced(
     served: Served, remembers: bool, parameters: Mapping[str, str]
 ) -> None:
     await served.add("twice", TWICE, remembers=remembers, parameters=parameters)
@@ -520,7 +519,7 @@ async def test_response_is_sent_if_the_cache_has_no_memory_for_it(
         assert await served.ask("twice", 1) == [2]
 
 
-async def test_what_is_remembered_answers_models_too(served: Served) -> None:
+async def test_a_call_is_answered_from_the_response_cache(served: Served) -> None:
     await served.add("twice", TWICE, remembers=True)
     await served.add("caller", CALL.format("twice"))
     assert [await served.ask("caller", 1), await served.ask("twice", 1), await served.ask("caller", 1)] == [
@@ -533,7 +532,7 @@ async def test_what_is_remembered_answers_models_too(served: Served) -> None:
     assert row["inference_stats"]["cache_hit"]["count"] == 2
 
 
-async def test_a_model_that_is_unloaded_is_missed_until_it_is_back(served: Served) -> None:
+async def test_calls_of_an_unloaded_model_fail_until_it_is_loaded_again(served: Served) -> None:
     await served.add("twice", TWICE)
     await served.add("caller", CALL.format("twice"))
     served.engine.deployments.withdraw_name("twice", "unloaded")
@@ -543,7 +542,7 @@ async def test_a_model_that_is_unloaded_is_missed_until_it_is_back(served: Serve
 
 
 @pytest.mark.fault("L6")
-async def test_a_model_that_is_unloaded_answers_the_calls_it_has(served: Served) -> None:
+async def test_an_unloaded_model_completes_its_pending_calls(served: Served) -> None:
     await served.add("slow", served.gated + " * 2")
     await served.add("caller", CALL.format("slow"))
     answers: list[list[float]] = []
@@ -559,7 +558,7 @@ async def test_a_model_that_is_unloaded_answers_the_calls_it_has(served: Served)
     assert answers == [[3]]
 
 
-async def test_threads_that_a_model_starts_call_where_its_process_is_its_own(served: Served) -> None:
+async def test_threads_of_a_model_may_make_calls_only_in_a_worker_process(served: Served) -> None:
     body = (
         "found = []\n"
         "def call():\n"
@@ -579,14 +578,14 @@ async def test_threads_that_a_model_starts_call_where_its_process_is_its_own(ser
         assert await served.ask("caller", 1) == [10]
 
 
-async def test_a_model_on_the_event_loop_is_told_that_it_cannot_call(served: Served) -> None:
+async def test_a_call_of_a_model_on_the_event_loop_is_refused(served: Served) -> None:
     await served.add("twice", TWICE)
     await served.add("caller", CALL.format("twice"), place="inline")
     await fails(served, "caller", "while it runs on the event loop")
 
 
 @pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
-async def test_calls_of_a_process_that_ends_are_withdrawn(tmp_path: Path) -> None:
+async def test_calls_of_an_ended_process_are_cancelled(tmp_path: Path) -> None:
     async with open_engine(EngineOptions()) as engine:
         served = Served(engine, tmp_path, "process")
         await served.add("slow", served.gated)
@@ -604,7 +603,7 @@ async def test_calls_of_a_process_that_ends_are_withdrawn(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
-async def test_more_answers_than_a_socket_holds_wait_for_a_model_that_computes(tmp_path: Path) -> None:
+async def test_responses_that_exceed_the_socket_buffer_wait_for_a_busy_caller(tmp_path: Path) -> None:
     async with open_engine(EngineOptions()) as engine:
         served = Served(engine, tmp_path, "process")
         await served.add("twice", TWICE, instances=2)
@@ -619,8 +618,10 @@ async def test_more_answers_than_a_socket_holds_wait_for_a_model_that_computes(t
 
 @pytest.mark.fault("R10")
 @pytest.mark.parametrize("place", PLACES)
-async def test_a_holder_of_a_resource_calls_while_somebody_before_it_waits(tmp_path: Path, place: str) -> None:
-    """The one that is called needs nothing; the one that waits, with the better priority, needs what the caller has."""
+async def test_a_model_that_holds_a_resource_may_make_calls_while_a_prior_model_waits_for_it(
+    tmp_path: Path, place: str
+) -> None:
+    """The called model needs no resource; the waiting model, of better priority, needs the resource of the caller."""
     async with open_engine(EngineOptions(rate_limit=())) as engine:
         served = Served(engine, tmp_path, place)
         await served.add("free", "time.sleep(0.05)\nreturn given", needs=[Needs({}, 10)])
@@ -636,7 +637,8 @@ async def test_a_holder_of_a_resource_calls_while_somebody_before_it_waits(tmp_p
                 nursery.start_soon(ask, "holder")
                 nursery.start_soon(ask, "first")
         assert answers.count([2]) == 10
-        assert not engine.limiter.held()  # type: ignore[union-attr]
+        assert engine.limiter is not None
+        assert not engine.limiter.held()
 
 
 # ------------------------------------------------------------------------------------------------------ many responses
@@ -657,8 +659,8 @@ class TritonPythonModel:
 """
 
 
-async def test_the_responses_of_a_decoupled_model_come_one_after_the_other(served: Served) -> None:
-    """However many: nobody waits for the caller to take them."""
+async def test_the_responses_of_a_called_decoupled_model_arrive_in_order(served: Served) -> None:
+    """Any number of responses: the called model does not wait until its caller takes them."""
     await served.add("count", "", text=COUNTS, decoupled=True)
     await served.add(
         "reader",
@@ -701,8 +703,8 @@ async def test_the_responses_of_a_decoupled_model_come_one_after_the_other(serve
     await fails(served, "wrong", "3 .*data-type is 'FP64', but model 'count' expects 'FP32'")
 
 
-async def test_a_caller_that_is_found_gone_while_it_is_told_of_an_answer_ends_nobody_else(served: Served) -> None:
-    """So it is for a process that was killed: the write of the answer is the first to notice."""
+async def test_a_call_may_be_cancelled_while_its_response_is_delivered(served: Served) -> None:
+    """As if the caller's process was killed: the failed write of the response is the first sign of that."""
     await served.add("count", "", text=COUNTS, decoupled=True)
     calls = served.engine.calls
     told: list[object] = []
@@ -762,7 +764,7 @@ async def test_a_decoupled_model_calls_from_a_thread_after_execute_has_returned(
             assert [answer.tolist() for answer in answers] == [[[2, 2]]] * 3
 
 
-async def test_a_request_that_cannot_be_one_is_raised(served: Served) -> None:
+async def test_an_invalid_request_of_a_model_is_an_exception_there(served: Served) -> None:
     await served.add("twice", TWICE)
     mistakes = {
         "request('twice', given, timeout=-1)": "timeout and priority of a request are 0 or more",
@@ -779,7 +781,7 @@ async def test_a_request_that_cannot_be_one_is_raised(served: Served) -> None:
         await fails(served, f"caller_{number}", text)
 
 
-async def test_what_a_request_says_of_itself_arrives(served: Served) -> None:
+async def test_the_options_of_a_call_reach_the_called_model(served: Served) -> None:
     facts = (
         "import json\n"
         "import triton_python_backend_utils as pb_utils\n"
@@ -800,7 +802,7 @@ async def test_what_a_request_says_of_itself_arrives(served: Served) -> None:
 
 
 @pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
-async def test_a_process_that_says_what_cannot_be_of_its_calls_is_ended(tmp_path: Path) -> None:
+async def test_a_process_that_sends_an_invalid_message_about_its_calls_is_ended(tmp_path: Path) -> None:
     lies = (
         "b'x'",
         "pack(CALL, [1, 0, 99, 0, 8, 0], [])",
@@ -835,14 +837,14 @@ async def test_a_process_that_says_what_cannot_be_of_its_calls_is_ended(tmp_path
                 "time.sleep(30)\n"
                 "return given",
             )
-            with pytest.raises(InstanceDied, match="what its process said cannot be"):
+            with pytest.raises(InstanceDied, match="its process sent an invalid message"):
                 await served.ask(f"liar_{number}", 1)
             assert await served.ask("twice", 1) == [2]
             assert engine.server_requests.metrics.text() == b""
 
 
 @pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
-async def test_invalid_question_of_a_process_is_refused_and_the_process_serves_on(tmp_path: Path) -> None:
+async def test_an_invalid_server_request_of_a_process_is_refused_and_the_process_lives(tmp_path: Path) -> None:
     wrong = {
         "['load', [1, 2], []]": "has arguments of other types",
         "['dance', [], []]": "unknown question 'dance'",
@@ -893,14 +895,14 @@ class TritonPythonModel:
                 self.seen += 1
                 break
             time.sleep(0.01)
-        error = pb_utils.TritonError("nobody waits", pb_utils.TritonError.CANCELLED)
+        error = pb_utils.TritonError("cancelled", pb_utils.TritonError.CANCELLED)
         return [pb_utils.InferenceResponse(error=error) for _ in requests]
 """
 
 
-async def test_a_model_is_told_that_nobody_waits_for_a_request_that_it_computes(served: Served) -> None:
+async def test_a_cancellation_is_visible_to_the_model_during_execute(served: Served) -> None:
     await served.add("watches", "", text=WATCHES)
-    await fails(served, "watches", "nobody waits", 0.05)
+    await fails(served, "watches", "cancelled", 0.05)
     assert await served.ask("watches", 0) == [0, 0]
     with trio.move_on_after(0.1):
         await served.ask("watches", 30)
@@ -964,7 +966,7 @@ async def test_coroutines_of_a_decoupled_model_run_at_the_same_time(tmp_path: Pa
 
 
 @pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
-async def test_a_process_that_a_model_forks_takes_no_metrics_along(tmp_path: Path) -> None:
+async def test_a_fork_of_a_worker_process_does_not_drop_its_metrics(tmp_path: Path) -> None:
     async with open_engine(EngineOptions()) as engine:
         served = Served(engine, tmp_path, "process")
         await served.add(
@@ -983,7 +985,7 @@ async def test_a_process_that_a_model_forks_takes_no_metrics_along(tmp_path: Pat
         assert await served.ask("forks", 4) == [4]
 
 
-async def test_a_call_that_nobody_waits_for_is_made_whoever_leaves(served: Served) -> None:
+async def test_a_call_that_is_not_awaited_is_executed_nevertheless(served: Served) -> None:
     await served.add("slow", served.gated)
     await served.add("caller", "request('slow', given).async_exec().close()\nawait asyncio.sleep(0)\nreturn given")
     assert await served.ask("caller", 1) == [1]
@@ -996,7 +998,7 @@ async def test_a_call_that_nobody_waits_for_is_made_whoever_leaves(served: Serve
     await until(lambda: not served.engine.calls)
 
 
-async def test_what_was_accepted_may_call_while_the_server_drains(served: Served) -> None:
+async def test_an_accepted_request_may_make_calls_while_the_server_drains(served: Served) -> None:
     await served.add("twice", TWICE)
     await served.add("caller", "time.sleep(0.3)\n" + CALL.format("twice"))
     answers: list[list[float]] = []
@@ -1011,8 +1013,8 @@ async def test_what_was_accepted_may_call_while_the_server_drains(served: Served
     assert answers == [[3]]
 
 
-async def test_a_server_that_ends_answers_what_waits_for_calls(tmp_path: Path) -> None:
-    """Nobody hangs in a call that will not be made any more."""
+async def test_requests_that_wait_for_calls_fail_when_the_server_ends(tmp_path: Path) -> None:
+    """No request waits for a call that is not executed any more."""
     failed: list[str] = []
     async with trio.open_nursery() as nursery:
         async with open_engine(EngineOptions(), exit_timeout_s=20) as engine:

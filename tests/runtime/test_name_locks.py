@@ -9,7 +9,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from flowserve.errors import Unavailable
-from flowserve.runtime.loading.name_locks import NameLocks
+from flowserve.runtime.loading.operations import NameLocks
 
 
 class Scene:
@@ -62,7 +62,7 @@ async def test_operations_that_share_a_name_run_in_order_of_request(nursery: tri
     await scene.end("4")
 
 
-async def test_a_name_that_is_given_back_is_free_before_the_operation_ends(nursery: trio.Nursery) -> None:
+async def test_a_released_name_is_free_before_the_operation_ends(nursery: trio.Nursery) -> None:
     scene = Scene(nursery)
     await scene.ask("1", "ab", gives_back="a")
     await scene.ask("2", "a")

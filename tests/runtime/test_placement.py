@@ -1,10 +1,10 @@
-"""Where an instance runs its next batch: what was measured decides, and a place is kept while it is nearly as good."""
+"""Where an instance runs its next batch: by measurement, with hysteresis."""
 
 from __future__ import annotations
 
 import pytest
 
-from flowserve.runtime.workers.placement import Placement
+from flowserve.runtime.workers.local import Placement
 
 QUICK = 75_000  # less than the hop to a thread and back
 BETWEEN = 250_000

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import pytest
 import trio
 
 from flowserve.runtime.clock import running_clock
-from flowserve.runtime.ipc.poller import Readiness
+from flowserve.runtime.ipc.channel import Outbox, Readiness
 from flowserve.runtime.loop import StepLoop
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="epoll is Linux's")
@@ -92,7 +94,7 @@ async def test_a_socket_may_be_forgotten_after_the_end() -> None:
     made = Readiness(StepLoop(lambda: None, running_clock()))
     child, other = socket.socketpair()
     with child, other:
-        made.watch(child.fileno(), list, fail)
+        made.watch(child.fileno(), lambda: None, fail)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(made.run)
             await trio.testing.wait_all_tasks_blocked()
@@ -122,3 +124,27 @@ async def test_an_exception_of_one_reader_is_reported_to_it_and_the_others_are_r
         readiness.forget(other.fileno())
     assert [str(error) for error in heard] == ["a slip"]
     assert "Traceback" in caplog.text
+
+
+async def test_an_unsent_descriptor_is_closed_once_when_the_process_has_ended(readiness: Readiness) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    faults: list[Exception] = []
+    done = trio.Event()
+    with ours, theirs:
+        with suppress(BlockingIOError):
+            while True:
+                ours.send(bytes(1000))
+        outbox = Outbox(ours, readiness)
+        readiness.watch(ours.fileno(), done.set, faults.append)
+        sent, other = os.pipe()
+        outbox.send(b"x", sent)
+        outbox.send(b"y", other)
+        theirs.close()
+        with trio.fail_after(5):
+            await done.wait()
+        readiness.forget(ours.fileno())
+    assert not faults
+    for descriptor in (sent, other):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What models print: whole lines, bounded, whatever the pieces they come in."""
+"""Output that models print: whole lines, bounded, for output in any chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def texts(printed: Printed, *pieces: bytes, now_ns: int = 5 * SECOND_NS) -> list
 
 
 @given(st.lists(st.binary(max_size=20).filter(lambda piece: not {*b"<\r"} & {*piece}), max_size=30))
-def test_lines_do_not_depend_on_the_pieces_they_came_in(pieces: list[bytes]) -> None:
+def test_lines_do_not_depend_on_the_chunks_of_the_output(pieces: list[bytes]) -> None:
     whole = b"".join(pieces)
     assert texts(Printed(), *pieces) == texts(Printed(), whole)
     lines = whole.split(b"\n")
@@ -84,7 +84,7 @@ def test_a_long_line_is_cut_with_a_note_and_the_next_one_is_whole() -> None:
     assert after == "next"
 
 
-def test_lines_beyond_the_limit_are_counted_and_named_once_the_second_is_over() -> None:
+def test_lines_beyond_the_limit_are_counted_and_reported_after_the_second() -> None:
     printed = Printed()
     second = 7 * SECOND_NS
     assert len(printed.take(b"x\n" * 1500, second)) == LINES_A_SECOND_MAX
@@ -97,7 +97,7 @@ def test_lines_beyond_the_limit_are_counted_and_named_once_the_second_is_over() 
 
 
 @pytest.mark.fault("R6")
-def test_a_hundred_megabytes_leave_nothing_behind() -> None:
+def test_a_hundred_megabytes_without_a_line_end_are_not_kept() -> None:
     printed = Printed()
     shown = 0
     for number in range(1600):

@@ -25,13 +25,12 @@ from flowserve.errors import FlowserveError, InstanceDied, Internal, ModelFailed
 from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import Statistics
 from flowserve.observe.trace import Trace
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.ipc.channel import Channel
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.runtime.workers.outcome import Outcome, Passed
-from flowserve.scheduling.backoff import Delays
+from flowserve.runtime.workers.base import Outcome, Passed
+from flowserve.runtime.workers.supervisor import Delays
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.scheduler import Scheduler
@@ -47,10 +46,12 @@ STEP = {"one": 2, "two": 3, "three": 5}  # what each model of the chain multipli
 WHOLE = 30
 
 # A row is [value, acts, what, ...]. The model number `acts` does `what` with a request that contains such a row.
-ERROR, RAISE, EXIT, SLEEP, EXIT_LATER, NOTHING, DTYPE, DIMS, ROWS, CALLS = range(1, 11)
+ERROR, RAISE, EXIT, SLEEP, EXIT_LATER, NOTHING, DTYPE, DIMS, ROWS, CALLS, LIE = range(1, 12)
 BODY = """
         import time
         what = int(given[0, 2]) if given.shape[1] > 2 and given[0, 1] == {number} else 0
+        if given.shape[1] > 4 and given[0, 3] == {number}:
+            what = int(given[0, 4])
         if what == 1:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError('model {number} refuses'))
         if what == 2:
@@ -78,6 +79,11 @@ BODY = """
             if response.has_error():
                 raise ValueError(response.error().message())
             made[:, 0] += pb_utils.get_output_tensor_by_name(response, 'OUT').as_numpy()[:, 0]
+        if what == 11:
+            from flowserve.backends.worker import driver
+            make = driver.protocol.make_stage
+            lie = [(int(given[0, 5]), int(given[0, 6]), given.shape)]
+            driver.protocol.make_stage = lambda fields: make((*fields[:5], lie))
 """
 
 
@@ -303,7 +309,7 @@ async def test_strings_whose_lengths_vary_pass_three_processes(routed: Routed) -
     await routed.check_idle()
 
 
-async def test_message_too_long_to_hand_on_returns_and_goes_on(routed: Routed) -> None:
+async def test_message_too_long_for_hand_off_returns_to_server_and_continues(routed: Routed) -> None:
     """Facts of requests that do not fit into a datagram are sent to the next process by the server."""
     await routed.add_chain()
     assert (await routed.ask("chain", row(2), id="x" * 50_000)).tolist() == row(2 * WHOLE).tolist()
@@ -375,7 +381,7 @@ async def test_direct_request_does_not_wait_for_slow_stage_of_route(routed: Rout
 
 
 async def test_batches_keep_their_members_under_recalls(routed: Routed) -> None:
-    """Requests to the chain and to each of its models at once, for as long as it takes to recall many batches."""
+    """Concurrent requests to the chain and to each of its models, until many batches were recalled."""
     await routed.add_chain()
     wrong: list[Any] = []
 
@@ -401,7 +407,7 @@ async def test_batches_keep_their_members_under_recalls(routed: Routed) -> None:
 
 
 @pytest.mark.parametrize("acts", [0, 1, 2])
-async def test_member_that_fails_leaves_others_on_their_way(routed: Routed, acts: int) -> None:
+async def test_failed_member_does_not_end_route_of_others(routed: Routed, acts: int) -> None:
     await routed.add_chain()
     asked = [row(value, acts, ERROR if value in (2, 5) else 0) for value in range(8)]
     for turn in (1, 2, 3):
@@ -427,7 +433,7 @@ FAULTS = [(what, acts) for what in (RAISE, NOTHING, DTYPE, DIMS, ROWS) for acts 
 
 
 @pytest.mark.parametrize(("what", "acts"), FAULTS)
-async def test_output_that_cannot_be_handed_on_fails_as_without_route(
+async def test_output_that_cannot_be_passed_on_fails_as_without_route(
     routed: Routed, monkeypatch: pytest.MonkeyPatch, what: int, acts: int
 ) -> None:
     await routed.add_chain(width=3)
@@ -478,6 +484,28 @@ async def test_process_that_exits_in_its_stage_fails_its_batch_only(routed: Rout
     for i, name in enumerate(MODELS):
         assert routed.counts(name)[2] == (3 if how == EXIT_LATER or i < acts else 2), name
         assert (routed.pids()[name] == pids[name]) == (i != acts), "no other process ends"
+    await routed.check_idle()
+
+
+@pytest.mark.parametrize(("start", "nbytes"), [(1 << 40, 24), (0, 8)])
+async def test_process_with_an_invalid_report_about_its_stage_fails_its_batch_only(
+    routed: Routed, start: int, nbytes: int
+) -> None:
+    """Process 0 reports an output behind its block, or one with fewer bytes than its shape needs. Process 1 returns the
+    batch with that report.
+    """
+    await routed.add_chain()
+    pids = routed.pids()
+    with trio.fail_after(5):
+        lied = row(1, 0, LIE, width=7)
+        lied[0, 3:] = 1, RAISE, start, nbytes
+        (answer,) = await routed.ask_all("chain", [lied])
+        assert isinstance(answer, InstanceDied)
+        assert "model 'one', instance 'one_0': its process sent an invalid message (" in str(answer)
+        await routed.restarted({"one": pids["one"]}, 1)
+        del answer
+        assert first_of(await routed.ask_all("chain", [row(2)])) == [2 * WHOLE]
+    assert all((routed.pids()[name] == pids[name]) == (name != "one") for name in MODELS), "no other process ends"
     await routed.check_idle()
 
 
@@ -585,8 +613,75 @@ async def test_process_that_a_recalled_batch_has_left_ends(
     await routed.check_idle()
 
 
-async def test_error_of_stage_is_told_when_process_before_it_has_ended(routed: Routed) -> None:
-    """What the first process made cannot be read any more, and is not needed for the error."""
+@pytest.mark.parametrize(("acts", "killed"), [*itertools.permutations(range(3), 2)])
+async def test_ended_process_is_released_while_another_stage_of_its_route_runs(
+    routed: Routed, tmp_path: Path, acts: int, killed: int
+) -> None:
+    """Else a direct request to its model, or a call from the other stage, would wait for that stage."""
+    begun, proceed = tmp_path / "begun", tmp_path / "proceed"
+    waiting = f"""
+            open({str(begun)!r}, "w").close()
+            while not os.path.exists({str(proceed)!r}):
+                time.sleep(0.002)
+    """.strip()
+    for name in MODELS:
+        await routed.served.add(name, chain_body(name).replace("time.sleep(0.15)", waiting), width=-1)
+    add_chain(routed.engine, "chain", MODELS)
+    await wait_all_tasks_blocked()
+    answers: list[Array | FlowserveError] = []
+
+    async def ask() -> None:
+        answers.extend(await routed.ask_all("chain", [row(2, acts, SLEEP)]))
+
+    direct = MODELS[killed]
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await routed.until(begun.exists)
+            routed.kill(direct)
+            await routed.until(lambda: direct not in routed.pids())
+            assert first_of([await routed.ask(direct, row(3))]) == [3 * STEP[direct]]
+            assert not answers
+            proceed.touch()
+    assert first_of(answers) == [2 * WHOLE]
+    answers.clear()
+    await routed.check_idle()
+
+
+@pytest.mark.parametrize("called", ["two", "three"])
+async def test_model_on_route_calls_later_model_whose_process_has_ended(
+    routed: Routed, tmp_path: Path, called: str
+) -> None:
+    begun, proceed = tmp_path / "begun", tmp_path / "proceed"
+    waiting = f"""if what == 10:
+            open({str(begun)!r}, "w").close()
+            while not os.path.exists({str(proceed)!r}):
+                time.sleep(0.002)"""
+    body = chain_body("one").replace("'beside'", f"'{called}'").replace("if what == 10:", waiting)
+    await routed.served.add("one", body, width=-1)
+    for name in ("two", "three"):
+        await routed.served.add(name, chain_body(name), width=-1)
+    add_chain(routed.engine, "chain", MODELS)
+    await wait_all_tasks_blocked()
+    answers: list[Array | FlowserveError] = []
+
+    async def ask() -> None:
+        answers.extend(await routed.ask_all("chain", [row(3, 0, CALLS)]))
+
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await routed.until(begun.exists)
+            routed.kill(called)
+            await routed.until(lambda: called not in routed.pids())
+            proceed.touch()
+    assert first_of(answers) == [(2 + STEP[called]) * 3 * 15]
+    answers.clear()
+    await routed.check_idle()
+
+
+async def test_error_of_stage_is_reported_if_process_before_it_has_ended(routed: Routed) -> None:
+    """The outputs of the first process cannot be read any more, and are not needed for the error."""
     await routed.add_chain()
     child = routed.served.workers["two"].child
     body = "        import time; time.sleep(0.15)\n        raise ValueError('no')"
@@ -608,7 +703,7 @@ async def test_error_of_stage_is_told_when_process_before_it_has_ended(routed: R
     await routed.check_idle()
 
 
-async def test_route_goes_on_after_a_descriptor_was_lacking(routed: Routed, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lack_of_a_descriptor_fails_one_batch_of_a_route(routed: Routed, monkeypatch: pytest.MonkeyPatch) -> None:
     """The socket of the next process cannot be shown at first; the batch fails alone, and no process ends."""
     await routed.add_chain()
     for name in MODELS:
@@ -678,7 +773,7 @@ async def test_worker_that_is_killed_again_and_again_under_load_loses_no_request
 
 
 @pytest.mark.parametrize("acts", [0, 1, 2])
-async def test_callers_that_leave_while_their_batch_is_on_its_route(routed: Routed, acts: int) -> None:
+async def test_requests_may_be_cancelled_while_their_batch_is_on_its_route(routed: Routed, acts: int) -> None:
     await routed.add_chain()
     told: dict[int, Array] = {}
 

@@ -11,7 +11,7 @@ from flowserve.config.load import finish, read_draft
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Unavailable
 from flowserve.graph.plan import make_plan
-from flowserve.runtime.workers.queues import batcher_for, keeps_order
+from flowserve.runtime.workers.policies import batcher_for, keeps_order
 from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.queue import OVERTAKEN_MAX
 from flowserve.testing.strategies import plain_graph
@@ -57,7 +57,7 @@ def ticket(at: int = 0, rows: int = 1, priority: int = 0, timeout_ns: int = 0) -
         ("dynamic_batching { priority_levels: 2 default_priority_level: 1 }", 8, False),
     ],
 )
-def test_only_a_model_with_levels_limits_or_timeouts_has_a_queue_that_looks_for_them(
+def test_only_a_model_with_levels_limits_or_timeouts_has_a_queue_that_checks_them(
     folder: Path, batching: str, limit: int, is_plain: bool
 ) -> None:
     assert batcher_for(config(folder, batching, limit)).may_expire is not is_plain

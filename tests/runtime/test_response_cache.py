@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.memory.tensor import Tensor
-from flowserve.runtime.admission.response_cache import ENTRY_BYTES, LruCache, cache_key, cached_copy
+from flowserve.runtime.admission.controller import ENTRY_BYTES, LruCache, cache_key, cached_copy
 from flowserve.values import Array, Request
 
 SERVED = ("m", 1, 1)

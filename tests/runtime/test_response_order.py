@@ -1,4 +1,4 @@
-"""Order of responses, timeouts and priorities on a running loop: decisions reach the tasks that wait in that order."""
+"""Order of responses, timeouts and priorities on a running loop: decisions wake the waiting tasks in their order."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from flowserve.errors import Unavailable
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
-from flowserve.runtime.engine.ordered_wakeup import OrderedWakeup
 from flowserve.scheduling.queue import BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.values import Array, Request
 from tests.support.engine import add_chain, add_function
@@ -40,7 +38,7 @@ class Blocker:
 
 
 @pytest.mark.fault("D11")
-async def test_callers_go_on_in_the_order_of_their_requests() -> None:
+async def test_waiting_tasks_resume_in_the_order_of_their_requests() -> None:
     async with open_engine(EngineOptions()) as engine:
         blocker = Blocker()
         add_function(
@@ -92,26 +90,6 @@ async def test_a_caller_cancelled_while_it_waits_for_its_wakeup_affects_no_other
         engine.scheduler.check()
 
 
-async def test_the_ordered_wakeup_runs_one_task_in_each_loop_iteration() -> None:
-    ordered = OrderedWakeup()
-    gone: list[int] = []
-
-    async def wait(number: int) -> None:
-        ordered.wake(trio.lowlevel.current_task())
-        await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
-        gone.append(number)
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(ordered.run)
-        await wait_all_tasks_blocked()
-        for number in range(10):
-            nursery.start_soon(wait, number)
-            await trio.lowlevel.checkpoint()
-        await wait_all_tasks_blocked()
-        assert gone == [*range(10)]
-        nursery.cancel_scope.cancel()
-
-
 @pytest.mark.fault("D2")
 async def test_a_timeout_ends_the_waiting_of_a_request_while_its_instance_is_busy() -> None:
     async with open_engine(EngineOptions()) as engine:
@@ -153,7 +131,7 @@ async def test_a_request_takes_its_priority_through_every_step() -> None:
 
 
 @pytest.mark.fault("D12")
-async def test_a_cancelled_request_leaves_a_preferred_batch_behind_that_starts_at_once() -> None:
+async def test_a_batch_that_is_preferred_after_a_cancellation_starts_at_once() -> None:
     async with open_engine(EngineOptions()) as engine:
         policy = BatchPolicy(16, (2, 6), 3600_000_000_000)
         (instance,) = add_function(engine, "prefers", [lambda array: array], batcher=Queue(policy))

@@ -11,8 +11,7 @@ import pytest
 import trio
 
 from flowserve.errors import FlowserveError
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import ControlOptions, open_control
 from flowserve.runtime.processes.children import SUPPORTED

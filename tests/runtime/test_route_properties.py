@@ -1,6 +1,4 @@
-"""Routes in the server's own process, for graphs at random: they change how often the scheduler is asked, and nothing
-that a caller sees.
-"""
+"""Routes in the server's own process, for graphs at random: they save scheduling steps and change no response."""
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ from flowserve.config.types import ModelConfig, SourceMap
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.memory.column import scatter
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.engine import open_engine
 from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.workers.base import Outcome
 from flowserve.runtime.workers.local import LocalWorker
-from flowserve.runtime.workers.outcome import Outcome
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.queue import BatchPolicy, Queue
@@ -106,7 +104,7 @@ class Watch:
 
 
 async def served(shape: Shape, asked: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[object], list[int], int]:
-    """What is answered to requests (value, rows), asked in groups; each model's executions; and the routes taken."""
+    """The responses to requests (value, rows), sent in groups; each model's executions; and the routes taken."""
     async with open_engine(EngineOptions()) as engine:
         watch = Watch()
         engine.observers.append(watch)

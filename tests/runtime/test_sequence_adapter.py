@@ -1,4 +1,4 @@
-"""What is kept of sequences between two batches: the very rows that the model answered with, and nobody else's."""
+"""States of sequences between two batches: the output rows of the sequence itself, without a copy where possible."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.scheduling.sequence.sequence import RequestSequence
 from flowserve.values import DType, Request, TensorSpec
+from tests.support.backends import tensors
 
 PORT = (TensorSpec("X", DType.FP32, (2,)),), (TensorSpec("Y", DType.FP32, (2,)),)
 STATES = (SequenceState("S", "T", DType.FP32, (2,)), SequenceState("U", "V", DType.FP32, (2,)))
@@ -48,7 +49,7 @@ def tickets(*lines: RequestSequence, start: bool = False) -> list[Ticket]:
 
 
 def ran(adapter: SequenceAdapter, members: list[Ticket], *states: np.ndarray | None) -> Results:
-    """The batch is back: what it answered, and each state as one block of all its rows, None for one left out."""
+    """The batch is complete. Each state is one block with the rows of all members; None: the model omits it."""
     blocks = [np.zeros((len(members), 2), np.float32), *states]
     columns = [[None] * len(members) if one is None else [*scatter(one, [1] * len(members))] for one in blocks]
     batch = Batch(ModelQueue(PLAN.nodes[0].model, Queue(BatchPolicy.single()), ["one"]), "one", members, 0)
@@ -63,12 +64,12 @@ def test_states_of_an_unchanged_batch_are_passed_without_a_copy(adapter: Sequenc
     adapter.work(tickets(*lines, start=True))
     state = np.arange(6, dtype=np.float32).reshape(3, 2)
     answered = ran(adapter, tickets(*lines, start=True), state, state + 10)
-    assert len(answered.outputs) == 1, "the states are nobody's outputs"
+    assert len(answered.outputs) == 1, "states are not among the outputs"
     work = adapter.work(tickets(*lines))
-    given, copied = gather(work.inputs[1], HOST)
+    given, copied = gather(tensors(work.inputs[1]), HOST)
     assert (given is state, copied) == (True, 0)
     assert work.wanted == [("Y", "T", "V")] * 3
-    alone, copied = gather(adapter.work(tickets(lines[1])).inputs[2], HOST)
+    alone, copied = gather(tensors(adapter.work(tickets(lines[1])).inputs[2]), HOST)
     assert (alone.tolist(), copied) == ([[12.0, 13.0]], 0)
 
 
@@ -76,12 +77,13 @@ def test_missing_state_output_keeps_the_state_and_start_resets_it_to_zeros(adapt
     line = RequestSequence(1)
     ran(adapter, tickets(line, start=True), np.ones((1, 2), np.float32), np.ones((1, 2), np.float32))
     ran(adapter, tickets(line), None, np.full((1, 2), 5, np.float32))
-    assert [column[0].array.tolist() for column in adapter.work(tickets(line)).inputs[1:]] == [[[1, 1]], [[5, 5]]]
-    again = adapter.work(tickets(line, start=True)).inputs[1:]
-    assert [column[0].array.tolist() for column in again] == [[[0, 0]], [[0, 0]]]
+    kept = [tensors(column) for column in adapter.work(tickets(line)).inputs[1:]]
+    assert [state.array.tolist() for (state,) in kept] == [[[1, 1]], [[5, 5]]]
+    again = [tensors(column) for column in adapter.work(tickets(line, start=True)).inputs[1:]]
+    assert [state.array.tolist() for (state,) in again] == [[[0, 0]], [[0, 0]]]
 
 
-def test_an_answer_of_several_rows_is_nobodys_state(adapter: SequenceAdapter) -> None:
+def test_a_state_output_of_several_rows_for_one_request_is_refused(adapter: SequenceAdapter) -> None:
     (ticket,) = tickets(RequestSequence(1))
     rows = Tensor(np.zeros((2, 2), np.float32), 0, 2)
     with pytest.raises(ModelFailed, match="model 'm' answered state 'T' with 2 rows"):

@@ -1,5 +1,5 @@
-"""An ONNX model between two models in processes: what it answers is read where onnxruntime wrote it, whatever leaves,
-fails, comes together or is unloaded meanwhile.
+"""An ONNX model between two models in processes: its outputs are read where onnxruntime wrote them, also if requests
+are cancelled, fail or share a batch, or if a model is unloaded.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from flowserve.values import Array, DType
 from tests.support.backends import Repository
 from tests.support.onnx_files import onnx_model, onnx_node, onnx_value
 from tests.support.processes import all_at_once
+from tests.support.shared_memory import check_arena
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
 
@@ -95,18 +96,20 @@ class Pipeline:
         return await all_at_once(self.ask, arrays)
 
     def edge(self) -> dict[str, Any]:
-        """What went from net to post."""
+        """The edge from net to post in the statistics."""
         nodes = self.engine.statistics("ensemble")[0]["flowserve"]["nodes"]
+        edge: dict[str, Any]
         (edge,) = next(node["inputs"] for node in nodes if node["name"] == "post")
         assert edge["producer"] == "net"
         return edge
 
     def lent_bytes(self) -> int:
-        """What net's outputs hold: the room that is kept for the next run, and what somebody still reads."""
+        """The bytes of net's outputs: of the block kept for the next run, and of blocks that are still read."""
         (worker,) = self.engine._engine.generations[ModelKey("net", 1)].workers
         placing = worker._instance._shared  # type: ignore[attr-defined]
-        placing.arena.check()
-        return int(placing.arena.lent_bytes)
+        lent_bytes = int(placing.arena.lent_bytes)
+        check_arena(placing.arena)
+        return lent_bytes
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Models that answer many times, and graphs around them, in a running engine: on threads and in processes."""
+"""Decoupled models, and graphs around them, in a running engine: on threads and in processes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ import trio
 import trio.testing
 
 from flowserve.errors import FlowserveError, Internal, Unsupported
-from flowserve.observe.trace import Trace
-from flowserve.observe.waits import INFLIGHT, SEND, by_reason
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.observe.trace import INFLIGHT, SEND, Trace, by_reason
+from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import ControlOptions, open_control
 from flowserve.runtime.workers.streaming import ResponseStreams
@@ -175,7 +173,7 @@ async def answers(engine: Engine, name: str, request: Request) -> list[int]:
     ]
 
 
-async def test_a_step_answers_none_once_and_many_times(repository: Path, execution: str) -> None:
+async def test_a_step_sends_no_response_one_or_many(repository: Path, execution: str) -> None:
     hows: list[dict[str, Any]] = [{}, {"thread": True, "late": True}, {"with_last": True}]
     async with served(repository, execution) as engine:
         for name, how, count in product(("repeat", "repeat_square"), hows, (0, 1, 40)):
@@ -184,6 +182,18 @@ async def test_a_step_answers_none_once_and_many_times(repository: Path, executi
                 got = await answers(engine, name, ask(count, **how))
                 assert got == [(count + n) ** power for n in range(count)], (name, how, count)
         assert engine.scheduler.in_flight == 0
+
+
+async def test_the_statistics_of_a_stream_include_the_steps_that_its_responses_started(
+    repository: Path, execution: str
+) -> None:
+    async with served(repository, execution) as engine:
+        await answers(engine, "limited_4", ask(6))
+        computed = {
+            name: engine.deployments.statistics(name)[0]["inference_stats"]["compute_infer"]["ns"]
+            for name in ("repeat", "slow", "limited_4")
+        }
+    assert computed["limited_4"] == computed["repeat"] + computed["slow"]
 
 
 async def test_unused_steps_of_a_nested_ensemble_are_not_run(repository: Path, execution: str) -> None:
@@ -226,7 +236,7 @@ async def test_a_response_without_descriptors_fails_only_its_stream(repository: 
         assert engine.scheduler.in_flight == 0
 
 
-async def test_an_error_comes_after_the_answers_before_it_and_is_the_last(repository: Path, execution: str) -> None:
+async def test_an_error_follows_the_responses_sent_before_it_and_is_the_last(repository: Path, execution: str) -> None:
     async with served(repository, execution) as engine:
         for how, text in (({"fails_at": 3}, "no more"), ({"raises_at": 3}, "out of numbers")):
             some = engine.stream(engine.deployments.find("repeat"), ask(5, **how))
@@ -287,9 +297,7 @@ async def test_response_parameters_reach_the_client_and_sequence_parameters_reac
         ]
 
 
-async def test_a_deadline_in_the_middle_of_a_stream_names_the_steps_that_were_under_way(
-    repository: Path, execution: str
-) -> None:
+async def test_a_deadline_in_the_middle_of_a_stream_names_the_running_steps(repository: Path, execution: str) -> None:
     timed = ensemble(("repeat", "IN", "mid"), ("slow", "mid", "OUT"), limit=2)
     parameter = 'parameters { key: "deadline_ms" value { string_value: "150" } }'
     write(repository, "timed", timed.replace('platform: "ensemble"', f'platform: "ensemble" {parameter}'))
@@ -360,7 +368,7 @@ async def test_failures_of_decoupled_steps_name_their_location(repository: Path,
 
 
 async def test_a_final_flag_after_an_error_is_harmless(repository: Path, execution: str, tmp_path: Path) -> None:
-    """Models written for Triton send it, whatever they have sent before."""
+    """Models written for Triton send the flag after an error too."""
     async with served(repository, execution) as engine:
         with pytest.raises(FlowserveError) as raised:
             await answers(engine, "repeat", ask(5, trips_at=1, too_late=True))
@@ -446,7 +454,7 @@ async def test_with_a_limit_send_blocks_and_slots_are_returned(
 
 
 @pytest.mark.fault("P10")
-async def test_sixteen_streams_at_once(repository: Path, execution: str) -> None:
+async def test_sixteen_streams_run_at_the_same_time(repository: Path, execution: str) -> None:
     got: dict[tuple[str, int], list[int]] = {}
 
     async def one(name: str, number: int) -> None:

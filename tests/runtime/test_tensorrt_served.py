@@ -1,4 +1,4 @@
-"""TensorRT plans from their files to their answers, in a graph, on a machine that is not there."""
+"""TensorRT plans from files to responses, in a graph, on a fake device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import trio
 
 from flowserve.backends import registry
 from flowserve.memory.devices import Devices, using
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import ControlOptions, open_control
 from flowserve.values import PINNED_MEMORY, Request, gpu_memory
@@ -65,7 +64,7 @@ ensemble_scheduling { step [
 async def served(
     folder: Path, monkeypatch: pytest.MonkeyPatch, machine: FakeMachine, plan: FakePlan
 ) -> AsyncIterator[Engine]:
-    """An engine of the models in `folder`, whose plan files hold `plan`. Afterwards nothing is left on the device."""
+    """An engine of the models in `folder`, whose plan files hold `plan`. Afterwards no device memory is used."""
     library = FakeTensorRt(machine, {b"plan": plan})
     monkeypatch.setattr(registry.find("tensorrt"), "_library", lambda: library)
     with using(Devices(machine.devices)) as found:
@@ -78,7 +77,7 @@ async def served(
         assert found[0].pool.statistics().lent_bytes == 0
 
 
-async def test_a_batch_goes_through_two_plans_and_crosses_once_each_way(
+async def test_a_batch_passes_two_plans_with_one_copy_in_each_direction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = FakeMachine()

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.backends.worker.forkserver import WorkerLogFormatter
-from flowserve.runtime.processes.printed import Printed
-from flowserve.runtime.processes.tracebacks import CONTINUATION_WAIT_S, RECORD_CHARS_MAX, Record
+from flowserve.runtime.processes.printed import CONTINUATION_WAIT_S, RECORD_CHARS_MAX, Printed, Record
 
 INFO, ERROR = logging.INFO, logging.ERROR
 # What tracebacks are made of, and what looks like it.
@@ -41,8 +40,8 @@ def text_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def chained() -> BaseException:
-    try:
+def chained() -> Exception:
+    with pytest.raises(RuntimeError) as caught:
         try:
             try:
                 int("x")
@@ -50,11 +49,10 @@ def chained() -> BaseException:
                 raise KeyError("k") from error
         except KeyError:
             raise RuntimeError  # noqa: B904  # the other kind of chain
-    except RuntimeError as error:
-        return error
+    return caught.value
 
 
-def grouped() -> BaseException:
+def grouped() -> Exception:
     try:
         raise ExceptionGroup("many", [ValueError("a"), chained()])
     except ExceptionGroup as error:

@@ -16,8 +16,7 @@ from flowserve.config.parameters import AdmissionOptions
 from flowserve.errors import FlowserveError
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import ModelKey
-from flowserve.observe.trace import Trace
-from flowserve.observe.waits import (
+from flowserve.observe.trace import (
     ADMISSION,
     AGAIN,
     BUSY,
@@ -31,23 +30,22 @@ from flowserve.observe.waits import (
     SIZED,
     TURN,
     BusyPeriods,
+    Trace,
     Wait,
     by_reason,
 )
-from flowserve.runtime.admission.controller import AdmissionController
-from flowserve.runtime.admission.response_cache import LruCache, ResponseCache
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache
+from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
-from flowserve.runtime.tracing.reasons import waits_in_queue
+from flowserve.runtime.tracing.tracing import waits_in_queue
 from flowserve.runtime.workers.local import LocalWorker
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.scheduling.rate_limit.limiter import Available, Limiter, Needs
 from flowserve.scheduling.scheduler import Scheduler
-from flowserve.scheduling.sequence.oldest import Oldest
 from flowserve.scheduling.sequence.sequence import SequencePolicy
+from flowserve.scheduling.sequence.strategies import Oldest
 from flowserve.testing.strategies import plain_graph
 from flowserve.values import Array, Request
 from tests.support.engine import add_chain, add_function
@@ -200,7 +198,7 @@ async def test_a_trace_shows_the_reason_a_forming_batch_waited(autojump_clock: t
             check(trace)
 
 
-async def test_the_halves_of_a_batch_that_failed_are_steps_of_their_own() -> None:
+async def test_the_retried_halves_of_a_failed_batch_are_separate_steps() -> None:
     def poisoned(array: Array) -> Array:
         if (array == 13).any():
             raise ValueError("thirteen")
@@ -339,7 +337,7 @@ def test_a_trace_shows_the_wait_of_a_sequence_request() -> None:
     assert waits_in_queue(scheduler, batch, 10, 50, BusyPeriods()) == [Wait(SEQUENCE, 10, 50)]
 
 
-def test_with_a_rate_limiter_a_free_instance_is_not_enough() -> None:
+def test_a_trace_shows_the_wait_for_the_rate_limiter_while_an_instance_is_free() -> None:
     plan = make_plan(plain_graph(simple_model(0, max_batch_size=1)))
     scheduler = Scheduler(Limiter([Available("R", 1)]))
     for needs, reason in (([Needs({("R", 0): 1})], LIMITER), ([], TURN)):

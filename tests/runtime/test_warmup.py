@@ -1,4 +1,4 @@
-"""What samples hold, and how an instance is warmed up. A real engine over functions."""
+"""Warm-up samples, and how an instance is warmed up. A real engine over functions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from flowserve.config.types import (
 )
 from flowserve.errors import Invalid, ModelFailed
 from flowserve.memory.column import scatter
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.opening import open_engine
+from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.warmup import read_samples, warm_up
 from flowserve.runtime.workers.local import LocalWorker
@@ -47,7 +46,7 @@ def held(given: WarmupInput, folder: Path = Path(), max_batch_size: int = 4) -> 
     return tensors["IN"]
 
 
-# ---------------------------------------------------------------------------------------------------- what samples hold
+# -------------------------------------------------------------------------------------------------------- samples
 
 
 @pytest.mark.parametrize("dtype", DType)
@@ -82,7 +81,7 @@ def test_a_file_holds_the_tensor_row_by_row(tmp_path: Path) -> None:
     assert held(WarmupInput(DType.BYTES, (2,), file="words"), tmp_path).tolist() == [[b"hi", b""]]
 
 
-def test_a_file_that_is_not_there_or_too_short_is_named_from_the_repository(tmp_path: Path) -> None:
+def test_a_missing_or_too_short_file_is_named_relative_to_the_repository(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     (folder / "warmup").mkdir(parents=True)
     (folder / "warmup" / "short").write_bytes(b"1234567")
@@ -195,7 +194,7 @@ ZERO, ONE = b"\0\0\0\0", b"\1\0\0\0"
         ({"END": (DType.FP32, ZERO), "READY": (DType.BOOL, b"\0")}, ([1], [-1], [True], [1], [0, 0])),
         ({"STATE": (DType.INT32, ONE * 2)}, ([0], [1], [True], [1], [1, 1])),
     ],
-    ids=["nothing", "its beginning and id", "its end", "what came before"],
+    ids=["nothing", "its beginning and id", "its end", "previous results"],
 )
 async def test_a_warmup_sample_can_set_sequence_controls(
     given: dict[str, tuple[DType, bytes]], seen: tuple[list[object], ...], tmp_path: Path

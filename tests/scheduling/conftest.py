@@ -1,4 +1,4 @@
-"""Short words for the tests of one machine."""
+"""Short names for the tests of one state machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request stays on the device its tensors lie on, unless waiting there costs more than the copy."""
+"""A request stays on the device of its tensors, unless waiting there costs more than the copy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from flowserve.scheduling.affinity import NO_DEVICE, AffinityBatcher, CopyCost
 from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.testing.sim import Sim
-from flowserve.testing.strategies import Handle, World, draw_graph, draw_model, draw_request, plain_graph, residence
+from flowserve.testing.strategies import (
+    Handle,
+    World,
+    draw_graph,
+    draw_model,
+    draw_request,
+    handle_residence,
+    plain_graph,
+)
 from tests.support.recorder import Recorder, simple_model
 
 MODEL = simple_model(0, max_batch_size=4)
@@ -21,7 +29,7 @@ COPY_COST = CopyCost(each_ns=100, bytes_per_ns=1)  # one row of two: 102 ns
 def serve(server: Recorder, *devices: int, delay_ns: int = 0) -> ModelQueue:
     """Model "a" with an instance on each of these devices."""
     policy = BatchPolicy.simple(4, delay_ns)
-    queue = AffinityBatcher(lambda: Queue(policy), 4, devices.__getitem__, residence, COPY_COST)
+    queue = AffinityBatcher(lambda: Queue(policy), 4, devices.__getitem__, handle_residence, COPY_COST)
     return server.serve(MODEL, queue, len(devices))
 
 

@@ -1,4 +1,4 @@
-"""Which tickets leave together, and when: timelines, and Triton's own numbers (L0_batcher), in rows."""
+"""Which tickets form a batch, and when it starts: timelines, and Triton's own numbers (L0_batcher), in rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def everything(batcher: Queue, at: int = 0) -> list[int]:
 # ------------------------------------------------------------------------------------------------------- timelines
 
 
-def test_the_oldest_ticket_decides_when_a_short_batch_leaves(ticket: MakeTicket) -> None:
+def test_the_oldest_ticket_determines_the_start_of_a_short_batch(ticket: MakeTicket) -> None:
     batcher = Queue(BatchPolicy.simple(8, max_queue_delay_ns=100))
     first, second = ticket(at=0), ticket(at=60)
 
@@ -53,7 +53,7 @@ def test_the_delay_of_the_remaining_requests_counts_from_their_own_arrival(ticke
     assert batcher.deadline() == 180
 
 
-def test_a_full_batch_leaves_at_once(ticket: MakeTicket) -> None:
+def test_a_full_batch_starts_before_the_delay_is_over(ticket: MakeTicket) -> None:
     batcher = Queue(BatchPolicy.simple(4, max_queue_delay_ns=SECOND_NS))
     for _ in range(5):
         batcher.put(ticket())
@@ -86,7 +86,7 @@ def test_a_batch_grows_until_it_is_taken(ticket: MakeTicket) -> None:
     assert everything(batcher) == [3]
 
 
-def test_a_request_of_no_rows_takes_a_place_like_any_other(ticket: MakeTicket) -> None:
+def test_a_request_without_rows_counts_towards_the_batch_size(ticket: MakeTicket) -> None:
     batcher = Queue(BatchPolicy.simple(2))
     for _ in range(3):
         batcher.put(ticket(rows=0))
@@ -94,7 +94,7 @@ def test_a_request_of_no_rows_takes_a_place_like_any_other(ticket: MakeTicket) -
     assert sizes(batcher.take(0)) == [0]
 
 
-def test_a_withdrawn_request_leaves_no_gap_in_its_batch(ticket: MakeTicket) -> None:
+def test_a_batch_is_filled_after_a_withdrawal(ticket: MakeTicket) -> None:
     batcher = Queue(BatchPolicy.simple(8, max_queue_delay_ns=100))
     cancelled = ticket(rows=4, at=0)
     stayer = ticket(rows=1, at=50)
@@ -150,7 +150,7 @@ def policed(policy: BatchPolicy) -> Queue:
 
 @pytest.mark.parametrize("made", [Queue, policed], ids=["plain", "with a policy"])
 @pytest.mark.parametrize(("preferred", "delay_s", "rows", "at_once", "later"), GOLDEN.values(), ids=GOLDEN.keys())
-def test_batches_have_the_sizes_that_triton_gives_them(
+def test_batches_have_the_sizes_of_tritons(
     preferred: tuple[int, ...],
     delay_s: int,
     rows: list[int],
@@ -178,7 +178,7 @@ def test_batches_have_the_sizes_that_triton_gives_them(
     ],
     ids=["1 then 2 of another shape", "third of another shape", "1, 3, then another", "two shapes"],
 )
-def test_shapes_part_batches_as_triton_parts_them(
+def test_requests_of_different_shapes_are_batched_as_by_triton(
     requests: list[tuple[int, str]], at_once: list[int], later: list[int], ticket: MakeTicket
 ) -> None:
     batcher = Queue(BatchPolicy(8, (2, 6), 10 * SECOND_NS))
@@ -188,14 +188,14 @@ def test_shapes_part_batches_as_triton_parts_them(
     assert everything(batcher, at=10 * SECOND_NS) == later
 
 
-def test_when_the_delay_is_over_a_batch_may_pass_the_largest_preferred_size(ticket: MakeTicket) -> None:
+def test_after_the_delay_a_batch_may_exceed_the_largest_preferred_size(ticket: MakeTicket) -> None:
     batcher = Queue(BatchPolicy(8, (4, 6), SECOND_NS))
     for rows in (3, 4, 1):
         batcher.put(ticket(rows=rows))
     assert everything(batcher, at=SECOND_NS) == [8]
 
 
-def test_a_preferred_size_is_left_behind_for_all_that_waits_once_the_delay_is_over(ticket: MakeTicket) -> None:
+def test_after_the_delay_all_waiting_requests_are_taken_beyond_a_preferred_size(ticket: MakeTicket) -> None:
     batcher = Queue(BatchPolicy(8, (2, 6), SECOND_NS))
     for _ in range(5):
         batcher.put(ticket())

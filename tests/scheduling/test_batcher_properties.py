@@ -1,10 +1,12 @@
-"""What every batcher keeps, whatever comes in whatever order; and the dynamic batcher against a model of itself."""
+"""Properties of every batcher for any order of events, and the dynamic batcher compared with a model of it."""
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -55,7 +57,7 @@ class History:
         batch = self.batcher.take(self.now)
         if batch is not None:
             assert batch, "nothing left, and it was called a batch"
-            assert batch == self.waiting[: len(batch)], "out of order, lost, doubled, or somebody who had gone"
+            assert batch == self.waiting[: len(batch)], "out of order, lost, doubled, or withdrawn before"
             del self.waiting[: len(batch)]
             self.left.append(batch)
             assert len(batch) == 1 or sum(ticket.rows or 1 for ticket in batch) <= self.limit
@@ -68,17 +70,17 @@ class History:
         assert self.batcher.withdraw(self.flows[flow]) == len(self.waiting) - len(kept)
         self.waiting = kept
 
-    def feed(self, inputs: list[tuple[object, ...]]) -> None:
+    def feed(self, inputs: list[tuple[Any, ...]]) -> None:
         for what, *arguments in inputs:
             match what:
                 case "put":
-                    self.put(*arguments)  # type: ignore[arg-type]
+                    self.put(*arguments)
                 case "pass":
                     self.now += int(str(arguments[0]))
                 case "take":
                     self.take()
                 case "withdraw":
-                    self.withdraw(*arguments)  # type: ignore[arg-type]
+                    self.withdraw(*arguments)
                 case _:
                     raise AssertionError(what)
             self.batcher.check()
@@ -204,8 +206,8 @@ class DynamicBatcherMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.waiting)
     @rule(which=st.randoms(use_true_random=False))
-    def a_request_is_cancelled(self, which: object) -> None:
-        cancelled = which.choice(list(self.waiting))  # type: ignore[attr-defined]
+    def a_request_is_cancelled(self, which: random.Random) -> None:
+        cancelled = which.choice(list(self.waiting))
         self.waiting.remove(cancelled)
         assert self.batcher.withdraw(cancelled.flow) == 1
         self.instances_take()

@@ -1,4 +1,4 @@
-"""Models that call models: which calls wait, which could never be answered, and what a limiter must not keep."""
+"""Models that call models: which calls wait, which are refused as deadlocks, and resources that must not cause one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from flowserve.scheduling.queue import BatchPolicy
 from flowserve.scheduling.rate_limit.limiter import Available, Limiter, Needs
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX
 from flowserve.scheduling.sequence.batcher import Sequences
-from flowserve.scheduling.sequence.direct import Direct, FillerFlow
-from flowserve.scheduling.sequence.oldest import Oldest
 from flowserve.scheduling.sequence.sequence import SequencePolicy
+from flowserve.scheduling.sequence.strategies import Direct, FillerFlow, Oldest
 from flowserve.testing.strategies import chain_graph, plain_graph
 from tests.support.recorder import Recorder, rows_of, simple_model
 
@@ -117,7 +116,7 @@ def test_a_busy_instance_that_will_be_free_is_waited_for(server: Recorder) -> No
     answer(server, server.running[-1], caller, flow)
 
 
-def test_a_circle_is_named_in_the_order_of_its_calls(server: Recorder) -> None:
+def test_a_cycle_is_named_in_the_order_of_its_calls(server: Recorder) -> None:
     for model in (A, B, C):
         server.serve(model)
     first = run(server, plain_graph(A))
@@ -164,8 +163,8 @@ def test_a_call_does_not_wait_for_the_model_of_a_completed_step(server: Recorder
     answer(server, server.running[-1], of_b, behind)
 
 
-def test_a_step_that_runs_is_waited_for_where_it_runs(server: Recorder) -> None:
-    """However many other instances its model has."""
+def test_a_running_step_is_waited_for_at_its_instance(server: Recorder) -> None:
+    """Other instances of its model do not help."""
     server.serve(A)
     server.serve(B, instances=2)
     first = run(server, plain_graph(A))
@@ -174,7 +173,7 @@ def test_a_step_that_runs_is_waited_for_where_it_runs(server: Recorder) -> None:
         call(server, second, plain_graph(A))
 
 
-def test_a_later_step_of_an_ensemble_counts_from_the_beginning(server: Recorder) -> None:
+def test_a_call_counts_the_later_steps_of_an_ensemble_from_its_submission(server: Recorder) -> None:
     server.serve(A)
     server.serve(B)
     caller = run(server, plain_graph(A))
@@ -226,7 +225,7 @@ def test_a_running_call_with_an_ordered_response_waits_for_an_earlier_one(server
         call(server, first, plain_graph(C))
 
 
-def test_a_server_that_ends_takes_no_calls(server: Recorder) -> None:
+def test_calls_are_refused_after_shutdown(server: Recorder) -> None:
     server.serve(A, instances=2)
     caller = run(server, plain_graph(A))
     server.scheduler.fail_all("the end")
@@ -254,8 +253,8 @@ def stateful(kind: str) -> Sequences:
 
 
 @pytest.mark.parametrize("kind", ["oldest", "direct"])
-def test_a_sequence_goes_on_in_its_instance_so_its_model_cannot_call_it(server: Recorder, kind: str) -> None:
-    """However many instances there are; and whatever begins might come there, too."""
+def test_a_sequence_model_cannot_call_itself_within_its_instance(server: Recorder, kind: str) -> None:
+    """For any number of instances. A new sequence might get the same instance, too."""
     server.serve(A, stateful(kind), instances=2)
     server.serve(B)
     for sequence in (1, 2, 3, 4):
@@ -320,11 +319,11 @@ def test_reserved_resources_are_available_to_requests_the_reserving_one_waits_fo
         server.submit(plain_graph(A), "another")
         server.turn()
         server.done(server.running[-1])
-    server.submit(plain_graph(C), "somebody else's")
+    server.submit(plain_graph(C), "another")
     assert server.turn() == [], "the free copy is kept"
     flow = call(server, caller, plain_graph(C), "called")
     server.turn()
-    assert server.started[-1] == ("c", ["somebody else's", "called"])
+    assert server.started[-1] == ("c", ["another", "called"])
     answer(server, server.running[-1], caller, flow)
     server.done(caller)
     assert server.turn()[0] == ("b", ["needs both"])
@@ -416,7 +415,7 @@ class World:
 def test_property_every_request_of_models_that_call_each_other_is_answered(
     places: Sequence[tuple[int, Needs, bool]], requests: Sequence[Script], is_limited: bool, random: Random
 ) -> None:
-    """No deadlock is missed: with what could never be answered refused, everything ends."""
+    """No deadlock is missed: with deadlocking calls refused, all requests complete."""
     world = World(places, is_limited=is_limited, believes=False)
     for script in requests:
         world.server.submit(script.graph(), script)
@@ -436,7 +435,7 @@ def test_property_every_request_of_models_that_call_each_other_is_answered(
 def test_property_a_refused_call_would_never_have_been_answered(
     places: Sequence[tuple[int, Needs, bool]], requests: Sequence[Script], is_limited: bool, random: Random
 ) -> None:
-    """No alarm is false: made all the same, such a call is not answered when nothing can go on any more."""
+    """No false alarm: a refused call that is made anyway has no response when no event is left."""
     world = World(places, is_limited=is_limited, believes=True)
     for script in requests:
         world.server.submit(script.graph(), script)

@@ -1,4 +1,4 @@
-"""How one request moves through its graph."""
+"""The steps of one request through its graph."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_tensor_is_released_when_its_last_reader_is_done_and_not_before() -> N
     assert held() is None
 
 
-def test_a_tensor_that_is_also_an_answer_is_held_to_the_end() -> None:
+def test_a_tensor_that_is_also_an_output_is_held_to_the_end() -> None:
     a, b = simple_model(0), simple_model(1)
     both = graph([a, b], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (0, 0, GRAPH, 0), (1, 0, GRAPH, 1)], outputs=2)
     flow = flow_of(both, rows_of())
@@ -142,7 +142,7 @@ def test_a_step_with_unconnected_optional_inputs_begins_immediately() -> None:
 # ------------------------------------------------------------------------------------------------ outputs left out
 
 
-def test_a_left_out_output_that_only_the_answer_wants_is_left_out_of_the_answer() -> None:
+def test_an_omitted_output_without_another_reader_is_omitted_from_the_response() -> None:
     flow = flow_of(chain_graph("chain", [simple_model(0)]), rows_of())
     (step,) = flow.begin()
     assert finish(flow, step, None) == []
@@ -150,7 +150,7 @@ def test_a_left_out_output_that_only_the_answer_wants_is_left_out_of_the_answer(
     assert flow.tensors[flow.plan.output_slots[0]] is None
 
 
-def test_a_step_goes_on_without_an_optional_input_that_was_left_out_before_it() -> None:
+def test_a_step_runs_without_an_optional_input_that_its_producer_omitted() -> None:
     a, b = simple_model(0, outputs=(FREE, OTHER)), simple_model(1, inputs=(FREE, MAYBE))
     flow = flow_of(graph([a, b], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (0, 1, 1, 1), (1, 0, GRAPH, 0)]), rows_of())
     (first,) = flow.begin()
@@ -162,7 +162,7 @@ def test_a_step_goes_on_without_an_optional_input_that_was_left_out_before_it() 
 
 
 @pytest.mark.fault("E8")
-def test_a_left_out_output_that_a_step_needs_ends_the_request_and_names_both() -> None:
+def test_an_omitted_output_that_a_step_needs_fails_the_request_and_names_both() -> None:
     flow = flow_of(chain_graph("chain", [simple_model(0), simple_model(1)]), rows_of())
     (step,) = flow.begin()
     with pytest.raises(ModelFailed) as failed:
@@ -176,7 +176,7 @@ def test_a_left_out_output_that_a_step_needs_ends_the_request_and_names_both() -
 # ------------------------------------------------------------------------------------------------- rows and shapes
 
 
-def test_free_shapes_are_the_key_and_fixed_ones_are_not() -> None:
+def test_varying_shapes_are_the_batch_key_and_fixed_ones_are_not() -> None:
     wide, narrow = (
         flow_of(plain_graph(simple_model(0)), rows_of(width=3)),
         flow_of(plain_graph(simple_model(0)), rows_of(width=2)),
@@ -191,7 +191,7 @@ def test_a_ragged_input_may_differ_within_a_batch() -> None:
     assert flow_of(plain_graph(ragged), rows_of(width=3)).begin()[0].key is None
 
 
-def test_inputs_of_different_batch_sizes_meet_at_no_step() -> None:
+def test_inputs_of_different_batch_sizes_are_refused_at_a_step() -> None:
     a, b = simple_model(0), simple_model(1, inputs=(FREE, OTHER))
     flow = flow_of(graph([a, b], [(GRAPH, 0, 0, 0), (GRAPH, 0, 1, 0), (0, 0, 1, 1), (1, 0, GRAPH, 0)]), rows_of(2))
     (step,) = flow.begin()
@@ -206,7 +206,7 @@ def test_a_step_with_more_rows_than_the_next_accepts_fails() -> None:
         finish(flow, step, rows_of(8))
 
 
-def test_a_shape_the_producer_left_open_is_checked_where_the_consumer_fixes_it() -> None:
+def test_a_varying_shape_is_checked_against_the_fixed_one_of_its_reader() -> None:
     chain = chain_graph("chain", [simple_model(0), simple_model(1, inputs=(FOUR,))])
     flow = flow_of(chain, rows_of())
     (step,) = flow.begin()
@@ -215,7 +215,7 @@ def test_a_shape_the_producer_left_open_is_checked_where_the_consumer_fixes_it()
     assert str(failed.value) == "unexpected shape for input 'X' for model 'b'. Expected [-1,4], got [2,5]"
 
 
-def test_a_tensor_without_a_batch_dimension_brings_its_first_dimension_as_rows() -> None:
+def test_the_first_dimension_of_a_tensor_without_batching_is_its_row_count() -> None:
     whole = simple_model(0, 0, inputs=PORT, outputs=(TensorSpec("X", DType.FP32, (-1, 4)),))
     batching = simple_model(1, 8, inputs=(FOUR,))
     flow = flow_of(graph([whole, batching], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (1, 0, GRAPH, 0)]), Handle(0, 4, 0, -1))
@@ -230,7 +230,7 @@ def test_a_tensor_without_a_batch_dimension_brings_its_first_dimension_as_rows()
     assert following.rows == 3
 
 
-def test_a_batch_dimension_is_checked_where_a_model_without_one_fixes_it() -> None:
+def test_a_batch_dimension_is_checked_against_a_fixed_one_of_its_reader() -> None:
     batching = simple_model(0, 8)
     whole = simple_model(1, 0, inputs=(TensorSpec("X", DType.FP32, (2, -1)),))
     flow = flow_of(graph([batching, whole], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (1, 0, GRAPH, 0)]), rows_of(3))

@@ -76,7 +76,7 @@ def test_a_deadline_withdraws_every_step_of_its_request(server: Recorder) -> Non
     assert server.answers == [flow, other]
 
 
-def test_a_deadline_error_names_the_step_that_is_not_over(server: Recorder) -> None:
+def test_a_deadline_error_names_the_step_that_is_not_complete(server: Recorder) -> None:
     for number in (0, 1):
         server.serve(simple_model(number))
     flow = server.submit(graph(CHAIN), "late")

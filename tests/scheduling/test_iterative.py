@@ -16,11 +16,11 @@ from flowserve.errors import InstanceDied
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.queue import BatchPolicy
-from flowserve.scheduling.sequence.direct import FillerFlow
-from flowserve.scheduling.sequence.iterative import Iterative, IterativeDirect, IterativeOldest
 from flowserve.scheduling.sequence.sequence import RequestSequence, SequencePolicy
+from flowserve.scheduling.sequence.strategies import FillerFlow, Iterative, IterativeDirect, IterativeOldest
 from flowserve.testing.strategies import plain_graph
 from tests.support.recorder import Recorder, simple_model
+from tests.support.sequences import slots_taken
 
 MODEL = simple_model(0)
 GRAPH = plain_graph(MODEL)
@@ -40,8 +40,8 @@ def identify(flow: Flow) -> tuple[int | str, bool, bool]:
     return asked.of, asked.start and bool(asked.of), False
 
 
-def oldest(candidates: int = 4, size: int = 2, **policy: object) -> IterativeOldest:
-    policies = SequencePolicy("a", candidates, 1_000, **policy), identify, BatchPolicy.simple(size)  # type: ignore[arg-type]
+def oldest(candidates: int = 4, size: int = 2, **policy: Any) -> IterativeOldest:
+    policies = SequencePolicy("a", candidates, 1_000, **policy), identify, BatchPolicy.simple(size)
     return IterativeOldest(*policies)
 
 
@@ -96,7 +96,7 @@ def names(flows: Iterable[Flow]) -> list[str]:
     return [flow.request.name for flow in flows]
 
 
-def test_requests_come_and_go_between_the_executions_of_others() -> None:
+def test_requests_join_and_leave_batches_between_executions() -> None:
     """Two in a batch, three that generate: a completed request frees its place for the next batch."""
     server, rounds = serve(oldest(candidates=4, size=2))
     for asked in (Ask("a", 3), Ask("b", 1), Ask("c", 2)):
@@ -111,7 +111,7 @@ def test_a_waiting_request_gets_the_first_slot_that_becomes_free() -> None:
     for name in ("a", "b", "c", "d"):
         server.submit(GRAPH, Ask(name, 2))
     assert rounds.turns(8) == [[name] for name in "aabbccdd"]
-    assert (batcher.live, batcher.slots_taken) == (0, 0)
+    assert (batcher.live, slots_taken(batcher)) == (0, 0)
 
 
 def test_direct_keeps_a_generating_request_in_its_row() -> None:
@@ -131,7 +131,7 @@ def test_only_the_first_execution_is_the_start_and_all_are_in_one_instance() -> 
         assert rounds.seen[flow] == [(instance, True), (instance, False), (instance, False)]
 
 
-def test_requests_of_one_id_are_done_one_after_the_other_and_each_begins_anew() -> None:
+def test_requests_of_one_id_run_one_at_a_time_and_each_starts_a_sequence() -> None:
     server, rounds = serve(oldest())
     flows = [server.submit(GRAPH, Ask(name, 2, of=7)) for name in ("first", "second")]
     assert rounds.turns(4) == [["first"], ["first"], ["second"], ["second"]]
@@ -183,7 +183,7 @@ def test_a_cancelled_request_is_not_run_again_and_its_slot_is_free() -> None:
     server.scheduler.cancel(cancelled)
     rounds.back(server.running[0])
     assert rounds.turns(1) == [["b"]]
-    assert batcher.slots_taken == 0
+    assert slots_taken(batcher) == 0
 
 
 def test_a_cancelled_request_does_not_affect_an_earlier_one_of_its_id() -> None:
@@ -224,7 +224,7 @@ def test_a_failed_batch_is_retried_in_halves_and_its_requests_keep_their_slots_u
     assert server.raised(server.running[0])
     server.scheduler.cancel(flows[1])  # before it is tried again
     assert rounds.turns(1) == [["e"]]
-    assert (batcher.live, batcher.slots_taken) == (0, 0)
+    assert (batcher.live, slots_taken(batcher)) == (0, 0)
 
 
 def test_the_queue_delay_applies_before_every_execution() -> None:
@@ -249,7 +249,7 @@ def test_the_end_of_a_request_is_not_reported_to_the_next_one_of_its_id() -> Non
 
 
 def test_a_completed_request_is_released_immediately() -> None:
-    """Not when the collector comes: a model is unloaded when nothing holds a request to it any more."""
+    """Without the garbage collector: a model is unloaded as soon as no request to it is referenced."""
     server, rounds = serve(oldest())
     server.submit(GRAPH, Ask("a", 3))
     server.turn()
@@ -349,9 +349,9 @@ class IterativeMachine(RuleBasedStateMachine):
             self.rounds.back(self.server.running[0], self.time)
             self.look()
         answered = self.server.answers
-        assert len(set(answered)) == len(answered), "somebody was answered twice"
-        assert set(answered) | self.left == set(self.flows), "somebody was never answered"
-        assert (len(self.batcher), self.batcher.live, self.batcher.slots_taken) == (0, 0, 0)
+        assert len(set(answered)) == len(answered), "a request was answered twice"
+        assert set(answered) | self.left == set(self.flows), "a request was never answered"
+        assert (len(self.batcher), self.batcher.live, slots_taken(self.batcher)) == (0, 0, 0)
 
 
 class IterativeDirectMachine(IterativeMachine):

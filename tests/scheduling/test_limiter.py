@@ -59,7 +59,7 @@ def test_the_default_amount_is_the_largest_demand_of_an_instance() -> None:
     limiter.add([needs(R1=4, R2=4)])
     limiter.add([needs(R2=5, R3=10, R4=5)])
     limiter.add([needs(R1=1, R3=7, R4=2)])
-    assert limiter.counts() == {("R1", 0): 4, ("R2", 0): 5, ("R3", 0): 10, ("R4", 0): 5}
+    assert limiter.total == {("R1", 0): 4, ("R2", 0): 5, ("R3", 0): 10, ("R4", 0): 5}
 
 
 def test_a_resource_exists_per_device_unless_it_is_global() -> None:
@@ -67,7 +67,7 @@ def test_a_resource_exists_per_device_unless_it_is_global() -> None:
     limiter = Limiter(given)
     limiter.add([needs(R1=1, R2=1), needs(device=1, R1=1, R2=1)])
     limiter.add([Needs({("R3", EVERYWHERE): 1})])
-    assert limiter.counts() == {
+    assert limiter.total == {
         ("R3", EVERYWHERE): 2,
         ("R1", 0): 10,
         ("R2", 0): 5,
@@ -81,7 +81,7 @@ def test_of_two_amounts_of_a_resource_the_larger_counts() -> None:
         [Available("R", 3), Available("R", 7, 1), Available("R", 2, 0), Available("g", 1), Available("g", 4, 9)]
     )
     limiter.add([needs(R=1, g=1), needs(device=1, R=1)])
-    assert limiter.counts() == {("R", 0): 3, ("R", 1): 7, ("g", EVERYWHERE): 4}
+    assert limiter.total == {("R", 0): 3, ("R", 1): 7, ("g", EVERYWHERE): 4}
 
 
 def test_a_removed_instance_no_longer_counts_towards_the_amount() -> None:
@@ -89,10 +89,10 @@ def test_a_removed_instance_no_longer_counts_towards_the_amount() -> None:
     limiter.add([needs(R=2)])
     accounts = limiter.add([needs(R=5)])
     limiter.remove(accounts)
-    assert limiter.counts() == {("R", 0): 2}
+    assert limiter.total == {("R", 0): 2}
 
 
-def test_a_resource_that_is_listed_twice_is_needed_twice_and_none_of_it_is_no_need() -> None:
+def test_demands_of_a_resource_listed_twice_add_up_and_zero_is_no_demand() -> None:
     limits = RateLimiter((LimitedResource("R", 1), LimitedResource("R", 2), LimitedResource("S", 0)))
     assert Needs.of(limits, 3).amounts == {("R", 3): 3}
 
@@ -106,7 +106,7 @@ def test_a_resource_that_is_listed_twice_is_needed_twice_and_none_of_it_is_no_ne
         ([Available("other", 9)], needs(R=1), 0, 1),
         ([Available("r", 1, 0), Available("r", 2, 1)], needs(r=3), 2, 3),
     ],
-    ids=["too few", "on another device", "not given at all", "too few for everybody"],
+    ids=["too few", "on another device", "not given at all", "too few for all instances"],
 )
 def test_an_instance_that_could_never_run_is_refused(
     given: Sequence[Available], wanted: Needs, limit: int, least: int
@@ -179,7 +179,7 @@ def test_an_idle_model_does_not_accumulate_credit() -> None:
     assert Counter(name for name, _ in server.started[-8:]) == {"a": 4, "b": 4}
 
 
-def test_a_model_that_fell_behind_without_contention_catches_up_only_partly() -> None:
+def test_a_model_that_ran_less_without_contention_gets_only_limited_credit() -> None:
     server = limited(Available("R", 2))
     for model in (A, B, C):
         serve(server, model, needs(R=1))
@@ -200,7 +200,7 @@ def test_a_model_that_fell_behind_without_contention_catches_up_only_partly() ->
     assert Counter(ran[-20:]) == {"a": 10, "b": 10}
 
 
-def test_a_model_that_comes_late_has_no_catching_up_to_do() -> None:
+def test_a_model_added_later_gets_no_credit() -> None:
     server = limited()
     serve(server, A, needs(R=1))
     ask(server, A, *range(16 * 30))
@@ -403,7 +403,7 @@ def test_a_removed_model_leaves_no_demand_even_in_the_step_of_its_last_batch() -
     ask(server, B, 2)
     assert server.turn() == [("b", [2])]
     assert server.limiter is not None
-    assert server.limiter.counts() == {("R", 0): 1}
+    assert server.limiter.total == {("R", 0): 1}
 
 
 def test_a_chain_holds_resources_step_by_step() -> None:

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.errors import InstanceDied, Unavailable
-from flowserve.scheduling.batch import Batch, ModelQueue
-from flowserve.scheduling.decisions import Refused
+from flowserve.scheduling.batch import Batch, ModelQueue, TicketRefused
 from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
 from flowserve.testing.strategies import chain_graph, plain_graph
 from tests.support.recorder import Recorder, simple_model
@@ -23,7 +22,7 @@ def died(server: Recorder, batch: Batch) -> None:
     server.scheduler.take_away(batch.queue, batch.instance)
 
 
-def test_the_batch_that_ran_fails_and_those_behind_it_wait_for_the_instance() -> None:
+def test_the_running_batch_fails_and_waiting_ones_wait_for_the_instance() -> None:
     server = Recorder()
     queue = server.serve(A)
     for request in (1, 2):
@@ -48,7 +47,7 @@ def test_a_batch_whose_instance_died_is_not_retried() -> None:
     assert server.answered() == [(1, "died"), (2, "died")]
 
 
-def test_work_goes_to_the_instances_that_are_left() -> None:
+def test_batches_go_to_the_remaining_instances() -> None:
     server = Recorder()
     queue = server.serve(A, instances=2)
     server.scheduler.take_away(queue, 0)
@@ -74,7 +73,7 @@ def test_a_closed_queue_refuses_waiting_and_new_requests() -> None:
     server.done(server.running[0])
     server.turn()
     assert server.answered() == [(1, "died"), (2, "down"), (3, "down"), (4, "down")]
-    refused = [(one.ticket.flow.request, str(one.error)) for one in server.notices if isinstance(one, Refused)]
+    refused = [(one.ticket.flow.request, str(one.error)) for one in server.notices if isinstance(one, TicketRefused)]
     assert refused == [(2, "down"), (3, "down"), (4, "down")]
     assert all(isinstance(flow.error, Unavailable) for flow in server.answers[1:])
     assert server.scheduler.waiting()[A.key] == 0

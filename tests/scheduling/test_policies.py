@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from flowserve.errors import ModelFailed, Unavailable
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
-from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.decisions import Refused, Withdrawn
+from flowserve.scheduling.batch import Batch, TicketRefused, Withdrawn
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.queue import Batcher, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.scheduling.rate_limit.limiter import Limiter
@@ -36,8 +35,8 @@ FORK = Graph(
 )
 
 
-def policed(limit: int = 16, delay: int = 0, **policy: int) -> Queue:
-    return Queue(BatchPolicy.simple(limit, delay), Levels(policy=LevelPolicy(**policy)))  # type: ignore[arg-type]
+def policed(limit: int = 16, delay: int = 0, **policy: Any) -> Queue:
+    return Queue(BatchPolicy.simple(limit, delay), Levels(policy=LevelPolicy(**policy)))
 
 
 @pytest.fixture(params=["without", "with"])
@@ -273,12 +272,12 @@ def test_a_refusal_is_reported_with_its_queue(server: Recorder) -> None:
     refused = [
         (one.queue, one.ticket.flow.request, str(one.error).partition(":")[0])
         for one in server.notices
-        if isinstance(one, Refused)
+        if isinstance(one, TicketRefused)
     ]
     assert refused == [(queue, "full", "Exceeds maximum queue size"), (queue, "expires", "Request timeout expired")]
 
 
-def test_the_end_of_the_server_reaches_every_level(server: Recorder) -> None:
+def test_shutdown_fails_requests_of_every_level(server: Recorder) -> None:
     levels = Levels(2, 2, LevelPolicy(timeout_ns=10, is_delayed=True))
     server.serve(A, Queue(BatchPolicy.simple(1, 1000), levels))
     server.submit(ALONE, "runs")
@@ -355,7 +354,7 @@ def start(server: Recorder, *batches: tuple[object, ...]) -> None:
 
 
 @pytest.mark.fault("D11")
-def test_answers_leave_in_the_order_of_arrival_however_fast_each_instance_is(server: Recorder) -> None:
+def test_responses_keep_the_order_of_arrival_for_instances_of_any_speed(server: Recorder) -> None:
     serve_in_order(server)
     start(server, (1, 2), (3,), (4,))
     slow, middle, fast = server.running
@@ -370,7 +369,7 @@ def test_answers_leave_in_the_order_of_arrival_however_fast_each_instance_is(ser
     assert server.answered() == [1, 2, 3, 4]
 
 
-def test_the_instance_of_an_answer_that_is_held_is_free(server: Recorder) -> None:
+def test_the_instance_of_a_held_response_is_free(server: Recorder) -> None:
     serve_in_order(server, instances=2)
     start(server, (1,), (2,))
     server.done(server.running[1])
@@ -393,7 +392,7 @@ def test_a_failure_is_delivered_in_order_like_any_response(server: Recorder) -> 
 
 
 @pytest.mark.fault("D11")
-def test_halves_of_a_batch_keep_its_place(server: Recorder) -> None:
+def test_halves_of_a_batch_keep_its_position(server: Recorder) -> None:
     serve_in_order(server, is_pure=True)
     start(server, (1, 2), (3,))
     broken, fine = server.running

@@ -6,9 +6,8 @@ import pytest
 
 from flowserve.errors import Unavailable
 from flowserve.graph.plan import make_plan
-from flowserve.scheduling.deadlines import Deadlines
 from flowserve.scheduling.flow import Flow, Ticket
-from flowserve.scheduling.queue import OVERTAKEN_MAX, BatchPolicy, LevelPolicy, Levels, Queue
+from flowserve.scheduling.queue import OVERTAKEN_MAX, BatchPolicy, Deadlines, LevelPolicy, Levels, Queue
 from flowserve.testing.strategies import plain_graph
 from tests.support.recorder import rows_of, simple_model
 
@@ -48,7 +47,7 @@ def everything(batcher: Queue, at: int) -> list[list[Ticket]]:
 # ---------------------------------------------------------------------------------------------------- Triton's numbers
 
 
-def test_of_ten_requests_for_eight_places_exactly_two_are_refused() -> None:
+def test_a_queue_of_eight_refuses_two_of_ten_requests() -> None:
     batcher = queue_of(LevelPolicy(max_size=8), delay=10 * SECOND)
     put(batcher, *(ticket() for _ in range(8)))
     for _ in range(2):
@@ -72,7 +71,7 @@ def test_a_delayed_request_waits_for_the_whole_queue_delay_while_later_ones_leav
     assert everything(batcher, 10 * SECOND) == [[first]]
 
 
-def test_a_smaller_timeout_of_its_own_counts_and_a_larger_one_does_not() -> None:
+def test_a_smaller_timeout_of_a_request_applies_and_a_larger_one_does_not() -> None:
     batcher = queue_of(LevelPolicy(timeout_ns=SECOND, may_override=True), delay=10 * SECOND)
     hasty, patient, silent = put(batcher, ticket(timeout=100 * MS), ticket(timeout=10 * SECOND), ticket(timeout=0))
     assert batcher.expire(100 * MS - 1) == []
@@ -88,7 +87,7 @@ def test_a_smaller_timeout_of_its_own_counts_and_a_larger_one_does_not() -> None
     [LevelPolicy(timeout_ns=SECOND, may_override=False), LevelPolicy(timeout_ns=0, may_override=True)],
     ids=["it may not override", "there is no default to be smaller than"],
 )
-def test_a_timeout_of_a_request_that_does_not_count_is_ignored(policy: LevelPolicy) -> None:
+def test_a_timeout_of_a_request_is_ignored_without_override(policy: LevelPolicy) -> None:
     batcher = queue_of(policy, delay=10 * SECOND)
     put(batcher, ticket(timeout=100 * MS))
     assert batcher.expire(SECOND - 1) == []
@@ -131,7 +130,7 @@ def test_without_levels_priorities_mean_nothing() -> None:
     assert batcher.take(0) == in_order
 
 
-def test_billions_of_levels_cost_nothing() -> None:
+def test_billions_of_levels_use_no_memory() -> None:
     batcher = Queue(BatchPolicy.simple(2), Levels(1 << 62, 1 << 61))
     low, high = put(batcher, ticket(priority=1 << 62), ticket(priority=1))
     assert batcher.take(0) == [high, low]
@@ -174,7 +173,7 @@ def test_delayed_requests_that_arrived_together_keep_their_order_of_arrival() ->
     assert [one for batch in everything(batcher, 9) for one in batch] == [patient, hasty, last]
 
 
-def test_delayed_requests_count_as_waiting() -> None:
+def test_delayed_requests_count_towards_the_queue_size() -> None:
     batcher = queue_of(LevelPolicy(max_size=2, timeout_ns=10, is_delayed=True), delay=SECOND)
     put(batcher, ticket())
     assert batcher.expire(10) == []

@@ -1,7 +1,8 @@
-"""What a queue with levels and policies keeps, whatever comes in whatever order; and the queue against the book."""
+"""Properties of a queue with levels and policies for any order of events, and the queue compared with a model of it."""
 
 from __future__ import annotations
 
+import random
 from collections import deque
 
 import pytest
@@ -98,8 +99,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.waiting)
     @rule(which=st.randoms(use_true_random=False))
-    def a_request_is_cancelled(self, which: object) -> None:
-        cancelled: Waiting = which.choice(self.waiting)  # type: ignore[attr-defined]
+    def a_request_is_cancelled(self, which: random.Random) -> None:
+        cancelled: Waiting = which.choice(self.waiting)
         assert self.batcher.withdraw(cancelled.ticket.flow) == 1
         assert self.batcher.withdraw(cancelled.ticket.flow) == 0
         self.waiting.remove(cancelled)
@@ -141,7 +142,7 @@ def test_property_with_time_and_free_instances_every_request_is_taken_or_refused
         gone = [*batcher.expire(now), *(batcher.take(now) or ())]
         if not gone:
             soonest = [at for at in (batcher.deadline(), batcher.expiry()) if at is not None]
-            assert soonest, "somebody waits for nothing"
+            assert soonest, "a request waits although nothing is pending"
             assert min(soonest) > now, "a time that is over was let pass"
             now = min(soonest)
         for ticket in gone:

@@ -41,13 +41,13 @@ def test_requests_of_one_step_run_in_one_batch_in_the_order_of_their_stamps(serv
     assert server.answered() == ["early", "middle", "late"]
 
 
-def test_a_batch_of_sixteen_is_a_batch_of_sixteen_at_the_last_node_and_lies_in_one_block(server: Recorder) -> None:
+def test_a_batch_of_sixteen_stays_whole_and_in_one_block_to_the_last_node(server: Recorder) -> None:
     serve_chain(server)
-    everybody: list[object] = list(range(16))
-    for request in everybody:
+    requests: list[object] = list(range(16))
+    for request in requests:
         server.submit(CHAIN, request)
     for name in ("a", "b", "c"):
-        assert server.turn() == [(name, everybody)]
+        assert server.turn() == [(name, requests)]
         (batch,) = server.running
         assert batch.rows == 16
         if name != "a":
@@ -55,10 +55,10 @@ def test_a_batch_of_sixteen_is_a_batch_of_sixteen_at_the_last_node_and_lies_in_o
             assert len({id(handle.block) for handle in inputs}) == 1
             assert [handle.start for handle in inputs] == list(range(16))  # neighbours: nothing to copy
         server.done(batch)
-    assert server.answered() == everybody
+    assert server.answered() == requests
 
 
-def test_a_request_too_large_for_its_next_node_fails_and_the_others_keep_their_order(
+def test_a_request_too_large_for_its_next_node_fails_and_others_keep_their_order(
     server: Recorder,
 ) -> None:
     fixed = (TensorSpec("X", DType.FP32, (2,)),)
@@ -113,7 +113,7 @@ def test_two_steps_of_one_request_may_run_in_one_batch(server: Recorder) -> None
     assert server.answered() == ["x", "y"]
 
 
-def test_ensembles_and_direct_callers_of_one_model_share_its_batches(server: Recorder) -> None:
+def test_ensembles_and_direct_requests_of_one_model_share_its_batches(server: Recorder) -> None:
     serve_chain(server)
     server.submit(CHAIN, "ensemble")
     server.submit(ALONE, "direct")
@@ -124,7 +124,7 @@ def test_ensembles_and_direct_callers_of_one_model_share_its_batches(server: Rec
     assert server.turn() == [("b", ["ensemble"]), ("c", ["other"])]
 
 
-def test_work_spreads_over_instances_idle_longest_first(server: Recorder) -> None:
+def test_the_instance_idle_longest_takes_the_next_batch(server: Recorder) -> None:
     server.serve(A, Queue(BatchPolicy.single()), instances=2)
     for request in range(3):
         server.submit(ALONE, request)
@@ -158,7 +158,7 @@ def test_the_queue_delay_applies_only_while_an_instance_is_free(server: Recorder
 # ---------------------------------------------------------------------------------------------------------- failures
 
 
-def test_the_error_of_one_member_touches_no_neighbour(server: Recorder) -> None:
+def test_the_error_of_one_member_fails_no_other(server: Recorder) -> None:
     serve_chain(server)
     for request in "xyz":
         server.submit(CHAIN, request)
@@ -168,7 +168,7 @@ def test_the_error_of_one_member_touches_no_neighbour(server: Recorder) -> None:
     assert server.turn() == [("b", ["x", "z"])]
 
 
-def test_a_batch_that_raises_fails_whole_where_the_model_is_not_pure(server: Recorder) -> None:
+def test_a_failed_batch_of_an_impure_model_fails_all_its_requests(server: Recorder) -> None:
     server.serve(A)
     for request in "xy":
         server.submit(ALONE, request)

@@ -1,7 +1,7 @@
 """The scheduler under any order of events: arrivals, completions, failures, cancellations, deaths and the clock.
 
-The simulator's world says what each request must get and checks every promise after each turn; here Hypothesis, not a
-clock, chooses what happens next, and how much of it happens before the machines are asked again.
+The simulated server has the expected response of each request and checks every invariant after each step. Hypothesis,
+not a clock, chooses the next events, and their number before the next step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class AnyOrder(Sim):
         self.possible: list[Callable[[], None]] = []
         super().__init__(seed, world)
 
-    def _at(self, time: int, act: Callable[[], None]) -> None:
+    def at(self, at_ns: int, act: Callable[[], None]) -> None:
         self.possible.append(act)
 
 
@@ -43,7 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(ns=st.integers(0, 120))
     def time_passes(self, ns: int) -> None:
-        self.sim.time += ns
+        self.sim.now_ns += ns
         self.sim.turn()
         self.is_looked_at = True
 
@@ -65,7 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.sim.possible:
                 self.sim.possible.pop(0)()
             elif deadline is not None:
-                self.sim.time = deadline
+                self.sim.now_ns = deadline
             else:
                 self.sim.check_end()
                 return

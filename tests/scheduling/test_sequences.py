@@ -1,4 +1,4 @@
-"""Sequences, slot by slot: the pictures of Triton's documentation, and every way a sequence begins and ends."""
+"""Sequences, slot by slot: the figures of Triton's documentation, and every start and end of a sequence."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.queue import BatchPolicy
 from flowserve.scheduling.rate_limit.limiter import EVERYWHERE, Limiter, Needs
 from flowserve.scheduling.scheduler import DeadlineExceeded
-from flowserve.scheduling.sequence.batcher import Sequences
-from flowserve.scheduling.sequence.direct import Direct, FillerFlow
-from flowserve.scheduling.sequence.endings import ENDINGS_MAX
-from flowserve.scheduling.sequence.oldest import Oldest
+from flowserve.scheduling.sequence.batcher import ENDINGS_MAX, Sequences
 from flowserve.scheduling.sequence.sequence import SequencePolicy
+from flowserve.scheduling.sequence.strategies import Direct, FillerFlow, Oldest
 from flowserve.testing.strategies import plain_graph
 from tests.support.recorder import Recorder, rows_of, simple_model
+from tests.support.sequences import slots_taken
 
 IDLE_NS = 1_000
 MODEL = simple_model(0)
@@ -39,8 +38,8 @@ def identify(flow: Flow) -> tuple[int | str, bool, bool]:
     return asked.of, asked.start, asked.end
 
 
-def direct(slots: int = 2, share: float = 0.0, delay_ns: int = 0, **policy: object) -> Direct:
-    return Direct(SequencePolicy("a", slots, IDLE_NS, **policy), identify, FillerFlow(None), share, delay_ns)  # type: ignore[arg-type]
+def direct(slots: int = 2, share: float = 0.0, delay_ns: int = 0, **policy: Any) -> Direct:
+    return Direct(SequencePolicy("a", slots, IDLE_NS, **policy), identify, FillerFlow(None), share, delay_ns)
 
 
 def oldest(candidates: int = 4, size: int = 2, delay_ns: int = 0) -> Oldest:
@@ -123,7 +122,7 @@ def test_five_sequences_over_two_instances_of_two_slots_and_a_backlog(server: Re
     ask(server, 5, 2, end=True)
     server.turn()
     assert names(server.started) == [["11", "31"], ["21", "41"]]
-    assert [[slot.sequence and slot.sequence.id for slot in batcher.slots_of(n)] for n in (0, 1)] == [[1, 3], [2, 4]]
+    assert [[slot.sequence and slot.sequence.id for slot in batcher.slots[n]] for n in (0, 1)] == [[1, 3], [2, 4]]
     for batch in [*server.running]:
         server.done(batch)
     server.turn()
@@ -131,7 +130,7 @@ def test_five_sequences_over_two_instances_of_two_slots_and_a_backlog(server: Re
     ask(server, 4, 2, end=True)
     server.turn()
     assert names(server.started[2:]) == [["-", "42"]]
-    assert [slot.sequence and slot.sequence.id for slot in batcher.slots_of(1)] == [2, 5]
+    assert [slot.sequence and slot.sequence.id for slot in batcher.slots[1]] == [2, 5]
     server.done(server.running[0])
     server.turn()
     assert names(server.started[3:]) == [["-", "51"]]
@@ -179,7 +178,7 @@ def test_requests_of_several_rows_are_refused_before_and_within_a_sequence(serve
     assert all("must specify batch-size 1" in text for text in errors(server))
 
 
-def test_an_id_is_forgotten_when_its_end_is_queued_and_may_begin_again_at_once(server: Recorder) -> None:
+def test_an_id_may_start_again_when_its_end_is_queued(server: Recorder) -> None:
     batcher = direct(slots=1)
     server.serve(MODEL, batcher)
     ask(server, 1, 1, start=True)
@@ -206,7 +205,7 @@ def test_a_start_within_a_sequence_keeps_its_position(server: Recorder) -> None:
     assert names(server.started) == [["10"], ["11"], ["12"]]
 
 
-def test_idle_counts_from_the_last_answer_and_the_backlog_moves(server: Recorder) -> None:
+def test_the_idle_time_counts_from_the_last_response_and_frees_the_slot_for_the_backlog(server: Recorder) -> None:
     server.serve(MODEL, direct(slots=1))
     ask(server, 1, 1, start=True)
     ask(server, 2, 1, start=True)
@@ -279,7 +278,7 @@ def test_a_request_cancelled_while_it_waits_ends_its_sequence_and_frees_the_slot
     server.done(server.running[0], at=3 * IDLE_NS)
     server.turn(3 * IDLE_NS)
     assert names(server.started) == [["11"], ["21"]]
-    assert batcher.slots_taken == 1
+    assert slots_taken(batcher) == 1
 
 
 def test_an_instance_that_dies_ends_its_sequences_and_no_others(server: Recorder) -> None:
@@ -302,10 +301,10 @@ def test_an_instance_that_dies_ends_its_sequences_and_no_others(server: Recorder
     assert server.turn() == []  # the third waits in the backlog, for the slot that is left or for the other instance
     server.scheduler.give_back(queue, died.instance)
     assert names(server.turn()) == [["31"]]
-    assert batcher.slots_taken == 2
+    assert slots_taken(batcher) == 2
 
 
-def test_a_bounded_number_of_ended_sequences_is_remembered(server: Recorder) -> None:
+def test_the_record_of_ended_sequences_is_limited(server: Recorder) -> None:
     server.serve(MODEL, direct(slots=1))
     for n in range(ENDINGS_MAX + 5):
         cancelled = ask(server, 1 + n, start=True)
@@ -318,7 +317,7 @@ def test_a_bounded_number_of_ended_sequences_is_remembered(server: Recorder) -> 
     batcher = server.queues[MODEL.key].bound
     assert batcher is not None
     assert isinstance(batcher, Sequences)
-    assert len(batcher._ended) <= ENDINGS_MAX
+    assert len(batcher._endings) <= ENDINGS_MAX
 
 
 # ----------------------------------------------------------------------------------------------------------- batches

@@ -15,12 +15,11 @@ from flowserve.graph.plan import make_plan
 from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.queue import BatchPolicy
 from flowserve.scheduling.sequence.batcher import Sequences
-from flowserve.scheduling.sequence.direct import Direct, FillerFlow
-from flowserve.scheduling.sequence.oldest import Oldest
 from flowserve.scheduling.sequence.sequence import RequestSequence, SequencePolicy
+from flowserve.scheduling.sequence.strategies import Direct, FillerFlow, Oldest
 from flowserve.testing.strategies import plain_graph
 from tests.support.recorder import simple_model
-from tests.support.sequences import SequenceSim
+from tests.support.sequences import SequenceSim, slots_taken
 
 PLAN = make_plan(plain_graph(simple_model(0)))
 IDLE_NS = 50
@@ -83,7 +82,9 @@ class SequenceMachine(RuleBasedStateMachine):
         if batch is None:
             mine = [ticket for ticket in self.waiting.values() if self.seat(ticket) == instance]
             due = self.batcher.deadline()
-            assert not mine or (self.batcher.may_wait and due is not None), "somebody waits, and for nothing"
+            assert not mine or (self.batcher.may_wait and due is not None), (
+                "a request waits although nothing is pending"
+            )
             return
         real = [ticket for ticket in batch if ticket.sequence is not None]
         assert real
@@ -153,7 +154,7 @@ class SequenceMachine(RuleBasedStateMachine):
         taken = self.batcher.take(self.now) or []
         assert sorted(ticket.flow.request.number for ticket in taken) == sorted(self.waiting)
         assert self.batcher.take(self.now) is None
-        assert (self.batcher.live, self.batcher.slots_taken) == (0, 0)
+        assert (self.batcher.live, slots_taken(self.batcher)) == (0, 0)
         self.waiting.clear()
         self.queued.clear()
 

@@ -12,9 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flowserve.errors import Invalid
-from flowserve.graph.conversion import Conversion
 from flowserve.graph.plan import make_plan
-from flowserve.graph.types import GRAPH, ModelKey
+from flowserve.graph.types import GRAPH, Conversion, ModelKey
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.rate_limit.limiter import Needs
@@ -107,7 +106,7 @@ def chain(
 @pytest.mark.parametrize("limit", [1, 4, 16])
 @pytest.mark.parametrize("ns", [(10,), (1, 1, 10), (10, 1, 1), (3, 10, 2)])
 @pytest.mark.fault("P7")
-def test_nothing_piles_up_behind_a_producer_ten_times_faster(limit: int, ns: tuple[int, ...]) -> None:
+def test_the_queue_behind_a_faster_producer_is_limited(limit: int, ns: tuple[int, ...]) -> None:
     sim = chain(limit, *ns, answers=300).run()
     assert len(sim.answers[0]) == 300
     assert sim.most_live <= limit * len(ns) + limit
@@ -115,7 +114,7 @@ def test_nothing_piles_up_behind_a_producer_ten_times_faster(limit: int, ns: tup
 
 @pytest.mark.parametrize("limit", [0, 1, 4])
 @pytest.mark.fault("P10")
-def test_sixteen_streams_of_eight_answers(limit: int) -> None:
+def test_sixteen_streams_of_eight_responses_complete(limit: int) -> None:
     sim = chain(limit, 10, answers=8, requests=16).run()
     assert [len(answers) for answers in sim.answers.values()] == [8] * 16
 
@@ -147,7 +146,7 @@ def test_a_backpressure_wait_that_can_end_is_not_failed(limit: int, instances: i
 
 
 def test_a_later_step_that_needs_resources_of_a_model_blocked_in_send_is_a_deadlock() -> None:
-    """Both have instances to spare; it is the resource that closes the circle."""
+    """Both have free instances; the resource closes the cycle."""
     needs = Needs({("R", 0): 1})
     models = [Model(ModelKey("p", 1), 2, answers=lambda _: 9, needs=needs), Model(ModelKey("m", 1), 2, needs=needs)]
     graph = make_graph(models, [(0, [GRAPH]), (1, [0])], [1], 2)
@@ -169,7 +168,7 @@ def test_reserved_resources_are_available_to_steps_the_reserving_one_waits_for()
 
 
 def test_responses_blocked_by_resources_of_their_own_model_are_an_unexpected_deadlock() -> None:
-    """No answer is whole before x is over, and x needs what p holds until its answers are taken."""
+    """No response is complete before x, and x needs the resource that p holds until its responses are taken."""
     p = Model(ModelKey("p", 1), answers=lambda _: UNREAD_MAX + 1, needs=Needs({("R", 0): 1}))
     models = [p, Model(ModelKey("x", 1), needs=Needs({("R", 0): 2}))]
     graph = make_graph(models, [(0, [GRAPH]), (1, [GRAPH])], [0, 1], 0)
@@ -231,7 +230,7 @@ def test_property_every_cycle_of_held_instances_ends(seed: int) -> None:
 
 @given(st.integers(0, 2**32))
 def test_property_a_wait_reported_as_endless_would_never_have_ended(seed: int) -> None:
-    """No alarm is false: left alone, such a step still stands in its send when nothing can go on any more."""
+    """No false alarm: without intervention the step is still blocked in send() when no event is left."""
     sim = draw_circles(seed)
     if sim is None:
         return

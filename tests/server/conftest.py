@@ -1,4 +1,4 @@
-"""What the tests of the whole server share: one repository of many small models, one server of it, and two clients.
+"""Fixtures of tests of the whole server: one repository of many small models, one server of it, and two clients.
 
 The models are written as users write them: `model.py` files for Triton's Python backend, ONNX files, and
 `config.pbtxt` texts. `wire` is a client that controls the time of each send; `client` is Triton's own.
@@ -52,10 +52,6 @@ def by_shell() -> Callable[[str, Served], str]:
 
 
 # ------------------------------------------------------------------------------------------------------ repositories
-
-
-def config_name(dtype: DType) -> str:
-    return "TYPE_STRING" if dtype is DType.BYTES else f"TYPE_{dtype.wire}"
 
 
 def write_model(repository: Path, name: str, config: str, files: Mapping[str, str | bytes] | None = None) -> Path:
@@ -213,7 +209,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Many models in one folder. Names say what they do."""
     folder = tmp_path_factory.mktemp("many")
     for dtype in BY_WIRE.values():
-        spec = f"data_type: {config_name(dtype)} dims: [ -1 ]"
+        spec = f"data_type: {dtype.config_name} dims: [ -1 ]"
         write_model(
             folder,
             f"py_{dtype.wire}",

@@ -1,4 +1,4 @@
-"""What a model.py asks of its server, wherever it runs: metrics of its own, other models loaded and unloaded."""
+"""Requests of a model.py to its server in every execution place: custom metrics, loading and unloading of models."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_metrics_of_models_are_shown_beside_the_servers_and_shared_by_name(
 
 
 @pytest.mark.skipif(not SUPPORTED, reason="needs processes of their own")
-def test_a_process_takes_its_metrics_along_and_begins_anew(
+def test_a_restarted_process_starts_its_metrics_at_zero_without_decreasing_shared_counters(
     server: Served, client: triton.InferenceServerClient
 ) -> None:
     client.load_model("counts_process")
@@ -338,7 +338,7 @@ def test_models_that_wait_for_each_other_during_load_are_refused(
         assert not client.is_model_ready(name)
 
 
-def test_models_are_loaded_by_models_only_where_clients_may(tmp_path: Path) -> None:
+def test_models_may_load_models_only_if_clients_may(tmp_path: Path) -> None:
     folder = tmp_path / "loads" / "1"
     folder.mkdir(parents=True)
     (folder / "model.py").write_text(model(WANTS.format("other")))

@@ -147,7 +147,7 @@ def test_a_thousand_responses_arrive_in_order_within_the_inflight_limit(server: 
 
 
 @pytest.mark.fault("P10")
-def test_sixteen_requests_of_a_hundred_answers_each(server: Served) -> None:
+def test_sixteen_requests_get_a_hundred_responses_each(server: Served) -> None:
     models = [f"two_{limit}" for limit in LIMITS] * 16
     with ThreadPoolExecutor(len(models)) as pool:
         got = [*pool.map(lambda model: read(begin(server, model, 100)), models)]
@@ -157,7 +157,7 @@ def test_sixteen_requests_of_a_hundred_answers_each(server: Served) -> None:
         assert limit // 2 <= most <= limit
 
 
-def test_with_a_limit_memory_is_flat_however_much_goes_through(server: Served) -> None:
+def test_with_a_limit_memory_does_not_grow_with_the_number_of_responses(server: Served) -> None:
     size = 65_536
     read(begin(server, "three_4", 50, size))  # whatever is kept for the next is there now
     before = resident_bytes(server)
@@ -179,8 +179,8 @@ def test_with_a_limit_memory_is_flat_however_much_goes_through(server: Served) -
 
 
 @pytest.mark.fault("P8")
-def test_streams_that_are_broken_off_leave_every_slot(server: Served) -> None:
-    """The slots are shared by all requests to the graph: one that stayed away would be missed for ever."""
+def test_cancelled_streams_return_every_slot(server: Served) -> None:
+    """The slots are shared by all requests to the graph, so that a slot that is not returned blocks later ones."""
     for _ in range(16):
         with begin(server, "shared", 100_000) as response:
             assert response.readline().startswith(b"data: ")
@@ -202,7 +202,7 @@ def waiting(server: Served) -> int:
     return int(float(line.split()[-1]))
 
 
-def test_responses_are_counted_by_their_place(server: Served) -> None:
+def test_responses_are_counted_by_position(server: Served) -> None:
     before = responses(server)
     read(begin(server, "produce", 3))
     after = responses(server)

@@ -1,4 +1,4 @@
-"""The dynamic batcher as its clients see it: which requests run together, and when they leave."""
+"""The dynamic batcher as its clients see it: which requests form a batch, and when it starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ask(wire: Any, model: str, count: int, width: int = 4) -> list[Any]:
 
 
 @pytest.mark.fault("D10")
-def test_a_preferred_size_leaves_at_once_although_there_is_time_to_wait(wire: Any) -> None:
+def test_a_batch_of_a_preferred_size_starts_before_the_queue_delay_is_over(wire: Any) -> None:
     answers, batches = wire.batches_during(["prefers_four"], lambda: ask(wire, "prefers_four", 4))
     assert batches == {"prefers_four": {4: 1}}
     assert max(answer.seconds for answer in answers) < 1.5, "they waited for more, up to the delay of 2 s"
@@ -30,14 +30,7 @@ def test_a_remainder_below_a_preferred_size_is_batched_with_later_requests(wire:
     assert max(answer.seconds for answer in answers) < 1.5
 
 
-@pytest.mark.fault("D9")
-def test_a_single_request_runs_when_its_queue_delay_is_over(wire: Any) -> None:
-    (answer,), batches = wire.batches_during(["waits_a_little"], lambda: ask(wire, "waits_a_little", 1))
-    assert batches == {"waits_a_little": {1: 1}}
-    assert 0.29 < answer.seconds < 1.5
-
-
-def test_requests_that_come_within_the_delay_leave_as_one_batch(wire: Any) -> None:
+def test_requests_within_the_queue_delay_are_one_batch(wire: Any) -> None:
     answers, batches = wire.batches_during(["waits_a_little"], lambda: ask(wire, "waits_a_little", 6))
     assert batches == {"waits_a_little": {6: 1}}
     assert max(answer.seconds for answer in answers) < 1.5

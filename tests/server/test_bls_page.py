@@ -1,4 +1,4 @@
-"""docs/bls.md is true: its files make a repository, its requests are answered as it says, and so is its error."""
+"""docs/bls.md is correct: its files are a repository, and its requests get the documented responses and errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_request_gets_the_documented_response(
     assert json.loads(by_shell(command, served_page)) == json.loads(printed)
 
 
-def test_a_circle_is_refused_in_the_words_of_the_page(served_page: Served) -> None:
+def test_a_cycle_of_calls_is_refused_with_the_documented_error(served_page: Served) -> None:
     tensor = {"name": "TEXT", "shape": [1], "datatype": "BYTES", "data": ["x"]}
     url = f"http://{served_page.address}/v2/models/a/infer"
     answer = httpx.post(url, json={"inputs": [tensor]}, timeout=60, verify=False)

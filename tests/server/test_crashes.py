@@ -207,7 +207,7 @@ def test_an_exception_in_execute_is_reported_to_the_client_and_logged_with_its_t
         ("os.kill(os.getpid(), signal.SIGKILL)", "its process was killed by signal 9 (SIGKILL)"),
     ],
 )
-def test_a_death_fails_its_request_at_once_and_the_instance_comes_back(mortal: Mischief, death: str, how: str) -> None:
+def test_a_death_fails_its_request_and_the_instance_is_restarted(mortal: Mischief, death: str, how: str) -> None:
     mortal.file("gate").touch()  # it stays away until we say so
     with ThreadPoolExecutor(8) as clients:
         began = time.monotonic()
@@ -238,8 +238,8 @@ def test_a_death_fails_its_request_at_once_and_the_instance_comes_back(mortal: M
 
 
 @pytest.mark.fault("R3")
-def test_a_kill_from_outside_names_the_signal_and_an_ensemble_names_itself(patient: Mischief) -> None:
-    """As the kernel does when memory runs out."""
+def test_the_error_of_a_killed_process_names_the_signal_and_the_ensemble(patient: Mischief) -> None:
+    """As by the kernel's out-of-memory killer."""
     pid = patient.pid()
     with ThreadPoolExecutor(1) as clients:
         answer = clients.submit(patient.ask, "chain", f"open({str(patient.file('runs'))!r}, 'w'); time.sleep(600)")
@@ -254,7 +254,7 @@ def test_a_kill_from_outside_names_the_signal_and_an_ensemble_names_itself(patie
 
 
 @pytest.mark.fault("R3")
-def test_an_idle_instance_that_is_killed_comes_back_by_itself(patient: Mischief) -> None:
+def test_an_idle_instance_that_is_killed_is_restarted(patient: Mischief) -> None:
     pid, starts = patient.pid(), patient.starts()
     os.kill(pid, signal.SIGKILL)
     until(lambda: patient.starts() == starts + 1, "it is started again")
@@ -262,7 +262,7 @@ def test_an_idle_instance_that_is_killed_comes_back_by_itself(patient: Mischief)
 
 
 @pytest.mark.fault("R4")
-def test_a_crash_loop_is_started_rarely_and_refused_with_its_reason(mischief: Mischief) -> None:
+def test_a_model_in_a_crash_loop_is_restarted_rarely_and_unavailable_with_the_reason(mischief: Mischief) -> None:
     mischief.file("crash").touch()
     began = time.monotonic()
     assert mischief.ask("bad", "os._exit(3)").status_code == 500
@@ -273,7 +273,7 @@ def test_a_crash_loop_is_started_rarely_and_refused_with_its_reason(mischief: Mi
         refused = mischief.ask("bad", "pass")  # waits while the next start is near
         return refused.status_code == 503
 
-    until(is_refused, "nobody waits any more")
+    until(is_refused, "no request waits any more")
     error = refused.json()["error"]
     assert error.startswith("Request for unknown model: 'bad' version 1 is not at ready state: model 'bad'")
     assert "its process ended with exit status 7, 5 times in a row" in error
@@ -305,7 +305,7 @@ def test_a_model_that_dies_during_load_is_reported_at_startup(tmp_path: Path) ->
 
 
 @pytest.mark.fault("R5")
-def test_a_hang_is_ended_by_its_execution_timeout_and_by_nothing_else(tmp_path: Path) -> None:
+def test_a_hang_is_ended_only_by_the_execution_timeout(tmp_path: Path) -> None:
     timeout = 'parameters { key: "execution_timeout" value { string_value: "0.7" } }'
     with serving(write_repository(tmp_path, timeout), "--python-execution", "process") as served:
         mischief = Mischief(served, tmp_path)
@@ -396,7 +396,7 @@ def test_a_stopping_server_finalizes_its_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("R6")
-def test_a_model_that_prints_without_end_neither_stops_nor_fills_the_server(patient: Mischief) -> None:
+def test_endless_output_of_a_model_neither_blocks_the_server_nor_fills_its_memory(patient: Mischief) -> None:
     def resident() -> int:
         return int(Path(f"/proc/{patient.served.pid}/statm").read_text().split()[1]) * 4096
 
@@ -435,7 +435,7 @@ def test_changes_of_a_model_to_its_process_do_not_affect_others(patient: Mischie
 
 
 @pytest.mark.fault("R6")
-def test_a_model_that_closes_every_descriptor_only_ends_itself(patient: Mischief) -> None:
+def test_a_model_that_closes_every_descriptor_ends_only_its_process(patient: Mischief) -> None:
     answer = patient.ask("bad", "os.closerange(0, 1000)")
     assert answer.status_code == 500
     assert answer.json()["error"].startswith("model 'bad', instance 'bad_0': its process ")
@@ -463,7 +463,7 @@ def test_processes_started_by_a_model_end_with_it(patient: Mischief) -> None:
 
 
 @pytest.mark.fault("X8")
-def test_nothing_is_left_behind_by_a_server_that_is_killed_and_the_next_one_starts(tmp_path: Path) -> None:
+def test_a_killed_server_leaves_no_processes_and_the_next_one_starts(tmp_path: Path) -> None:
     repository, places = write_repository(tmp_path), tmp_path / "places"
     places.mkdir()
     options = ["--python-execution", "process", "--model-control-mode", "explicit", "--load-model", "*"]

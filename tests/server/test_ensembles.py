@@ -33,7 +33,7 @@ def diamond(number: float) -> list[float]:
 # ------------------------------------------------------------------------------------------------------------- batches
 
 
-def test_requests_that_came_together_stay_one_batch_through_a_chain(wire: Any) -> None:
+def test_concurrent_requests_stay_one_batch_through_a_chain(wire: Any) -> None:
     requests = [wire.infer_request("chain", row(number)) for number in range(16)]
     models = ["gather", "plus_one", "times_three"]
     answers, batches = wire.batches_during(models, lambda: wire.together(requests))
@@ -41,7 +41,7 @@ def test_requests_that_came_together_stay_one_batch_through_a_chain(wire: Any) -
     assert batches == {model: {16: 1} for model in models}
 
 
-def test_requests_that_came_together_stay_one_batch_through_a_fork_and_its_join(wire: Any) -> None:
+def test_concurrent_requests_stay_one_batch_through_a_fork_and_its_join(wire: Any) -> None:
     requests = [wire.infer_request("diamond", row(number)) for number in range(16)]
     models = ["gather", "plus_one", "times_three", "join"]
     answers, batches = wire.batches_during(models, lambda: wire.together(requests))
@@ -57,7 +57,7 @@ def test_two_ensembles_and_a_direct_caller_share_a_models_queue(wire: Any) -> No
     assert batches == {"gather": {16: 1}, "plus_one": {8: 1}}
 
 
-def test_sixteen_clients_that_keep_asking_keep_their_batches(wire: Any) -> None:
+def test_batches_of_sixteen_closed_loop_clients_stay_whole(wire: Any) -> None:
     def hammer() -> None:
         for turn in range(8):
             numbers = [turn * 16 + i for i in range(16)]
@@ -85,7 +85,7 @@ def test_an_ensemble_inside_an_ensemble_is_answered(wire: Any) -> None:
     assert wire.infer("nested", [ROW]).data == [(x + 1) + 3 * x + 1 for x in ROW]
 
 
-def test_the_statistics_of_an_ensemble_count_its_requests_and_those_of_its_steps_theirs(wire: Any) -> None:
+def test_ensembles_and_their_steps_have_statistics_of_their_own(wire: Any) -> None:
     def counts() -> list[int]:
         return [wire.statistics(name)["inference_count"] for name in ("nested", "fork", "plus_one", "join")]
 
@@ -97,7 +97,7 @@ def test_the_statistics_of_an_ensemble_count_its_requests_and_those_of_its_steps
     assert fork in (0, 2)
 
 
-def test_only_the_outputs_asked_for_come_back(wire: Any) -> None:
+def test_only_the_requested_outputs_are_returned(wire: Any) -> None:
     both = wire.infer("fork", [ROW]).json["outputs"]
     assert {one["name"]: one["data"] for one in both} == {"PLUS": [2, 3, 4, 5], "TIMES": [3, 6, 9, 12]}
     answer = wire.infer("fork", [ROW], outputs=[{"name": "TIMES"}])

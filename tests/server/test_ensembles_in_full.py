@@ -1,5 +1,5 @@
-"""Ensembles over HTTP, beyond chains: what is optional or left out, shapes that differ, errors that say where, limits
-of a whole graph, remembered answers, branches that overlap.
+"""Ensembles over HTTP, beyond chains: optional and omitted tensors, different shapes, the location in errors, limits of
+a whole graph, the response cache, concurrent branches.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def test_an_optional_input_of_an_ensemble_reaches_its_step_or_does_not(wire: Any
     assert outputs(ask(wire, "with_bias", IN=ROW)) == {"OUT": [101, 102, 103, 104]}
 
 
-def test_an_optional_input_that_a_model_must_have_is_asked_for_before_anything_runs(wire: Any) -> None:
+def test_a_missing_required_input_is_refused_before_any_step_runs(wire: Any) -> None:
     before = wire.statistics("echo")["inference_count"]
     answer = ask(wire, "hopes", IN=ROW)
     assert answer.status == 400
@@ -245,11 +245,11 @@ def test_an_optional_input_that_a_model_must_have_is_asked_for_before_anything_r
     assert "(step 'echo#2' at hopes/config.pbtxt:" in answer.error
     assert wire.statistics("echo")["inference_count"] == before
     only = wire.infer("hopes", [ROW], outputs=[{"name": "OUT"}])
-    assert only.data == ROW, "whoever does not ask for the other output needs nothing for it"
+    assert only.data == ROW, "an output that is not requested needs no inputs"
 
 
 @pytest.mark.fault("E8")
-def test_an_output_that_a_step_leaves_out_is_left_out_of_the_answer(wire: Any) -> None:
+def test_an_output_that_a_step_omits_is_omitted_from_the_response(wire: Any) -> None:
     assert outputs(ask(wire, "leaves_out", IN=BAD)) == {"OTHER": BAD}
     assert outputs(ask(wire, "leaves_out", IN=ROW)) == {"OUT": ROW, "OTHER": ROW}
 
@@ -271,7 +271,7 @@ def test_a_missing_required_tensor_of_a_step_is_a_deadlock_error(wire: Any) -> N
 # -------------------------------------------------------------------------------------------------------------- shapes
 
 
-def test_a_leading_one_comes_and_goes_where_batching_and_other_steps_meet(wire: Any) -> None:
+def test_a_batch_dimension_of_one_is_added_and_removed_between_batching_and_other_steps(wire: Any) -> None:
     assert outputs(ask(wire, "mixed", IN=ROW)) == {"OUT": ROW}
     shape = [{"name": "IN", "shape": [4], "datatype": "FP32", "data": ROW}]
     answer = wire.post("/v2/models/no_batch/infer", json.dumps({"inputs": shape}).encode())
@@ -279,7 +279,7 @@ def test_a_leading_one_comes_and_goes_where_batching_and_other_steps_meet(wire: 
     assert outputs(answer) == {"OUT": ROW}
 
 
-def test_two_rows_cannot_pass_a_step_that_takes_one(wire: Any) -> None:
+def test_a_request_of_two_rows_fails_at_a_step_without_batching(wire: Any) -> None:
     answer = wire.infer("mixed", [ROW, ROW])
     assert answer.status == 400
     assert answer.error.startswith("in ensemble 'mixed', unexpected shape for input 'IN' for model 'alone'. Expected")
@@ -317,7 +317,7 @@ def test_an_error_ends_with_its_graph_step_line_instance_and_shapes(wire: Any, n
 
 
 @pytest.mark.fault("E10")
-def test_a_full_inner_queue_is_unavailable_and_names_the_step_and_the_server_goes_on(wire: Any) -> None:
+def test_a_full_inner_queue_is_unavailable_with_the_name_of_the_step(wire: Any) -> None:
     answers = wire.together([wire.infer_request("crowd", [ROW]) for _ in range(8)])
     refused = [answer for answer in answers if answer.status != 200]
     assert refused
@@ -329,12 +329,12 @@ def test_a_full_inner_queue_is_unavailable_and_names_the_step_and_the_server_goe
     assert wire.waiting("crowded") == 0
 
 
-def test_the_first_step_that_fails_decides_at_once(wire: Any) -> None:
+def test_the_first_failed_step_fails_the_request_without_delay(wire: Any) -> None:
     assert ask_until_soon(lambda: ask(wire, "fails_early", IN=BAD)).status == 500
 
 
 @pytest.mark.fault("E13")
-def test_eighty_ensembles_at_once_mix_no_tensors(wire: Any) -> None:
+def test_eighty_concurrent_requests_to_ensembles_mix_no_tensors(wire: Any) -> None:
     makers: dict[str, Callable[[list[float]], dict[str, list[float]]]] = {
         "mixed": lambda row: {"OUT": row},
         "leaves_out": lambda row: {"OUT": row, "OTHER": row},
@@ -363,7 +363,7 @@ def test_branches_in_processes_overlap_in_time_and_an_unwanted_one_is_not_run(wi
 
 
 @pytest.mark.fault("D12")
-def test_a_closed_connection_withdraws_its_steps_from_every_queue(wire: Any) -> None:
+def test_a_closed_connection_removes_its_steps_from_every_queue(wire: Any) -> None:
     ran = wire.statistics("slow")["inference_count"]
     body = wire.infer_request("fails_early", [ROW])
     sockets: list[socket.socket] = [wire.connect() for _ in range(6)]
@@ -374,13 +374,13 @@ def test_a_closed_connection_withdraws_its_steps_from_every_queue(wire: Any) -> 
         each.close()
     wire.until(lambda: wire.waiting("slow") == 0, "they are withdrawn")
     assert outputs(ask(wire, "slow", IN=QUICK)) == {"OUT": QUICK}
-    assert wire.statistics("slow")["inference_count"] <= ran + 3, "steps ran for nobody"
+    assert wire.statistics("slow")["inference_count"] <= ran + 3, "steps ran for closed connections"
 
 
 # --------------------------------------------------------------------------------------------------------------- limits
 
 
-def test_a_graphs_deadline_is_for_all_steps_together_and_names_the_one_it_was_in(wire: Any) -> None:
+def test_the_deadline_of_a_graph_covers_all_steps_and_the_error_names_the_current_one(wire: Any) -> None:
     answer = ask_until_soon(lambda: ask(wire, "deadline", IN=ROW))
     assert answer.status == 503
     assert answer.error.startswith("in ensemble 'deadline', Request timeout expired: its deadline passed after ")
@@ -390,13 +390,13 @@ def test_a_graphs_deadline_is_for_all_steps_together_and_names_the_one_it_was_in
     assert outputs(ask(wire, "patient", IN=QUICK)) == {"OUT": QUICK}
 
 
-def test_the_requests_own_timeout_counts_where_it_is_sooner(wire: Any) -> None:
+def test_the_smaller_of_a_requests_timeout_and_its_deadline_applies(wire: Any) -> None:
     answer = ask_until_soon(lambda: wire.infer("patient", [ROW], parameters={"timeout": 50_000}))
     assert answer.status == 503
     assert "its deadline passed" in answer.error
 
 
-def test_a_full_graph_refuses_before_its_first_step(wire: Any) -> None:
+def test_a_request_over_the_concurrency_limit_of_a_graph_is_refused(wire: Any) -> None:
     answers = wire.together([wire.infer_request("one_at_a_time", [ROW]) for _ in range(3)])
     assert sorted(answer.status for answer in answers) == [200, 503, 503]
     refused = next(answer for answer in answers if answer.status == 503)
@@ -404,13 +404,13 @@ def test_a_full_graph_refuses_before_its_first_step(wire: Any) -> None:
     assert outputs(ask(wire, "one_at_a_time", IN=QUICK)) == {"OUT": QUICK}
 
 
-def test_or_lets_one_in_after_the_other(wire: Any) -> None:
+def test_requests_over_the_concurrency_limit_may_wait_for_admission(wire: Any) -> None:
     answers = wire.together([wire.infer_request("one_then_another", [QUICK]) for _ in range(3)])
     assert [answer.status for answer in answers] == [200] * 3
     assert sorted(answer.seconds for answer in answers)[2] > 0.28, "they ran beside each other"
 
 
-def test_requests_are_counted_by_their_bytes_too(wire: Any) -> None:
+def test_requests_over_the_byte_limit_of_a_graph_are_refused(wire: Any) -> None:
     answers = wire.together([wire.infer_request("few_bytes", [ROW]) for _ in range(2)])
     assert sorted(answer.status for answer in answers) == [200, 503]
     assert any("16 bytes of requests are under way (max_request_bytes 20)" in str(answer.body) for answer in answers)
@@ -452,7 +452,7 @@ def test_a_step_that_sets_sequence_parameters_clears_omitted_flags(wire: Any) ->
     assert outputs(answer) == {"OUT": [0.0, 1.0, 0.0, 0.0]}, "the next step saw them as well"
 
 
-def test_a_sequence_that_is_none_is_the_steps_mistake(wire: Any) -> None:
+def test_an_invalid_sequence_parameter_is_an_error_of_its_step(wire: Any) -> None:
     answer = wire.infer("ends", [[-1.0, 0.0, 0.0, 0.0]])
     assert answer.status == 400
     assert answer.error.startswith(
@@ -476,7 +476,7 @@ def counted(wire: Any, model: str) -> tuple[int, int, int]:
     return stats["cache_hit"]["count"], stats["cache_miss"]["count"], row["execution_count"]
 
 
-def test_an_answer_is_remembered_and_the_same_question_is_not_run_again(wire: Any) -> None:
+def test_an_equal_request_is_answered_from_the_cache(wire: Any) -> None:
     row = [5.0, 5.0, 5.0, 5.0]
     first = outputs(ask(wire, "counts", IN=row))
     before = counted(wire, "counts")
@@ -490,7 +490,7 @@ def test_an_answer_is_remembered_and_the_same_question_is_not_run_again(wire: An
     assert durations["compute_input"] == durations["compute_output"] == durations["compute_infer"]
 
 
-def test_a_graphs_answer_is_remembered_as_a_whole(wire: Any) -> None:
+def test_the_response_of_a_graph_is_cached_as_a_whole(wire: Any) -> None:
     ask(wire, "cached", IN=ROW)
     echo = wire.statistics("echo")["inference_count"]
     assert outputs(ask(wire, "cached", IN=ROW)) == {"OUT": [2, 3, 4, 5]}
@@ -498,7 +498,7 @@ def test_a_graphs_answer_is_remembered_as_a_whole(wire: Any) -> None:
     assert counted(wire, "cached")[0] >= 1
 
 
-def test_the_same_question_asked_sixteen_times_at_once_is_run_once(wire: Any) -> None:
+def test_sixteen_equal_concurrent_requests_run_once(wire: Any) -> None:
     before = counted(wire, "slow_cached")
     answers = wire.together([wire.infer_request("slow_cached", [ROW]) for _ in range(16)])
     answers.append(wire.infer("slow_cached", [ROW]))
@@ -525,7 +525,7 @@ def test_requests_equal_to_a_cancelled_one_are_still_answered(wire: Any) -> None
 
 @pytest.mark.fault("R13")
 @pytest.mark.parametrize("model", ["counts", "cached"])
-def test_an_error_is_never_remembered(wire: Any, model: str) -> None:
+def test_an_error_is_not_cached(wire: Any, model: str) -> None:
     before = counted(wire, model)
     for _ in range(2):
         assert ask(wire, model, IN=[-3.0, 0.0, 0.0, 0.0]).status == 500
@@ -533,7 +533,7 @@ def test_an_error_is_never_remembered(wire: Any, model: str) -> None:
 
 
 @pytest.mark.fault("R12")
-def test_an_answer_larger_than_the_cache_is_served_and_not_kept(wire: Any) -> None:
+def test_a_response_larger_than_the_cache_is_served_and_not_cached(wire: Any) -> None:
     wide = [float(i) for i in range(CACHE_BYTES // 4)]
     for _ in range(2):
         assert outputs(ask(wire, "wide", IN=wide)) == {"OUT": wide}

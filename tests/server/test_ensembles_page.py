@@ -1,4 +1,4 @@
-"""docs/ensembles.md is true: its files make a repository, and its requests are answered as it says."""
+"""docs/ensembles.md is correct: its files are a repository, and its requests get the documented responses."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def unpacked(places: Path) -> set[Path]:
     return {*places.glob(f"{UNPACKED}*")}
 
 
-def test_each_model_runs_in_its_environment_and_finds_nothing_of_the_servers(
+def test_each_model_runs_in_its_environment_without_packages_of_the_server(
     server: Served, environments: Path, places: Path
 ) -> None:
     name, prefix, _, is_free = environment_of(server, "plain")
@@ -214,7 +214,7 @@ def test_a_model_in_an_environment_supports_bls_and_auto_completion(server: Serv
     assert [one["name"] for one in metadata["outputs"]] == ["packed"]
 
 
-def test_a_model_that_crashes_comes_back_in_its_environment(server: Served) -> None:
+def test_a_crashed_model_is_restarted_in_its_environment(server: Served) -> None:
     before = environment_of(server, "packed")
     body = {"inputs": [{"name": "IN", "datatype": "BYTES", "shape": [1, 1], "data": ["crash"]}]}
     answer = httpx.post(f"{server.base_url}/v2/models/packed/infer", json=body, timeout=WITHIN_S, verify=False)

@@ -1,4 +1,4 @@
-"""The pages that make a model with a Python script and ask it with another: what they print is what they say."""
+"""The pages with a script that makes a model and one that calls it: the scripts print the documented output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the operator can open and close at the front: sockets, keys, shared memory, metrics; two repositories as one."""
+"""The operator's options for sockets, keys, shared memory and metrics, and two repositories served as one."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_an_output_of_an_ensemble_is_classified_with_the_labels_of_its_model(
         assert got == ["3.000000:1:dog", "2.000000:3"]
 
 
-def test_restricted_groups_need_their_key(client: triton.InferenceServerClient) -> None:
+def test_requests_to_restricted_groups_need_their_key(client: triton.InferenceServerClient) -> None:
     for call in (client.get_model_repository_index, client.get_log_settings):
         with pytest.raises(InferenceServerException, match="This API is restricted, expecting header 'admin-key'"):
             call()
@@ -164,7 +164,7 @@ def test_client_input_in_the_log_is_escaped_to_one_line(front: Front) -> None:
     assert all(LINE.match(line) for line in lines), lines
 
 
-def test_a_socket_in_the_file_system_serves_the_same(tmp_path: Path, add_model: Callable[..., Path]) -> None:
+def test_a_unix_socket_serves_the_same_responses(tmp_path: Path, add_model: Callable[..., Path]) -> None:
     repository = tmp_path / "models"
     add_model(repository, "scores", "", {"1/model.onnx": onnx_identity(DType.FP32, ("N", "M"))})
     path = tmp_path / "socket"
@@ -179,7 +179,7 @@ def test_a_socket_in_the_file_system_serves_the_same(tmp_path: Path, add_model: 
     assert not path.exists()
 
 
-def test_settings_of_a_backend_and_named_configurations_count_where_a_model_has_or_lacks_its_own(
+def test_backend_settings_are_defaults_and_a_named_configuration_replaces_the_models(
     tmp_path: Path, add_model: Callable[..., Path]
 ) -> None:
     model = {"1/model.onnx": onnx_identity(DType.FP32, ("N", "M"))}

@@ -1,7 +1,7 @@
-"""A broken request never harms another: hundreds of them, of every kind, next to clients that check their responses.
+"""Broken requests never affect others: hundreds of them, of every kind, next to clients that check their responses.
 
-What each kind is answered is tested where it is decided (tests/http, tests/runtime); here it only matters that nothing
-but a refusal comes of it, and that the server is afterwards what it was before.
+The response to each kind is tested in tests/http and tests/runtime. These tests check only that each is refused or its
+connection closed, and that the server is unchanged afterwards.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def test_broken_requests_are_refused_and_affect_no_other(wire: Any) -> None:
 
 
 @pytest.mark.fault("H4", "H5")
-def test_requests_that_are_ended_before_they_are_complete_are_refused_or_closed_without_a_word(wire: Any) -> None:
+def test_truncated_requests_are_refused_or_their_connection_is_closed(wire: Any) -> None:
     before = wire.statistics("times_three")["inference_count"]
     with ThreadPoolExecutor(len(UNFINISHED)) as clients:
         answers = [*clients.map(partial(say, wire), UNFINISHED)]
@@ -300,7 +300,7 @@ def test_connections_closed_at_any_moment_affect_no_other(wire: Any) -> None:
                 each.close()
         wire.until(lambda: right_answers() > 20, "the watchers are served")
     assert wire.statistics("sleeps")["inference_count"] - before < 40, (
-        "none of those who left was taken out of the queue"
+        "no request of a closed connection was taken out of the queue"
     )
 
 
@@ -316,7 +316,7 @@ def test_incomplete_requests_delay_no_other(wire: Any) -> None:
             each.close()
 
 
-def test_broken_requests_leave_no_memory_and_no_connection_behind(wire: Any, served: Served) -> None:
+def test_broken_requests_leak_no_memory_and_no_connections(wire: Any, served: Served) -> None:
     def abuse() -> None:
         for _, request in SCRIPT:
             say(wire, request)

@@ -105,7 +105,7 @@ def one(name: str = "IN", **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.fault("Z2")
-def test_words_that_a_shell_would_run_are_words(hostile: Served, touched: Path) -> None:
+def test_shell_syntax_in_names_and_values_is_not_executed(hostile: Served, touched: Path) -> None:
     for word in meta(touched):
         there = quote(word, safe="")
         assert ask(hostile, f"/v2/models/{there}/infer", one())[0] == 404
@@ -153,7 +153,7 @@ def test_no_file_of_a_repository_is_unpickled_or_unpacked(hostile: Served, touch
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
-def test_https_by_options(tmp_path: Path, add_model: Callable[..., Path]) -> None:
+def test_https_is_enabled_by_options(tmp_path: Path, add_model: Callable[..., Path]) -> None:
     add_model(tmp_path / "models", "same", "", {"1/model.onnx": onnx_identity(DType.FP32, ("N", "M"))})
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
     extra = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"]

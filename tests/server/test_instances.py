@@ -1,4 +1,4 @@
-"""Instances as operators see them: how many there are, what they run before they serve, what they wait for."""
+"""Instances as operators see them: their number, their warm-up, and their waits for resources."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_fourth_request_waits_for_the_first_of_three_instances(ask: Any, fol
         assert [answer.status for answer in answers.result()] == [200] * 4
 
 
-def test_requests_one_after_the_other_spread_over_the_instances(ask: Any, folder: Path) -> None:
+def test_sequential_requests_are_distributed_over_the_instances(ask: Any, folder: Path) -> None:
     diary = Diary(folder, "three")
     names = [f"three_0_{number}" for number in range(3)]
     before = [len(diary.runs(name)) for name in names]
@@ -150,7 +150,7 @@ def test_requests_one_after_the_other_spread_over_the_instances(ask: Any, folder
     assert [len(diary.runs(name)) - seen for name, seen in zip(names, before, strict=True)] == [3, 3, 3]
 
 
-def test_the_configuration_shows_how_many_instances_there_are(ask: Any) -> None:
+def test_the_configuration_shows_the_number_of_instances(ask: Any) -> None:
     (group,) = ask.get("/v2/models/onnx/config").json["instance_group"]
     assert (group["name"], group["count"], group["kind"]) == ("onnx", 2, "KIND_CPU")
     (group,) = ask.get("/v2/models/warm/config").json["instance_group"]
@@ -166,9 +166,7 @@ def test_a_passive_instance_is_initialised_and_gets_no_work(ask: Any, folder: Pa
     assert diary.runs("spare_0") == []
 
 
-def test_every_instance_is_warmed_up_before_the_model_is_ready_and_nothing_of_it_is_counted(
-    ask: Any, folder: Path
-) -> None:
+def test_every_instance_is_warmed_up_before_the_model_is_ready_without_statistics(ask: Any, folder: Path) -> None:
     diary = Diary(folder, "warm")
     for instance in ("warm_0_0", "warm_0_1"):
         zeros, again, random, file = diary.runs(instance)

@@ -1,4 +1,4 @@
-"""Requests that a model gives back until they are done, as clients see them; and decoupled models of sequences."""
+"""Requests that a model reschedules until they are complete, as clients see them; decoupled models of sequences."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def infer(served: Served, model: str, number: int, **parameters: Any) -> tuple[i
 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_iterative_request_is_run_until_done_in_batches_with_later_ones(served: Served, place: str) -> None:
-    """One that would not end for long, until its client leaves; another comes and is done meanwhile."""
+    """A long request runs until its client disconnects; a later one completes meanwhile."""
     url = f"{served.base_url}/v2/models/counts_{place}/generate_stream"
     rows: list[int] = []
     is_done = threading.Event()
@@ -254,8 +254,8 @@ def test_an_iterative_model_responds_once_at_its_end_and_keeps_its_state(served:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_state_that_comes_with_each_answer_is_that_of_the_next_execution(served: Served, place: str) -> None:
-    """With gaps between the rows: this one is direct."""
+def test_the_state_output_of_an_execution_is_the_state_input_of_the_next(served: Served, place: str) -> None:
+    """The strategy is direct, so that there are gaps between the rows."""
     with ThreadPoolExecutor(4) as clients:
         numbers = [2, 6, 1, 4, 3]
         answers = clients.map(lambda number: stream(served, f"state_{place}", number), numbers)
@@ -276,7 +276,7 @@ def test_a_model_of_sequences_calls_one_of_iterative_sequences(served: Served, p
     assert infer(served, f"asks_{place}", 27, sequence_id=1, sequence_start=True, sequence_end=True) == (200, 111)
 
 
-def test_a_sequence_id_names_the_sequence_that_a_request_is(served: Served) -> None:
+def test_an_iterative_request_with_a_sequence_id_needs_the_start_flag(served: Served) -> None:
     assert infer(served, "squares_thread", 3, sequence_id=7, sequence_start=True) == (200, 9)
     assert infer(served, "squares_thread", 3, sequence_id="seven", sequence_start=True) == (200, 9)
     status, text = infer(served, "squares_thread", 3, sequence_id=7)
@@ -286,7 +286,7 @@ def test_a_sequence_id_names_the_sequence_that_a_request_is(served: Served) -> N
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_connection_closed_at_any_moment_frees_its_slot(served: Served, place: str) -> None:
-    """Eight at a time, of which four have a slot; each leaves after so many bytes of its answers."""
+    """Eight concurrent requests, of which four have a slot; each disconnects after a number of received bytes."""
 
     def leave(after: int) -> None:
         connection = http.client.HTTPConnection(served.address, timeout=30)
@@ -311,13 +311,13 @@ def test_a_dead_process_fails_its_requests_and_new_ones_are_served(served: Serve
     assert stream(served, "counts_process", 2) == [1, 0]
 
 
-def test_a_request_that_is_given_back_is_not_answered(served: Served) -> None:
+def test_a_rescheduled_request_gets_no_response(served: Served) -> None:
     status, text = infer(served, "wrong_thread", 1)
     assert status == 500
     assert text.startswith("Expected a None object in the execute function return list for reschduled request")
 
 
-def test_only_a_model_of_iterative_sequences_gives_requests_back(served: Served) -> None:
+def test_only_a_model_of_iterative_sequences_may_reschedule_requests(served: Served) -> None:
     status, text = infer(served, "dynamic_thread", 1)
     assert status == 500
     assert "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE" in text
@@ -325,7 +325,7 @@ def test_only_a_model_of_iterative_sequences_gives_requests_back(served: Served)
 
 
 def test_a_decoupled_sequence_model_sends_any_number_of_responses(served: Served) -> None:
-    """All sent at once, over one gRPC stream; each is run when the one before it is done."""
+    """All sent at the same time, over one gRPC stream; each runs when the previous one is complete."""
     told: Queue[Any] = Queue()
     with triton.InferenceServerClient(served.grpc_address) as client:
         client.start_stream(lambda result, error: told.put(error or int(result.as_numpy("OUT")[0, 0])))

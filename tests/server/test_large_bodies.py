@@ -111,7 +111,7 @@ def test_the_memory_of_incomplete_requests_is_returned(server: Served, client: t
 
 
 @pytest.mark.server
-def test_a_request_for_two_models_is_copied_to_each_so_that_neither_sees_the_others_tensor(
+def test_a_request_for_two_models_is_copied_for_each(
     client: triton.InferenceServerClient,
 ) -> None:
     a, b = (np.random.default_rng(n).standard_normal((ROWS, WIDTH), np.float32) for n in (10, 11))

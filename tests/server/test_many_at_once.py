@@ -17,7 +17,7 @@ MODELS = 500
 
 @pytest.mark.fault("O2")
 @pytest.mark.parametrize("model", ["times_three", "no_batcher", "fork"])
-def test_four_hundred_connections_at_once_are_each_answered_once(wire: Any, model: str) -> None:
+def test_each_of_four_hundred_connections_gets_one_response(wire: Any, model: str) -> None:
     more = {"outputs": [{"name": "TIMES"}]} if model == "fork" else {}
     factor = 1 if model == "no_batcher" else 3
     requests = [wire.infer_request(model, [[number] * 4], id=str(number), **more) for number in range(400)]
@@ -29,7 +29,7 @@ def test_four_hundred_connections_at_once_are_each_answered_once(wire: Any, mode
 
 @pytest.mark.slow
 @pytest.mark.fault("C13")
-def test_five_hundred_models_are_served_within_a_minute_and_all_listed(
+def test_five_hundred_models_are_loaded_within_a_minute_and_listed(
     tmp_path: Path, serve: Callable[..., Served], wire_to: Callable[[Served], Any], add_model: Callable[..., Path]
 ) -> None:
     file = onnx_identity()

@@ -200,7 +200,7 @@ def _ready_rows(client: Client) -> list[dict[str, str]]:
     return found
 
 
-def test_a_star_loads_everything_and_no_name_nothing(repository: Repository, serve: Serve) -> None:
+def test_a_star_loads_all_models_and_no_name_none(repository: Repository, serve: Serve) -> None:
     repository.put("a", 2)
     repository.put("b", 3)
     with client_of(serve(repository.folder, EXPLICIT, "--load-model=*")) as client:
@@ -223,7 +223,7 @@ def test_a_request_for_an_unloaded_model_gets_an_error_that_says_how_to_load_it(
 
 
 @pytest.mark.fault("L1")
-def test_an_unknown_name_cannot_be_loaded_and_leaves_no_trace(explicit: Explicit) -> None:
+def test_an_unknown_name_cannot_be_loaded_and_is_not_in_the_index(explicit: Explicit) -> None:
     with client_of(explicit.load()) as client:
         before = client.get_model_repository_index()
         assert refusal(client.load_model, "nope") == (
@@ -315,7 +315,7 @@ def test_an_unchanged_model_is_not_loaded_again(explicit: Explicit, tmp_path: Pa
 
 
 @pytest.mark.fault("L4", "E11")
-def test_twenty_reloads_under_load_fail_nothing_and_no_request_sees_two_generations(explicit: Explicit) -> None:
+def test_twenty_reloads_under_load_fail_no_request_and_each_runs_on_one_generation(explicit: Explicit) -> None:
     explicit.put("step", 2)
     explicit.put_chain("chain", "step", "step", "step")
     served = explicit.load("chain")
@@ -441,7 +441,7 @@ def test_an_ensemble_with_an_unloaded_step_is_unavailable_until_it_is_loaded(exp
 
 
 @pytest.mark.fault("E11")
-def test_an_ensemble_that_no_longer_fits_its_step_is_unavailable_until_it_does(explicit: Explicit) -> None:
+def test_an_ensemble_that_contradicts_its_step_is_unavailable_until_they_agree(explicit: Explicit) -> None:
     explicit.put("step", 2)
     explicit.put("other", 2)
     explicit.put_chain("chain", "step")
@@ -477,7 +477,7 @@ def test_an_ensemble_with_an_invalid_new_configuration_keeps_the_old_one(explici
         assert "missing" in rows(client)["chain"]["reason"]
 
 
-def test_a_step_and_its_ensemble_that_change_together_take_over_together(explicit: Explicit) -> None:
+def test_a_step_and_its_ensemble_are_replaced_together(explicit: Explicit) -> None:
     explicit.put("step", 2)
     explicit.put_chain("chain", "step")
     with client_of(explicit.load("chain")) as client:
@@ -530,7 +530,7 @@ def test_a_version_policy_decides_which_versions_a_load_serves(explicit: Explici
 
 
 @pytest.mark.fault("L11")
-def test_one_broken_model_at_the_start_leaves_the_others_serving_and_the_server_not_ready(
+def test_with_one_broken_model_at_the_start_others_serve_and_the_server_is_not_ready(
     repository: Repository, serve: Serve
 ) -> None:
     repository.put("good", 2)
@@ -554,7 +554,7 @@ def onnx_config(**more: Any) -> str:
     return json.dumps({"backend": "onnxruntime", "max_batch_size": 16, **more})
 
 
-def test_a_configuration_that_comes_with_the_call_counts_until_the_next_load(explicit: Explicit) -> None:
+def test_a_configuration_override_applies_until_the_next_load(explicit: Explicit) -> None:
     explicit.put("m", 2)
     explicit.put("m", 3, version=2)
     with client_of(explicit.load("m")) as client:
@@ -565,7 +565,7 @@ def test_a_configuration_that_comes_with_the_call_counts_until_the_next_load(exp
         assert ask(client, "m") == 3
 
 
-def test_files_that_come_with_the_call_serve_also_under_a_new_name_and_disappear_again(
+def test_uploaded_files_may_have_a_new_model_name_and_are_removed_at_unload(
     repository: Repository, tmp_path: Path
 ) -> None:
     private = tmp_path / "private"
@@ -597,7 +597,7 @@ def test_files_that_come_with_the_call_serve_also_under_a_new_name_and_disappear
 @pytest.mark.parametrize(
     "path", ["../../x", "1/../../../x", "/etc/x", "", "1//x", "1/" + "y" * 256, "1/a\0b", "1\\x", ".", "1/a\nb"]
 )
-def test_a_file_that_leads_out_of_its_folder_is_refused_and_nothing_is_written(
+def test_an_uploaded_file_outside_its_folder_is_refused_and_not_written(
     control_server: Served, private: Path, make_arithmetic: MakeFile, path: str
 ) -> None:
     around = private.parent
@@ -616,7 +616,7 @@ def test_a_file_that_leads_out_of_its_folder_is_refused_and_nothing_is_written(
 @pytest.mark.parametrize(
     "name", ["..", "%2e%2e", "a%00b", "a%0d%0aX:%201", "%20", "n" * 300, "a%2fb", "a%5cb", ".", "%2e%2e%2f%2e%2e%2fetc"]
 )
-def test_a_name_that_is_no_name_is_refused_and_injects_nothing(control_server: Served, name: str) -> None:
+def test_an_invalid_model_name_is_refused_without_header_injection(control_server: Served, name: str) -> None:
     lines = _post(control_server, f"/v2/repository/models/{name}/load", b"").split(b"\r\n")
     assert lines[0].split()[1] in (b"400", b"404")
     assert not any(line.lower().startswith(b"x:") for line in lines)
@@ -675,7 +675,7 @@ def test_a_parameter_outside_the_parameters_object_is_refused(control_server: Se
     assert (answer.status_code, answer.json()["error"]) == (400, said)
 
 
-def test_one_repository_of_several_cannot_be_named(control_server: Served) -> None:
+def test_a_repository_name_in_a_repository_call_is_refused(control_server: Served) -> None:
     for path in ("index", "models/m/load", "models/m/unload"):
         answer = httpx.post(
             f"{control_server.base_url}/v2/repository/some/{path}", timeout=30, trust_env=False, verify=False
@@ -778,12 +778,12 @@ def test_a_repository_that_disappears_unloads_nothing_and_fails_the_next_load(
 # -------------------------------------------------------------------------------------------------------------- polling
 
 
-def test_polling_follows_the_repository(polling: dict[str, Future[None]]) -> None:
+def test_polling_applies_changes_of_the_repository(polling: dict[str, Future[None]]) -> None:
     polling["_follows"].result()
 
 
 @pytest.mark.fault("C14", "L16")
-def test_polling_loads_no_file_that_is_still_being_copied_and_survives_a_repository_that_is_gone(
+def test_polling_ignores_incomplete_files_and_tolerates_a_missing_repository(
     polling: dict[str, Future[None]],
 ) -> None:
     polling["_survives"].result()
@@ -841,7 +841,7 @@ def _survives(repository: Repository) -> None:
 
 
 @pytest.mark.slow
-def test_loading_and_unloading_again_and_again_grows_nothing(repository: Repository, serve: Serve, cycles: int) -> None:
+def test_repeated_loading_and_unloading_leaks_no_resources(repository: Repository, serve: Serve, cycles: int) -> None:
     repository.put("step", 2)
     repository.put_python("python", 'return answer(OUT=given("IN"))')
     repository.put_chain("chain", "step", "python")

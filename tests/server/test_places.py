@@ -1,5 +1,5 @@
-"""Where a node runs changes nothing in its answers: in a process, on a thread, on the event loop, or moved there while
-it serves.
+"""The execution place changes no response: in a process, on a thread, on the event loop, or moved there while it
+serves.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ QUESTIONS: list[tuple[str, list[list[float]]]] = [
 ]
 
 
-def test_python_models_answer_the_same_in_a_process_on_a_thread_and_on_the_loop(
+def test_python_models_return_the_same_in_every_execution_place(
     wire: Any, threaded_wire: Any, inline_wire: Any
 ) -> None:
     for model, rows in QUESTIONS:
@@ -109,7 +109,7 @@ def test_batches_of_python_models_stay_whole_in_every_place(place: str, request:
 
 
 @pytest.mark.parametrize("wire_name", ["BOOL", "INT64", "FP16", "BF16", "BYTES"])
-def test_data_types_come_back_from_every_place_alike(
+def test_every_data_type_round_trips_in_every_execution_place(
     client: triton.InferenceServerClient, threaded: Served, inline: Served, wire_name: str
 ) -> None:
     given = triton.InferInput("IN", [2, 3], wire_name)
@@ -134,7 +134,7 @@ def test_an_onnx_model_returns_the_same_in_every_execution_place(
     add_model: Callable[..., Path],
     make_arithmetic: Callable[..., bytes],
 ) -> None:
-    """The places beside each other: always a thread, always the loop, and whichever is measured cheaper."""
+    """In three places: always a thread, always the event loop, and the one measured to be cheaper."""
     for place in ("thread", "inline", "auto"):
         config = f"max_batch_size: 16\n{EXECUTION % place}"
         add_model(tmp_path, place, config, {"1/model.onnx": make_arithmetic("Mul", 3)})
@@ -146,14 +146,14 @@ def test_an_onnx_model_returns_the_same_in_every_execution_place(
         assert [answer.data for answer in answers] == [[3.0 * number] * 4] * 4
 
 
-def test_a_cheap_model_whose_author_allows_it_moves_to_the_loop_while_it_serves(
+def test_a_cheap_model_that_allows_it_moves_to_the_event_loop(
     tmp_path: Path,
     serve: Callable[..., Served],
     wire_to: Callable[[Served], Any],
     add_model: Callable[..., Path],
     make_python: Callable[..., dict[str, str | bytes]],
 ) -> None:
-    """Seen from inside: the event loop turns on the main thread."""
+    """The model reports its thread: the event loop runs on the main thread."""
     files = make_python("""
         import threading
         on_loop = threading.current_thread() is threading.main_thread()
@@ -212,7 +212,7 @@ def test_compute_time_and_queue_time_are_separated_in_every_execution_place(
             assert stats["success"]["ns"] >= stats["queue"]["ns"] + stats["compute_infer"]["ns"], place
 
 
-def test_while_a_model_computes_in_python_on_a_thread_others_are_answered_soon(
+def test_other_models_respond_while_a_model_computes_on_a_thread(
     tmp_path: Path,
     add_model: Callable[..., Path],
     make_python: Callable[[str], dict[str, str | bytes]],

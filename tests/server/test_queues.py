@@ -156,7 +156,7 @@ def counted(wire: Any, model: str) -> Iterator[dict[str, int]]:
 
 
 @pytest.mark.fault("D1")
-def test_a_full_queue_refuses_at_once_and_serves_the_others(
+def test_a_full_queue_refuses_new_requests_and_serves_waiting_ones(
     wire: Any, clients_of: Callable[[str], ModelClients]
 ) -> None:
     small = clients_of("small")
@@ -174,7 +174,7 @@ def test_a_full_queue_refuses_at_once_and_serves_the_others(
 
 
 @pytest.mark.fault("E10")
-def test_an_inner_queue_that_is_full_fails_the_ensembles_request_and_leaves_nothing_behind(
+def test_a_full_inner_queue_fails_the_request_of_the_ensemble_and_withdraws_its_other_branch(
     wire: Any, clients_of: Callable[[str], ModelClients]
 ) -> None:
     small, deaf = clients_of("small"), clients_of("deaf")
@@ -225,7 +225,7 @@ def _waited_ms(refused: Any) -> int:
 
 
 @pytest.mark.fault("D2")
-def test_a_larger_timeout_of_the_clients_own_does_not_count(clients_of: Callable[[str], ModelClients]) -> None:
+def test_a_client_timeout_above_the_default_is_ignored(clients_of: Callable[[str], ModelClients]) -> None:
     hasty = clients_of("hasty")
     hasty.keep_busy()
     began = time.monotonic()
@@ -235,7 +235,7 @@ def test_a_larger_timeout_of_the_clients_own_does_not_count(clients_of: Callable
 
 @pytest.mark.fault("D4")
 @pytest.mark.parametrize("model", ["deaf", "timeless"])
-def test_a_clients_timeout_that_may_not_override_is_ignored(
+def test_a_client_timeout_is_ignored_without_allow_timeout_override(
     model: str, clients_of: Callable[[str], ModelClients]
 ) -> None:
     ignores = clients_of(model)
@@ -263,7 +263,7 @@ def test_a_request_past_its_delay_timeout_is_served_after_the_others(
 
 
 @pytest.mark.fault("D8")
-def test_higher_priorities_overtake_and_strange_ones_mean_the_default(
+def test_higher_priorities_run_first_and_invalid_ones_mean_the_default(
     wire: Any, clients_of: Callable[[str], ModelClients]
 ) -> None:
     urgent = clients_of("urgent")
@@ -298,7 +298,7 @@ def test_a_closed_connection_frees_its_place_in_the_queue(wire: Any, clients_of:
 
 
 @pytest.mark.fault("D11")
-def test_answers_leave_in_the_order_of_arrival_though_the_second_instance_is_faster(
+def test_ordered_responses_keep_the_order_of_arrival_with_a_faster_second_instance(
     wire: Any, clients_of: Callable[[str], ModelClients]
 ) -> None:
     ordered = clients_of("ordered")
@@ -348,7 +348,7 @@ def test_a_request_refused_by_its_model_fails_alone(wire: Any) -> None:
 
 
 @pytest.mark.fault("D6")
-def test_a_model_that_raises_fails_its_batch_and_the_next_one_is_fine(wire: Any) -> None:
+def test_a_model_that_raises_fails_only_its_batch(wire: Any) -> None:
     requests = [wire.infer_request("batches", [[number]]) for number in (1.0, 2000.0, 2.0)]
     with counted(wire, "batches") as failures:
         answers = wire.together(requests)

@@ -149,7 +149,7 @@ def test_three_requests_of_three_four_and_five_elements_are_one_list_of_twelve(w
 
 
 @pytest.mark.fault("D13")
-def test_lists_of_all_lengths_come_back_to_their_senders_out_of_one_batch(wire: Any) -> None:
+def test_each_request_of_a_ragged_batch_gets_its_own_list(wire: Any) -> None:
     lists = [[1.0, 2.0], [], [3.0, 4.0, 5.0, 6.0], [7.0], [8.0, 9.0, 10.0]]
     requests = [request(wire, "double_five", [each]) for each in lists]
     answers, batches = wire.batches_during(["double_five"], lambda: wire.together(requests))
@@ -169,7 +169,7 @@ def test_a_request_of_two_rows_shares_a_batch_and_keeps_its_rows(wire: Any) -> N
     ]
 
 
-def test_ragged_steps_stand_between_others_in_a_pipeline_and_batches_stay_together(wire: Any) -> None:
+def test_batches_stay_whole_in_a_pipeline_with_ragged_steps(wire: Any) -> None:
     lists = [[0.0, 1.0, 2.0], [0.0], [0.0, 3.0, 4.0, 5.0, 6.0], [0.0, 7.0], [0.0, 8.0, 9.0, 10.0]]
     requests = [request(wire, "pipe", [each]) for each in lists]
     steps = ["py_drop_first", "double", "length", "py_add_half"]

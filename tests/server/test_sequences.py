@@ -216,7 +216,7 @@ def states(
         yield served
         began = time.monotonic()
         assert served.stop(signal.SIGTERM) == 0
-        assert time.monotonic() - began < 5, "sequences that nobody ends kept the server past its time"
+        assert time.monotonic() - began < 5, "open sequences kept the server past its exit timeout"
 
 
 def ask(
@@ -320,7 +320,7 @@ def test_requests_of_sequences_have_one_row(states: Served) -> None:
 
 
 @pytest.mark.fault("Q4")
-def test_a_second_start_begins_again(states: Served) -> None:
+def test_a_second_start_restarts_the_sequence(states: Served) -> None:
     assert ask(states, "direct", 5, 41, start=True) == [5]
     assert ask(states, "direct", 6, 41) == [11]
     assert ask(states, "direct", 7, 41, start=True) == [7]
@@ -342,7 +342,7 @@ def test_an_unfinished_sequence_loses_its_slot_after_the_idle_time(
     assert text.endswith("it was idle for 0.3 s (max_sequence_idle_microseconds) and has ended")
 
 
-def test_a_timeout_counts_in_the_backlog(states: Served) -> None:
+def test_a_timeout_applies_in_the_backlog(states: Served) -> None:
     for sequence in range(1, 5):
         ask(states, "direct", 1, sequence, start=True)
     status, text = refused(states, "direct", 1, 5, start=True, timeout=100_000)
@@ -353,7 +353,7 @@ def test_a_timeout_counts_in_the_backlog(states: Served) -> None:
 
 
 @pytest.mark.fault("Q11")
-def test_numbers_and_strings_are_different_ids_and_ids_may_be_as_large_as_they_come(
+def test_integer_and_string_ids_are_distinct_and_limited(
     states: Served,
 ) -> None:
     assert ask(states, "oldest", 1, 5, start=True) == [1]
@@ -389,7 +389,7 @@ def test_a_sequence_begins_with_the_state_from_its_file(states: Served) -> None:
     assert ask(states, "from_ten", 1, 1, end=True) == [12]
 
 
-def test_state_may_grow_and_sequences_of_different_length_do_not_disturb_each_other(
+def test_state_may_grow_and_sequences_of_different_lengths_are_independent(
     states: Served,
 ) -> None:
     assert ask(states, "growing", 1, 1, start=True) == [1]
@@ -434,14 +434,14 @@ def test_a_request_refused_by_its_model_fails_and_its_sequence_continues(
 
 
 @pytest.mark.fault("Q14")
-def test_state_of_another_shape_than_promised_names_the_state(states: Served) -> None:
+def test_the_error_for_a_state_of_another_shape_names_the_state(states: Served) -> None:
     status, text = refused(states, "widens", 1, 1, start=True)
     assert status == "500"
     assert "output 'NEW': the configuration promises shape [1,1], the model answered [1,2]" in text
 
 
 @pytest.mark.fault("Q13")
-def test_an_initial_state_that_cannot_be_is_refused_with_its_path(tmp_path: Path, add_model: Add) -> None:
+def test_an_invalid_initial_state_is_refused_with_its_path(tmp_path: Path, add_model: Add) -> None:
     state = STATE % ("1", initial('data_file: "ten"'))
     config = IN_OUT % (2, "1", 1, f"direct {{ }} {state}")
     expected = {
@@ -501,10 +501,10 @@ def ask_both(served: Served, model: str, one: tuple[int, int], other: tuple[int,
 
 
 @pytest.mark.fault("Q8")
-def test_requests_of_one_sequence_that_come_at_once_run_one_after_the_other(
+def test_concurrent_requests_of_one_sequence_run_one_at_a_time(
     states: Served,
 ) -> None:
-    """The sums that are answered are those of some order, each request in a batch of its own."""
+    """The returned sums are those of some order, with each request in a batch of its own."""
     ask(states, "oldest", 0, 80, start=True)
     together = [Later(states, "oldest", 1, 80) for _ in range(8)]
     assert sorted(one.result()[0] for one in together) == [*range(1, 9)]
@@ -532,8 +532,8 @@ def test_a_connection_closed_while_its_sequence_waits_ends_the_sequence_once(
     states: Served, release_file: Path, wire_to: Any
 ) -> None:
     wire = wire_to(states)
-    nobody = wire.statistics("gated")["flowserve"]["failures"]
-    assert nobody["CANCELED"] == 0
+    before = wire.statistics("gated")["flowserve"]["failures"]
+    assert before["CANCELED"] == 0
     holds = Later(states, "gated", -1, 1, start=True)
     wire.until(Path(f"{release_file}.busy").exists, "a batch runs")
     waits = Later(states, "gated", 5, 1)  # behind it, in the slot
@@ -546,10 +546,10 @@ def test_a_connection_closed_while_its_sequence_waits_ends_the_sequence_once(
         cancelled.sendall(wire.request("POST", "/v2/models/gated/infer", body % (sequence, flags)))
         wire.until(lambda count=count: wire.waiting("gated") == count + 1, "the cancelled waits")
         cancelled.close()
-        wire.until(lambda: wire.waiting("gated") == 0, "nobody waits")
+        wire.until(lambda: wire.waiting("gated") == 0, "the queue is empty")
     with pytest.raises(InferenceServerException, match="a request of it was cancelled"):
         waits.result()
-    assert wire.statistics("gated")["flowserve"]["failures"] == {**nobody, "CANCELED": 3}
+    assert wire.statistics("gated")["flowserve"]["failures"] == {**before, "CANCELED": 3}
     release_file.touch()
     assert holds.result() == [-1]
     assert ask(states, "gated", 3, 3, start=True) == [3]
@@ -558,7 +558,7 @@ def test_a_connection_closed_while_its_sequence_waits_ends_the_sequence_once(
     assert "must specify the START flag" in refused(states, "gated", 1, 1)[1]
 
 
-def test_a_sequence_goes_on_where_it_began_when_its_model_is_loaded_anew(
+def test_an_open_sequence_continues_on_its_generation_after_a_reload(
     tmp_path: Path, add_model: Add, wire_to: Any
 ) -> None:
     gone = tmp_path / "gone"
@@ -586,7 +586,7 @@ def test_a_sequence_goes_on_where_it_began_when_its_model_is_loaded_anew(
         assert ask(served, "sums", 100, 3, start=True) == [100]
         assert ask(served, "sums", 2, 1) == [3]
         assert ask(served, "sums", 5, 2, end=True) == [10]
-        wire.until(gone.exists, "the instance between is closed, since nobody needs it")
+        wire.until(gone.exists, "the instance between is closed, since it is not used any more")
         assert ask(served, "sums", 100, 3) == [200]
         assert gone.read_text() == "x"
         assert ask(served, "sums", 3, 1, end=True) == [6]
@@ -595,7 +595,7 @@ def test_a_sequence_goes_on_where_it_began_when_its_model_is_loaded_anew(
 
 
 @pytest.mark.fault("X1")
-def test_sequences_that_are_open_go_on_while_the_server_ends_and_new_ones_are_refused(
+def test_open_sequences_continue_during_a_drain_and_new_ones_are_refused(
     tmp_path: Path, add_model: Add, wire_to: Any
 ) -> None:
     kept = f"oldest {{ }} {FOREVER} {STATE % ('1', '')}"
@@ -617,7 +617,7 @@ def test_sequences_that_are_open_go_on_while_the_server_ends_and_new_ones_are_re
 
 
 def test_a_stateful_step_has_the_sequence_of_the_ensembles_request(states: Served) -> None:
-    """Before and behind it stand models that know no sequences."""
+    """The steps before and after it are models without sequences."""
     assert ask(states, "pipe", 1, 9, start=True) == [4]
     assert ask(states, "pipe", 2, 9) == [12]
     assert ask(states, "direct", 1, 9, end=True) == [7]  # the sequence belongs to the model, not to a client

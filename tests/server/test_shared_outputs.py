@@ -1,4 +1,4 @@
-"""An answer that is sent from memory which a model's process reads too, to a client that is slow."""
+"""A response from memory that a worker process reads too, to a slow client."""
 
 from __future__ import annotations
 

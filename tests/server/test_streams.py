@@ -122,7 +122,7 @@ def events(response: http.client.HTTPResponse) -> Iterator[Any]:
 
 @pytest.mark.fault("P1")
 @pytest.mark.parametrize("count", [0, 1, 50])
-def test_there_are_as_many_events_as_answers_in_order(server: Served, count: int) -> None:
+def test_there_is_one_event_per_response_in_order(server: Served, count: int) -> None:
     got = [*events(post(server, "repeat/generate_stream", {"IN": [count], "id": "7", "temperature": 0.5}))]
     assert got == [
         {"id": "7", "model_name": "repeat", "model_version": "1", "OUT": n, "TEXT": f"number {n}"} for n in range(count)
@@ -130,7 +130,7 @@ def test_there_are_as_many_events_as_answers_in_order(server: Served, count: int
 
 
 @pytest.mark.fault("P1")
-def test_events_come_as_they_are_made_and_not_at_the_end(server: Served) -> None:
+def test_events_are_sent_as_they_are_produced(server: Served) -> None:
     stream = events(post(server, "repeat/generate_stream", {"IN": [2, -1, 400]}))
     next(stream)
     begun = time.monotonic()
@@ -139,20 +139,20 @@ def test_events_come_as_they_are_made_and_not_at_the_end(server: Served) -> None
 
 
 @pytest.mark.fault("P2")
-def test_an_error_after_three_answers_is_the_fourth_event_and_the_last(server: Served) -> None:
+def test_an_error_after_three_responses_is_the_fourth_and_last_event(server: Served) -> None:
     got = [*events(post(server, "repeat/generate_stream", {"IN": [9, 3]}))]
     assert [event.get("OUT") for event in got] == [0, 1, 2, None]
     assert got[3] == {"error": "no more"}
 
 
-def test_an_error_before_the_first_answer_has_a_status(server: Served) -> None:
+def test_an_error_before_the_first_response_has_its_status(server: Served) -> None:
     response = post(server, "repeat/generate_stream", {"IN": [9, 0]})
     assert response.status == 500
     assert json.loads(response.read()) == {"error": "no more"}
 
 
 @pytest.mark.fault("P3")
-def test_infer_is_refused_where_there_may_be_any_number_of_answers(server: Served) -> None:
+def test_infer_is_refused_for_a_decoupled_model(server: Served) -> None:
     tensor = {"name": "IN", "shape": [1, 1], "datatype": "INT32", "data": [1]}
     response = post(server, "repeat/infer", {"inputs": [tensor]})
     assert response.status == 501
@@ -162,7 +162,7 @@ def test_infer_is_refused_where_there_may_be_any_number_of_answers(server: Serve
 
 @pytest.mark.fault("P4")
 @pytest.mark.parametrize("count", [0, 2, 1000])
-def test_generate_wants_exactly_one_answer(server: Served, count: int) -> None:
+def test_generate_requires_exactly_one_response(server: Served, count: int) -> None:
     response = post(server, "repeat/generate", {"IN": [count]})
     assert response.status == 400
     assert json.loads(response.read())["error"].startswith(
@@ -212,7 +212,7 @@ def test_a_client_that_does_not_read_blocks_only_its_own_stream(server: Served, 
         ),
     ],
 )
-def test_members_become_tensors_and_tensors_members(server: Served, asked: Any, answered: Any) -> None:
+def test_json_members_of_generate_are_tensors_and_tensors_members(server: Served, asked: Any, answered: Any) -> None:
     response = post(server, "echo/generate", asked)
     assert response.status == 200
     assert json.loads(response.read()) == {"model_name": "echo", "model_version": "1"} | answered
@@ -234,6 +234,8 @@ def test_members_become_tensors_and_tensors_members(server: Served, asked: Any, 
         ({"TEXT": "a", "other": 2**64}, "parameter 'other' has invalid type"),
         ('{"TEXT": "a", "other": "\\ud800", "third": NaN}', "failed to parse the request JSON buffer"),
         ({"TEXT": "a", "parameters": 3}, "Unable to parse 'parameters'"),
+        ({"TEXT": "a", "parameters": []}, "Unable to parse 'parameters'"),
+        ({"TEXT": {}}, "Unable to parse 'TEXT'"),
         ("[1]", "not a JSON object"),
         ("{", "failed to parse the request JSON buffer"),
     ],

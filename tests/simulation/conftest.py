@@ -1,4 +1,4 @@
-"""`--sim-seeds N`: how many worlds to live through."""
+"""`--sim-seeds N`: the number of simulated servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole servers from a seed. `Sim` checks every promise after every step; a seed that fails is named by its test."""
+"""Whole servers from a seed. `Sim` checks every invariant after every step; the test names a seed that fails."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_one_seed_gives_one_history() -> None:
         assert Sim(seed).run().log == Sim(seed).run().log
 
 
-def test_the_worlds_are_eventful() -> None:
-    """So that a green simulation means something: all that can go wrong does, and batches form."""
+def test_the_simulated_servers_cover_all_kinds_of_events() -> None:
+    """The properties are tested only if every kind of fault occurs and batches form."""
     seen: Counter[object] = Counter()
     together = routed = 0
     for seed in range(120):
@@ -63,7 +63,7 @@ def test_the_worlds_are_eventful() -> None:
 
 
 def test_the_simulation_covers_every_end_of_a_route() -> None:
-    """So that their properties mean something."""
+    """The properties of routes are tested only if each end of a route occurs."""
     seen: Counter[object] = Counter()
     members: Counter[int] = Counter()
     for seed in range(1000):

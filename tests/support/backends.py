@@ -92,6 +92,13 @@ def values(results: Results, output: int = 0) -> list[Any]:
     return [None if tensor is None else tensor.array.tolist() for tensor in results.outputs[output]]
 
 
+def tensors(column: Sequence[Tensor | None]) -> list[Tensor]:
+    """The tensors of a column in which every member has one."""
+    found = [tensor for tensor in column if tensor is not None]
+    assert len(found) == len(column), "a member has no tensor"
+    return found
+
+
 def config_of(
     backend: str = "python",
     *,
@@ -122,6 +129,13 @@ def config_of(
         json=json,
         **fields,
     )
+
+
+def onnx_config(max_batch_size: int = 8, **fields: Any) -> ModelConfig:
+    """A model of onnxruntime with input "x" and output "y", unless others are given."""
+    fields.setdefault("inputs", [spec("x")])
+    fields.setdefault("outputs", [spec("y")])
+    return config_of("onnxruntime", max_batch_size=max_batch_size, **fields)
 
 
 def spec(name: str, dims: Sequence[int] = (4,), dtype: DType = DType.FP32, **fields: Any) -> TensorSpec:

@@ -20,8 +20,7 @@ from flowserve.memory.stream import DeviceStream
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.workers.gpu import GpuWorker
-from flowserve.runtime.workers.local import LocalWorker
-from flowserve.runtime.workers.placement import Placement
+from flowserve.runtime.workers.local import LocalWorker, Placement
 from flowserve.scheduling.queue import Batcher, BatchPolicy, Queue
 from flowserve.values import Array, DType, MemoryPlace, TensorSpec
 from tests.support.fake_device import FakeDevice

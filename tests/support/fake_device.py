@@ -1,4 +1,4 @@
-"""GPUs without hardware, stricter than real ones: every unordered access is an error, every time.
+"""GPUs without hardware, stricter than real ones: every unordered access raises an error.
 
 Decided here: every stream and the host carry a vector clock, every allocation the moments of its last write and of the
 reads since. Work that touches memory must come after all conflicting work, by actual waits and
@@ -25,9 +25,9 @@ from typing import Final
 
 import numpy as np
 
-from flowserve.memory.device import Allocation, Event, OpenedMemory, OutOfMemory, Stream
+from flowserve.memory.device import Allocation, DeviceQueue, Event, OutOfMemory
 from flowserve.memory.device_tensor import DeviceArray
-from flowserve.memory.stream import DeviceStream
+from flowserve.memory.stream import ON_DEVICE, DeviceStream
 from flowserve.memory.tensor import WHOLE, Tensor
 from flowserve.values import HOST_MEMORY, PINNED_MEMORY, Array, MemoryPlace, gpu_memory
 
@@ -42,40 +42,30 @@ class Race(AssertionError):
     """Two uses of the same memory that nothing orders."""
 
 
-@dataclass(eq=False)
-class FakeStream:
-    number: int
+@dataclass(eq=False, kw_only=True)
+class FakeStream(DeviceQueue):
     device: int
     clock: Clock = field(default_factory=dict)
     is_closed: bool = False
 
     @property
-    def address(self) -> int:
-        return self.number
+    def number(self) -> int:
+        return self.address
 
 
-@dataclass(frozen=True, eq=False)
-class FakeEvent:
-    stream: FakeStream
+@dataclass(eq=False, kw_only=True)
+class FakeEvent(Event):
     clock: Clock
 
 
-@dataclass(eq=False)
-class FakeMemory:
+@dataclass(eq=False, kw_only=True)
+class FakeMemory(Allocation):
     """An allocation, and the moments of its last uses."""
 
     place: MemoryPlace
     bytes: Array
     write: tuple[int, int] | None = None
     reads: Clock = field(default_factory=dict)
-
-    @property
-    def address(self) -> int:
-        return int(self.bytes.ctypes.data)
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.bytes)
 
 
 class FakeMachine:
@@ -95,7 +85,7 @@ class FakeMachine:
         self._streams = itertools.count(1)
         self.streams: list[FakeStream] = []
         self.exported: dict[bytes, FakeMemory] = {}  # what other processes have, by its handles
-        self.opened: dict[OpenedMemory, bytes] = {}
+        self.opened: dict[Allocation, bytes] = {}
         self.current = threading.local()  # `number` is the thread's current device
         self.lost = ""  # why every call fails from now on
         self.devices = [FakeDevice(self, number) for number in range(count)]
@@ -113,7 +103,7 @@ class FakeMachine:
             return handle
 
     def new_stream(self, device: int) -> FakeStream:
-        stream = FakeStream(next(self._streams), device)
+        stream = FakeStream(next(self._streams), device=device)
         self.streams.append(stream)
         return stream
 
@@ -123,7 +113,7 @@ class FakeMachine:
                 raise OutOfMemory
             raw = np.full(nbytes + _ALIGNMENT, _POISON, np.uint8)
             start = -raw.ctypes.data % _ALIGNMENT
-            memory = FakeMemory(place, raw[start : start + nbytes])
+            memory = FakeMemory(raw.ctypes.data + start, nbytes, place=place, bytes=raw[start : start + nbytes])
             self._allocations[memory.address] = memory
             self._addresses = sorted(self._allocations)
             return memory
@@ -203,13 +193,13 @@ class FakeDevice:
     def stream(self) -> FakeStream:
         return self.machine.new_stream(self.number)
 
-    def close_stream(self, stream: Stream) -> None:
+    def close_stream(self, stream: DeviceQueue) -> None:
         assert isinstance(stream, FakeStream)
         if any(self.machine.host.get(who, 0) < moment for who, moment in stream.clock.items()):
             raise Race(f"stream {stream.number} is closed while work is on it")
         stream.is_closed = True
 
-    def copy(self, to: int, source: int, nbytes: int, stream: Stream) -> None:
+    def copy(self, to: int, source: int, nbytes: int, stream: DeviceQueue) -> None:
         assert isinstance(stream, FakeStream)
         machine = self.machine
         with machine.lock:
@@ -220,7 +210,7 @@ class FakeDevice:
 
     def launch(
         self,
-        stream: Stream,
+        stream: DeviceQueue,
         reads: Sequence[DeviceArray],
         writes: Sequence[DeviceArray],
         kernel: Callable[..., None],
@@ -239,15 +229,15 @@ class FakeDevice:
             machine.enqueue(stream, used[: len(reads)], used[len(reads) :])
             kernel(*map(_as_numpy, (*reads, *writes)))
 
-    def record(self, stream: Stream) -> FakeEvent:
+    def record(self, stream: DeviceQueue) -> FakeEvent:
         assert isinstance(stream, FakeStream)
         with self.machine.lock:
             if self.machine.lost:
                 raise RuntimeError(self.machine.lost)
             _join(stream.clock, self.machine.host)
-            return FakeEvent(stream, dict(stream.clock))
+            return FakeEvent(stream, clock=dict(stream.clock))
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: DeviceQueue, event: Event) -> None:
         assert isinstance(stream, FakeStream)
         assert isinstance(event, FakeEvent)
         with self.machine.lock:
@@ -266,18 +256,18 @@ class FakeDevice:
                 _join(self.machine.host, event.clock)
             return all(self.machine.host.get(who, 0) >= moment for who, moment in event.clock.items())
 
-    def open_handle(self, handle: bytes) -> OpenedMemory:
+    def open_handle(self, handle: bytes) -> Allocation:
         with self.machine.lock:
             memory = self.machine.exported.get(handle)
             if memory is None or memory.place != gpu_memory(self.number):
                 raise ValueError("cudaErrorInvalidValue: invalid argument")
             if handle in self.machine.opened.values():
                 raise ValueError("cudaErrorAlreadyMapped: it is open already")
-            opened = OpenedMemory(memory.address, memory.nbytes)
+            opened = Allocation(memory.address, memory.nbytes)
             self.machine.opened[opened] = handle
             return opened
 
-    def close_handle(self, opened: OpenedMemory) -> None:
+    def close_handle(self, opened: Allocation) -> None:
         with self.machine.lock:
             handle = self.machine.opened.pop(opened)
             self.machine.check(self.machine.exported[handle], self.machine.host, writes=True, who="closing its handle")
@@ -327,6 +317,18 @@ class FakeInstance:
             made = self.stream.empty(array.dtype, array.shape)
             device.launch(self.stream.handle, [array], [made], self.kernel)
             return self.stream.deliver([made], rows, None if read_at is None else [read_at])[0]
+
+
+def move(stream: DeviceStream, tensor: Tensor, place: MemoryPlace) -> Tensor:
+    """The tensor in the memory of `place`, the host or the stream's device: itself if it is there, else a copy, made in
+    a batch of its own. On the host if the device has no room.
+    """
+    if tensor.place == place or not (place.is_gpu or tensor.place.is_gpu):
+        return tensor
+    rows = None if tensor.stop == WHOLE else [tensor.stop - tensor.start]
+    with stream.batch():
+        array, _ = stream.gather([tensor])
+        return stream.deliver([array], rows, [[ON_DEVICE]] if place.is_gpu else None)[0][0]
 
 
 def add_one(array: Array, made: Array) -> None:

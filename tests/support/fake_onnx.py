@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from flowserve.backends.onnx.providers import CPU_ONLY, CUDA, Provider
-from flowserve.backends.onnx.session import open_session
+from flowserve.backends.onnx.session import CPU_ONLY, CUDA, Provider, open_session
 from flowserve.memory.devices import Devices, using
 from tests.support.fake_device import FakeMachine
 

@@ -1,4 +1,4 @@
-"""TensorRT without TensorRT, on a machine without GPUs (fake_device.py): it allows only documented use.
+"""A fake of TensorRT on a fake device (fake_device.py): it allows only documented use.
 
 Decided here: the order of calls. A context refuses shapes before its profile, addresses that are not on its device, an
 execution before every shape and every address is there, and shapes that were changed and not inferred again; addresses

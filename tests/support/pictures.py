@@ -1,13 +1,24 @@
-"""Graphs worth drawing: a small one with everything in it, and grown ones of any size."""
+"""Graphs to draw: a small one with every feature, and generated ones of any size."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
-from flowserve.config.types import ModelConfig
+from flowserve.config.types import (
+    DynamicBatching,
+    Ensemble,
+    InstanceGroup,
+    LimitedResource,
+    ModelConfig,
+    QueuePolicy,
+    RateLimiter,
+    SequenceBatching,
+)
 from flowserve.graph.compile import compile_ensemble
 from flowserve.graph.types import Graph, compile_model
-from flowserve.render.facts import Instances, ModelFacts
+from flowserve.render.labels import UNKNOWN
 from tests.support.ensembles import Step, available, ensemble, model
 
 SPEC = "FP32[3,224,224]"
@@ -57,13 +68,32 @@ def read_text_graph() -> Graph:
     return compile_ensemble(config, 1, available(decode, find, read, turn, join, find_and_read))
 
 
-READ_TEXT_FACTS = {
-    "read_text": ModelFacts(max_inflight_requests=8),
-    "find_and_read": ModelFacts(max_inflight_requests=2),
-    "decode": ModelFacts("python", "none", 0, (Instances(1, "CPU"),), is_decoupled=True),
-    "find": ModelFacts("onnxruntime", "dynamic", 500, (Instances(2, "GPU", (0, 1)), Instances(1, "CPU"))),
-    "read": ModelFacts("onnxruntime", "dynamic", 0, (Instances(1, "GPU"),), max_queue_size=128),
-    "turn": ModelFacts("python", "sequence", 0, (Instances(4, "CPU"),), is_stateful=True, resources=(("R1", 2),)),
+def _config(backend: str, *groups: InstanceGroup, **options: Any) -> ModelConfig:
+    """A configuration for a picture. Its tensors are on the host, wherever its instances are."""
+    on_host = {"execution": "process"}
+    return replace(UNKNOWN, backend=backend, instance_groups=groups, parameters=on_host, **options)
+
+
+READ_TEXT_CONFIGS = {
+    "read_text": _config("", ensemble=Ensemble((), max_inflight_requests=8)),
+    "find_and_read": _config("", ensemble=Ensemble((), max_inflight_requests=2)),
+    "decode": _config("python", InstanceGroup("cpu"), decoupled=True),
+    "find": _config(
+        "onnxruntime",
+        InstanceGroup("gpus", "KIND_GPU", 2, (0, 1)),
+        InstanceGroup("cpu"),
+        dynamic_batching=DynamicBatching(max_queue_delay_us=500),
+    ),
+    "read": _config(
+        "onnxruntime",
+        InstanceGroup("gpu", "KIND_GPU"),
+        dynamic_batching=DynamicBatching(default_queue_policy=QueuePolicy(max_queue_size=128)),
+    ),
+    "turn": _config(
+        "python",
+        InstanceGroup("cpu", count=4, rate_limiter=RateLimiter((LimitedResource("R1", 2),))),
+        sequence=SequenceBatching(idle_us=1, is_direct=True),
+    ),
 }
 
 

@@ -21,8 +21,8 @@ from flowserve.config.types import InstanceGroup
 from flowserve.errors import FlowserveError
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.workers.base import Outcome, Passed
 from flowserve.runtime.workers.factory import PROCESS, worker_maker
-from flowserve.runtime.workers.outcome import Outcome, Passed
 from flowserve.runtime.workers.process import ProcessWorker
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.graph.plan import Plan, make_plan
 from flowserve.graph.types import Graph, ModelKey
-from flowserve.scheduling.batch import Batch, ModelQueue
-from flowserve.scheduling.decisions import Notice
+from flowserve.scheduling.batch import Batch, ModelQueue, Notice
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.queue import Batcher, BatchPolicy
 from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
@@ -146,7 +145,9 @@ class Recorder:
 
     @property
     def answers(self) -> list[Flow]:
-        return [*self.delivered, *self.scheduler.undelivered]
+        for flow in self.scheduler.take_finished():
+            self.finished(flow)
+        return self.delivered
 
     def answered(self) -> list[object]:
         """The requests that are over, in order; those that failed with the text of their error."""

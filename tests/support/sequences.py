@@ -1,8 +1,8 @@
-"""Many clients of one stateful model in simulated time: the real machines, a model that adds up, and a `time`.
+"""Many clients of one stateful model in simulated time: the real scheduler, a model that adds up, and a clock.
 
-Decided here: what clients of sequences do (some never end theirs, some begin again, some leave, some send ahead of the
-answers, some instances die), and what every answer must be. One seed gives one history. Whatever a machine forgets,
-mixes up or gives out twice shows as a wrong sum, an answer too few, or a slot that is taken in the end.
+Decided here: the events of sequences (unfinished and restarted sequences, disconnects, pipelined requests, deaths of
+instances), and the expected responses. One seed gives one history. A lost, mixed-up or doubled request shows as a wrong
+sum, a missing response, or a slot that is occupied at the end.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from flowserve.scheduling.queue import BatchPolicy
 from flowserve.scheduling.rate_limit.limiter import Limiter
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.sequence.batcher import Sequences
-from flowserve.scheduling.sequence.direct import Direct, FillerFlow
-from flowserve.scheduling.sequence.oldest import Oldest
 from flowserve.scheduling.sequence.sequence import RequestSequence, SequencePolicy
+from flowserve.scheduling.sequence.strategies import Direct, FillerFlow, Oldest
 from flowserve.testing.simulation import BatchResults
 from flowserve.testing.strategies import plain_graph
 from tests.support.recorder import rows_of, simple_model
@@ -31,6 +30,11 @@ from tests.support.recorder import rows_of, simple_model
 PLAN = make_plan(plain_graph(simple_model(0)))
 IDLE_NS = 100_000
 SLOTS = 4
+
+
+def slots_taken(batcher: Sequences) -> int:
+    """The number of slots that a sequence holds."""
+    return sum(slot.sequence is not None for slots in batcher.slots.values() for slot in slots)
 
 
 class Asked:
@@ -126,7 +130,7 @@ class SequenceSim:
             self.scheduler.check()
         assert self.scheduler.in_flight == 0
         assert not self._flows, "a request was never answered"
-        assert (len(self.batcher), self.batcher.live, self.batcher.slots_taken) == (0, 0, 0), (
+        assert (len(self.batcher), self.batcher.live, slots_taken(self.batcher)) == (0, 0, 0), (
             "a slot is taken in the end"
         )
         for client in self.clients:
@@ -181,7 +185,7 @@ class SequenceSim:
         real = [ticket for ticket in batch.tickets if ticket.sequence is not None]
         keys = [ticket.sequence.id for ticket in real]
         assert len(set(keys)) == len(keys), "a batch holds two requests of one sequence"
-        assert real, "a batch of nobody"
+        assert real, "a batch without requests"
         for n, ticket in enumerate(batch.tickets):
             line = ticket.sequence
             if line is None:
@@ -216,7 +220,7 @@ class SequenceSim:
         self.scheduler.complete(batch, [BatchResults([column])], None, self.time)
 
     def _die(self, batch: Batch) -> None:
-        for slot in self.batcher.slots_of(batch.instance):
+        for slot in self.batcher.slots[batch.instance]:
             if slot.sequence is not None:
                 self._excuse(slot.sequence)
         for ticket in batch.tickets:

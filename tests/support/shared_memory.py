@@ -1,10 +1,15 @@
-"""Which shared memory segments processes have, so that a test can check that these are gone, whatever else runs."""
+"""Which shared memory segments processes have, so that a test can check that these are gone, whatever else runs; and
+whether the blocks of an arena are consistent.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
 from pathlib import Path
+
+from flowserve.memory.arena import Arena
+from flowserve.memory.segment import PAGE
 
 SHM = "/dev/shm/"
 
@@ -30,3 +35,18 @@ def segments_of(pids: Iterable[int]) -> set[str]:
 def left_of(segments: Iterable[str]) -> list[str]:
     """Those of these segments that still exist."""
     return [path for path in segments if Path(path).exists()]
+
+
+def check_arena(arena: Arena) -> None:
+    """Free and lent blocks tile every segment, and no two free blocks are neighbours."""
+    assert arena.lent_bytes >= 0  # collects the blocks that ended
+    for space in arena._spaces:
+        end = 0
+        for start, size in sorted([*zip(space._starts, space._sizes, strict=True), *space.lent.items()]):
+            assert start == end, f"a hole or an overlap at {end}"
+            assert start % PAGE == size % PAGE == 0
+            assert size > 0
+            end = start + size
+        assert end == space.segment.size
+        gaps = zip(space._starts, space._sizes, space._starts[1:], strict=False)
+        assert all(start + size < following for start, size, following in gaps)

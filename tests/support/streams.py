@@ -19,9 +19,8 @@ from typing import Any
 from flowserve.errors import ModelFailed, Unavailable
 from flowserve.graph.plan import NO_SLOT, make_plan
 from flowserve.graph.types import Graph
-from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batch import Batch, Grant, ModelQueue, Notice, Responses, Stop
 from flowserve.scheduling.call_graph import CalledFlow
-from flowserve.scheduling.decisions import Grant, Notice, Responses, Stop
 from flowserve.scheduling.flow import Facts, Flow, Ticket
 from flowserve.scheduling.queue import Batcher, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.scheduling.rate_limit.limiter import Limiter
@@ -247,14 +246,13 @@ class StreamSim:
             assert got == right[: len(got)], f"request {request.number}: {got} is not {right}"
             assert ended or len(got) == len(right), f"request {request.number} got {len(got)} of {len(right)}"
             if not ended:
-                assert request.fails_at is None, "it failed, and nobody was told"
+                assert request.fails_at is None, "it failed without an error response"
             stream = self.flows[request.number]
             assert stream.done
             assert not stream.live
             slots = stream.slots
-            if slots is not None:
-                assert not any(slots.promised), f"{slots.promised} slots were promised to nobody"
-            if slots is not None and (stream.nesting.is_shared or not ended):
+            assert not any(slots.promised), f"{slots.promised} slots are reserved without a request"
+            if stream.nesting.is_shared or not ended:
                 assert not any(slots.taken), f"{slots.taken} slots never came home"
         assert not self._called, "a call was not answered"
         for queue in self.queues.values():

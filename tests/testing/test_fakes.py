@@ -1,4 +1,4 @@
-"""Fakes stand in an engine where their models stood, whatever kind of models these are."""
+"""Fakes replace models of any kind in an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated deployments decide as served ones do."""
+"""Simulated deployments make the same decisions as served ones."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_two_instances_run_at_the_same_time() -> None:
     ]
 
 
-def test_no_batch_is_larger_than_its_model_takes() -> None:
+def test_no_batch_exceeds_the_batch_size_of_its_model() -> None:
     arrivals = [Arrival(0, rows=3), Arrival(0, rows=2), Arrival(0, rows=2)]
     told = simulate(graph_of(part(max_batch_size=4)), arrivals=arrivals)
     assert [(batch.requests, batch.rows) for batch in told.batches] == [((0,), 3), ((1, 2), 4)]
@@ -71,7 +71,7 @@ def test_models_without_a_batch_dimension_run_requests_one_by_one() -> None:
     assert [(batch.requests, batch.end_ms) for batch in told.batches] == [((0,), 2), ((1,), 4)]
 
 
-def test_a_higher_priority_leaves_first(tmp_path: Path) -> None:
+def test_a_request_of_higher_priority_runs_first(tmp_path: Path) -> None:
     one_model(tmp_path, "dynamic_batching { priority_levels: 2 default_priority_level: 2 preferred_batch_size: [ 1 ] }")
     told = simulate(tmp_path, arrivals=[0, 1, Arrival(2, priority=1)], takes_ms=10)
     assert [batch.requests for batch in told.batches] == [(0,), (2,), (1,)]
@@ -87,7 +87,7 @@ def test_a_request_is_refused_at_its_queue_timeout(tmp_path: Path) -> None:
     assert [(one.request, one.at_ms) for one in told.outcomes] == [(2, 3), (1, 6), (0, 10)]
 
 
-def test_the_rate_limiter_holds_models_back(tmp_path: Path) -> None:
+def test_the_rate_limiter_delays_models(tmp_path: Path) -> None:
     needs = 'instance_group [ { count: 2 kind: KIND_CPU rate_limiter { resources [ { name: "R" count: 1 } ] } } ]'
     one_model(tmp_path, needs)
     free = simulate(tmp_path, arrivals=[0, 0], takes_ms=4)
@@ -111,9 +111,7 @@ def asked(at_ms: float, sequence: int, flags: str = "") -> Arrival:
 
 
 @pytest.mark.parametrize("strategy", ["direct { }", "oldest { max_candidate_sequences: 4 }"])
-def test_requests_of_a_sequence_run_one_after_the_other_and_those_of_others_beside_them(
-    tmp_path: Path, strategy: str
-) -> None:
+def test_requests_of_a_sequence_run_one_at_a_time_and_sequences_concurrently(tmp_path: Path, strategy: str) -> None:
     one_model(tmp_path, SEQUENCES.format(strategy=strategy))
     arrivals = [asked(0, 7, "s"), asked(0, 8, "s"), asked(1, 7), asked(1, 7, "e"), asked(1, 8, "e")]
     told = simulate(tmp_path, arrivals=arrivals, takes_ms=2)
@@ -137,7 +135,7 @@ def many(**options: Any) -> Any:
     return some
 
 
-def test_a_decoupled_model_answers_so_often_and_keeps_its_instance_meanwhile() -> None:
+def test_a_decoupled_model_sends_its_responses_and_keeps_its_instance_meanwhile() -> None:
     told = simulate(graph_of(many()), arrivals=[0, 1], takes_ms=2, answers=lambda request: 3 - request)
     assert [(batch.requests, batch.start_ms, batch.end_ms) for batch in told.batches] == [((0,), 0, 6), ((1,), 6, 10)]
     assert [(one.request, one.answers_ms) for one in told.outcomes] == [(0, (2, 4, 6)), (1, (8, 10))]
@@ -165,7 +163,7 @@ def test_steps_after_a_decoupled_step_run_per_response_within_its_inflight_limit
     assert held.outcomes[0].answers_ms == (11, 21, 31, 41, 51, 61)
 
 
-def test_a_request_without_answers_is_over_too() -> None:
+def test_a_request_without_responses_completes() -> None:
     told = simulate(graph_of(many()), arrivals=[0], answers=0)
     assert [(one.answers_ms, one.error, one.at_ms) for one in told.outcomes] == [((), None, 0)]
     assert "request 0 is over, after 0 ms, with 0 answers" in str(told)
@@ -235,7 +233,7 @@ def test_a_fake_keeps_its_models_batching_and_needs_none_of_its_files(tmp_path: 
         ({"answers": 3}, "answers is given, and no model of the graph is decoupled"),
     ],
 )
-def test_a_number_that_would_mean_nothing_is_a_mistake(wrong: dict[str, Any], said: str) -> None:
+def test_an_invalid_number_is_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(Invalid) as refused:
         simulate(graph_of(part(max_batch_size=4)), **{"arrivals": [0], **wrong})
     assert said in str(refused.value)
@@ -251,7 +249,7 @@ def test_an_argument_that_is_no_fake_or_graph_is_refused(tmp_path: Path) -> None
         simulate(3, arrivals=[0])  # type: ignore[arg-type]
 
 
-def test_a_fake_for_nothing_is_a_mistake(tmp_path: Path) -> None:
+def test_a_fake_of_an_unknown_model_is_refused(tmp_path: Path) -> None:
     one_model(tmp_path, "")
     with pytest.raises(NotFound, match=r"a fake for 'onyl'.*did you mean \"only\""):
         Faked(tmp_path, {"onyl": FakeModel()}).write_private()
@@ -259,7 +257,7 @@ def test_a_fake_for_nothing_is_a_mistake(tmp_path: Path) -> None:
         Faked(tmp_path, {"rings": FakeModel()}).write_private()
 
 
-def test_an_unknown_model_in_durations_is_not_looked_for() -> None:
+def test_an_unknown_model_in_durations_is_ignored() -> None:
     with pytest.raises(Invalid, match="takes_ms names 'prat'"):
         simulate(graph_of(part(max_batch_size=4)), arrivals=[0], takes_ms={"prat": 3})
     with pytest.raises(Invalid, match=r"answers names 'prat', which the graph does not have \(did you mean \"part\""):

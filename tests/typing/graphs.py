@@ -1,4 +1,4 @@
-"""Read by mypy and never run: graphs in Python have types, and what is wired wrongly is seen while it is written."""
+"""Read by mypy and never executed: graphs in Python have types, and wiring mistakes are type errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read by mypy and never run: the types a user of the package builds on stay what they are."""
+"""Read by mypy and never executed: the types of the public API."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ graphs, queues or processes. onnxruntime is imported by session.py only.
 | module | decides |
 |---|---|
 | backend | factory: sessions and instances of one version |
-| session, providers | session settings, threads, execution providers |
+| session | session settings, threads, execution providers |
 | signature | whether file and configuration agree; autocompletion |
-| tensors, ragged | conversion between the tensors of a batch and those of the file |
-| instance, shared_outputs | runs with tensors in host memory; outputs in shared memory |
+| tensors | conversion between the tensors of a batch and those of the file, ragged ones too |
+| instance | runs with tensors in host memory; outputs in shared memory |
 | device | runs with tensors on a GPU, as CUDA graphs too |
 
-Callers: the registry loads `backend.OnnxRuntime`. The tensorrt backend uses signature, tensors and ragged, since a plan
+Callers: the registry loads `backend.OnnxRuntime`. The tensorrt backend uses signature and tensors, since a plan
 is built from an ONNX file.
 """

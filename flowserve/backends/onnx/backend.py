@@ -18,20 +18,19 @@ from typing import Any, Final
 
 from flowserve.backends.base import ModelFiles
 from flowserve.backends.onnx.device import OnnxDeviceInstance, OnnxGraphInstance
-from flowserve.backends.onnx.instance import OnnxInstance, RaggedInstance
-from flowserve.backends.onnx.providers import accelerators, gpu_providers, graph_sizes
-from flowserve.backends.onnx.ragged import RaggedPorts
+from flowserve.backends.onnx.instance import OnnxInstance
 from flowserve.backends.onnx.session import (
+    accelerators,
     asynchronous_run_options,
     executor,
-    host_value,
+    gpu_providers,
+    graph_sizes,
     metadata_settings,
     open_session,
     session_on_cpu,
     session_signature,
     settings,
 )
-from flowserve.backends.onnx.shared_outputs import SharedOutputs
 from flowserve.backends.onnx.signature import Signature, completion, file_disagreements, with_flat_controls
 from flowserve.backends.onnx.tensors import ModelTensors
 from flowserve.config.complete import RULE
@@ -107,34 +106,21 @@ class OnnxModel:
         self._session = session
         self.execute = None if session is None else executor(session, config)
         self._open_session = opening
-        self._ragged = RaggedPorts(config) if RaggedPorts.are_in(config) else None
 
     def instance(self, name: str, group: InstanceGroup) -> OnnxInstance | OnnxDeviceInstance:
         if group.kind != KIND_GPU:
-            return self._on_host(lambda: self.execute, self._shared_outputs)
+            return OnnxInstance(self.tensors, lambda: self.execute, self._session)
         memory = devices()[group.gpus[0] if group.gpus else 0]
-        gpu = memory.place.number
-        if not stays_on_device(self._config):
-            return self._on_host(lambda: executor(self._open_session(gpu_providers(self._config, gpu)), self._config))
 
         def open_session_on(stream: int) -> Any:
-            return self._open_session(gpu_providers(self._config, gpu, stream))
+            return self._open_session(gpu_providers(self._config, memory.place.number, stream))
 
+        if not stays_on_device(self._config):
+            return OnnxInstance(self.tensors, lambda: executor(open_session_on(0), self._config))
         sizes = graph_sizes(self._config)
         if sizes:
             return OnnxGraphInstance(self.tensors, memory, open_session_on, asynchronous_run_options, sizes)
         return OnnxDeviceInstance(self.tensors, memory, open_session_on, asynchronous_run_options)
-
-    def _on_host(
-        self, open_execute: Callable[[], Any], share_outputs: Callable[[], SharedOutputs] | None = None
-    ) -> OnnxInstance:
-        """An instance whose tensors are in host memory, wherever it computes."""
-        if self._ragged is not None:
-            return RaggedInstance(self.tensors, open_execute, self._ragged)
-        return OnnxInstance(self.tensors, open_execute, share_outputs)
-
-    def _shared_outputs(self) -> SharedOutputs:
-        return SharedOutputs(self._session, host_value, self.tensors)
 
     def close(self) -> None:
         """The session is freed with its last reference."""
@@ -146,14 +132,6 @@ def _checked(config: ModelConfig, session: Any, file: str) -> tuple[ModelConfig,
     """
     signature = session_signature(session)
     config = with_flat_controls(config, signature)
-    _refuse_strings_beside_bfloat16(config)
-    problems = [replace(problem, rule=RULE) for problem in file_disagreements(config, signature, file)]
-    if problems:
-        raise Problems(problems)
-    return config, signature
-
-
-def _refuse_strings_beside_bfloat16(config: ModelConfig) -> None:
     strings = [spec.name for spec in config.inputs if spec.dtype is DType.BYTES]
     halves = [spec.name for spec in config.outputs if spec.dtype is DType.BF16]
     if strings and halves:
@@ -161,3 +139,7 @@ def _refuse_strings_beside_bfloat16(config: ModelConfig) -> None:
             f"model '{config.name}': onnxruntime's Python interface cannot take strings (input '{strings[0]}') where "
             f"it answers with BF16 (output '{halves[0]}'); cast that output to TYPE_FP32 or TYPE_FP16 in the model"
         )
+    problems = [replace(problem, rule=RULE) for problem in file_disagreements(config, signature, file)]
+    if problems:
+        raise Problems(problems)
+    return config, signature

@@ -1,9 +1,17 @@
 """Runs batches on a session whose tensors are in host memory; the session computes on the CPU or on a GPU.
 
 Decides how the inputs of a batch are fed and its outputs split among the members, and whether large members that are
-not contiguous are copied together for one run, or run separately. It does not know how sessions are opened
-(session.py), what files declare (signature.py), or how outputs get into shared memory (shared_outputs.py). Instances
-whose tensors stay on a GPU are in device.py.
+not contiguous are copied together for one run, or run separately. It does not import onnxruntime, and does not know how
+sessions are opened (session.py) or what files declare (signature.py). Instances whose tensors stay on a GPU are in
+device.py.
+
+Outputs of a session on the CPU may be written to shared memory, so that worker processes read them without a copy
+(`SharedOutputs`). Decides which outputs can be shared, and that onnxruntime itself writes them there: each run binds
+them to memory from an arena of the instance. The shape of such an output must be known before the run, and onnxruntime
+must compute it: for an output that is an input at the same time it returns the input, and writes nothing. A run that
+fails this way is repeated without shared memory; that run succeeds, or reports the error. Each run has a binding of its
+own, since a binding keeps references to its last inputs. Small outputs reuse their memory and the OrtValue over it:
+requesting memory from the arena and creating a new value would cost more than the copy that it saves.
 
 Callers: backend.py makes the instances, the runtime runs them.
 """
@@ -12,22 +20,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
 from typing import Any, Final
 
 import numpy as np
 
 from flowserve.backends.base import ClockNs, Results, Work
-from flowserve.backends.onnx.ragged import WRONG_RAGGED_ROWS, RaggedPorts
-from flowserve.backends.onnx.session import Execute, Feed
-from flowserve.backends.onnx.shared_outputs import OutputBlock, SharedOutputs, can_be_shared
-from flowserve.backends.onnx.signature import Port
-from flowserve.backends.onnx.tensors import WRONG_ROWS, ModelTensors, checked, cleaned, member_rows, prepared, promised
+from flowserve.backends.onnx.session import Execute, Feed, host_value
+from flowserve.backends.onnx.tensors import ModelTensors, cleaned, member_rows
 from flowserve.errors import ModelFailed
+from flowserve.memory.arena import Arena
 from flowserve.memory.assemble import gather, pieces
 from flowserve.memory.column import Column, scatter
 from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
+from flowserve.memory.segment import PAGE, Lease, Segment
 from flowserve.memory.tensor import Tensor
-from flowserve.values import Array, TensorSpec
+from flowserve.values import Array, DType
+
+REUSED_BYTES_MAX: Final = 32 * PAGE  # larger outputs take new memory for each run; sizes double from one page on
+UNUSED_MAX: Final = 16  # buffers of each size that are kept unused; more exist only after many slow readers at once
 
 # Below this size a copy costs less than the fixed cost of one more run.
 MEMBER_BYTES_MIN: Final = 64 * 1024
@@ -36,6 +49,152 @@ _RECENT_BATCHES: Final = 8  # measured times that count, of each kind
 _TOLERANCE: Final = 1.1  # separate runs may take this much longer: they save a copy, and with it memory and cores
 _RETRY_MIN: Final = 32  # batches until the other kind is tried again; doubled each time it loses ...
 _RETRY_MAX: Final = 4096  # ... up to this, since on some devices it is slower by far
+
+
+class SharedOutputs:
+    """Runs a session whose outputs, once added, are written to an arena. Runs are sequential, on any thread."""
+
+    def __init__(self, session: Any, model: ModelTensors) -> None:
+        self.arena = Arena()
+        self._session = session
+        self._model = model
+        self._is_batching = model.is_batching
+        self._outputs: Mapping[str, _Output] = {}
+
+    def add(self, j: int) -> None:
+        """Share output j from the next run on; it must be one that `can_be_shared`. May be called during a run."""
+        name = self._model.outputs[j].name
+        if name not in self._outputs:
+            self._outputs = {**self._outputs, name: _Output(self._model, j, self.arena)}
+
+    def __call__(self, names: list[str], feed: Feed) -> list[Any]:
+        """Run the session for these outputs. Returns their arrays, as the session's own `run` does."""
+        try:
+            rows = len(next(iter(feed.values()))) if self._is_batching else 1
+            arrays: dict[str, Array] = {}
+            values = {}
+            for name, output in self._outputs.items() if rows else ():
+                if name in names:
+                    arrays[name], values[name] = output.buffer(rows)
+            if values:
+                return self._run(names, feed, values, arrays)
+        except Exception:  # whatever the error is, the run below reports it or succeeds
+            pass
+        results: list[Any] = self._session.run(names, feed)
+        return results
+
+    def blocks(self, names: Sequence[str], rows: int) -> dict[str, OutputBlock]:
+        """A block of `rows` rows for each of these outputs that is shared. For models with batching."""
+        return {name: output.block(rows) for name, output in self._outputs.items() if name in names}
+
+    def filling(
+        self, blocks: Mapping[str, OutputBlock], start: int, stop: int
+    ) -> Callable[[list[str], Feed], list[Any]]:
+        """A `run` function for some rows of a batch: it fills rows `start` to `stop` of the blocks, and returns None
+        for the outputs in them.
+        """
+        values = {name: block.output.part(block, start, stop) for name, block in blocks.items()}
+        return partial(self._run, values=values, arrays=dict.fromkeys(blocks))
+
+    def _run(self, names: list[str], feed: Feed, values: Mapping[str, Any], arrays: Mapping[str, Any]) -> list[Any]:
+        """The outputs' arrays; those of outputs that are bound to `values` are taken from `arrays`."""
+        session = self._session
+        binding = session.io_binding()
+        for name, array in feed.items():
+            binding.bind_cpu_input(name, array)
+        for name in names:
+            if name in values:
+                binding.bind_ortvalue_output(name, values[name])
+            else:
+                binding.bind_output(name)
+        session.run_with_iobinding(binding)
+        if len(values) == len(names):
+            return [arrays[name] for name in names]
+        made = binding.get_outputs_as_ortvaluevector()
+        return [arrays[name] if name in arrays else made[k].numpy() for k, name in enumerate(names)]
+
+
+@dataclass(slots=True, eq=False)
+class OutputBlock:
+    """Shared memory for one output of a batch. `array` is a read-only view of it, in the file's shape."""
+
+    output: _Output
+    lease: Lease
+    array: Array
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    """Memory that one output reuses. `values`: the OrtValues over it, by number of rows."""
+
+    segment: Segment
+    offset: int
+    values: dict[int, Any] = field(default_factory=dict)
+
+
+class _Output:
+    """One shared output. Its buffers come back on any thread."""
+
+    def __init__(self, model: ModelTensors, j: int, arena: Arena) -> None:
+        dims = model.made_shape(j, -1)
+        assert dims is not None, "can_be_shared was False"
+        self._dims = dims
+        self._dtype = model.outputs[j].dtype.numpy
+        self._row_bytes = prod(dims) * self._dtype.itemsize
+        self._is_batching = model.is_batching
+        self._arena = arena
+        sizes = (REUSED_BYTES_MAX // PAGE).bit_length()
+        self._unused: Sequence[deque[_Buffer]] = [deque() for _ in range(sizes)]  # of 2**i pages, without readers
+
+    def buffer(self, rows: int) -> tuple[Array, Any]:
+        """The array for readers, and the OrtValue to bind the output to, over the same memory."""
+        nbytes = rows * self._row_bytes
+        if nbytes > REUSED_BYTES_MAX:
+            lease = self._arena.lease(nbytes)
+            return self._read(lease, rows), self._value(lease.segment, lease.offset, rows)
+        size = ((nbytes - 1) // PAGE).bit_length()
+        unused = self._unused[size]
+        if len(unused) > UNUSED_MAX:
+            oldest = unused.popleft()
+            self._arena.give_back(((oldest.segment.number, oldest.offset),))
+        buffer = unused.pop() if unused else _Buffer(*self._arena.take(PAGE << size))
+        lease = Lease(buffer.segment, buffer.offset, nbytes, unused.append, buffer)
+        value = buffer.values.get(rows)
+        if value is None:
+            value = buffer.values[rows] = self._value(buffer.segment, buffer.offset, rows)
+        return self._read(lease, rows), value
+
+    def block(self, rows: int) -> OutputBlock:
+        lease = self._arena.lease(rows * self._row_bytes)
+        return OutputBlock(self, lease, self._read(lease, rows))
+
+    def part(self, block: OutputBlock, start: int, stop: int) -> Any:
+        """The OrtValue over some rows of a block."""
+        return self._value(block.lease.segment, block.lease.offset + start * self._row_bytes, stop - start)
+
+    def _read(self, lease: Lease, rows: int) -> Array:
+        array = lease.piece((rows, *self._dims) if self._is_batching else self._dims, self._dtype, 0)
+        array.setflags(write=False)
+        return array
+
+    def _value(self, segment: Segment, offset: int, rows: int) -> Any:
+        shape = (rows, *self._dims) if self._is_batching else self._dims
+        # Over the segment and not the lease: a bound value does not prevent that the memory is returned.
+        return host_value(np.ndarray(shape, self._dtype, segment.map, offset))
+
+
+def can_be_shared(model: ModelTensors, j: int) -> bool:
+    """Whether the size of output j is known before a run, and onnxruntime can bind the model's tensors."""
+    specs = (*model.inputs, *model.outputs)
+    if model.ragged is not None:
+        return False
+    if any(spec.dtype is DType.BF16 for spec in specs) or any(spec.dtype is DType.BYTES for spec in model.inputs):
+        return False
+    spec = model.outputs[j]
+    if spec.dtype is DType.BYTES or spec.name in model.passed_through or (model.is_batching and not model.inputs):
+        return False
+    dims = model.made_shape(j, -1) if model.output_ports[j].shape else None
+    return dims is not None and prod(dims) > 0
 
 
 class RunPolicy:
@@ -85,26 +244,24 @@ class RunPolicy:
 
 
 class OnnxInstance:
-    """Runs the model's session for one batch at a time. `share_outputs` makes what runs the session so that outputs are
-    written to shared memory; None if they cannot be.
+    """Runs the model's session for one batch at a time. `session`: the session on the CPU, whose outputs may be written
+    to shared memory; None if they cannot be.
     """
 
-    wrong_rows = WRONG_ROWS
-
-    def __init__(
-        self,
-        model: ModelTensors,
-        open_execute: Callable[[], Any],
-        share_outputs: Callable[[], SharedOutputs] | None = None,
-    ) -> None:
+    def __init__(self, model: ModelTensors, open_execute: Callable[[], Any], session: Any = None) -> None:
         self._model = model
         self._open_execute = open_execute
         self._run_session: Execute
         self._execute: Execute  # the session's own run, or SharedOutputs
-        self._share_outputs = share_outputs
+        self._session = session
         self._shared: SharedOutputs | None = None  # once other processes read an output
-        self._check: Callable[..., Array] = checked
-        self._promised = [*map(promised, model.outputs)]
+        # The dtype and the shape of a row of each output that needs no conversion, None for the others.
+        self._promised = [
+            None
+            if spec.dtype is DType.BYTES or spec.reshape is not None or spec.is_variable or model.ragged is not None
+            else (spec.dtype.numpy, spec.dims)
+            for spec in model.outputs
+        ]
         # None where members must run together, since inputs are prepared for the whole batch.
         self._policy = RunPolicy() if model.is_batching and not model.prepared and model.inputs else None
 
@@ -118,14 +275,14 @@ class OnnxInstance:
 
     def share(self, output: int) -> None:
         """From the next run on. A run in progress is not changed."""
-        make = self._share_outputs
-        if make is None or not can_be_shared(self._model, output):
-            return
-        shared = self._shared or make()
-        shared.add(output)
-        self._shared = self._execute = shared
+        if self._session is not None and can_be_shared(self._model, output):
+            shared = self._shared or SharedOutputs(self._session, self._model)
+            shared.add(output)
+            self._shared = self._execute = shared
 
     def run(self, work: Work, clock: ClockNs) -> Results:
+        if self._model.ragged is not None:
+            return self._model.ragged.run(self._run_merged, work, clock)
         policy = self._policy
         if policy is None or len(work.rows) == 1 or not _is_scattered(work):
             return self._run_merged(work, clock)
@@ -141,7 +298,7 @@ class OnnxInstance:
         gathered_ns = clock()
         blocks = {} if shared is None else shared.blocks(names, sum(work.rows))
         try:
-            made, copied = self._executed_separately(work, names, shared, blocks)
+            made, copied = self._executed_separately(work, names, shared if blocks else None, blocks)
         except ModelFailed:
             if not blocks:
                 raise
@@ -152,13 +309,10 @@ class OnnxInstance:
         for k, j in enumerate(indices):
             block = blocks.get(names[k])
             if block is not None:
-                array = self._check(block.array, model.outputs[j], sum(work.rows), model.name, self.wrong_rows)
+                array = model.checked(j, block.array, sum(work.rows))
                 outputs[j] = [*scatter(array, work.rows)]
                 continue
-            arrays = [
-                self._check(arrays[k], model.outputs[j], total, model.name, self.wrong_rows)
-                for arrays, total in zip(made, work.rows, strict=True)
-            ]
+            arrays = [model.checked(j, arrays[k], total) for arrays, total in zip(made, work.rows, strict=True)]
             is_small = sum([array.nbytes for array in arrays]) < POOLED_BYTES_MIN
             if is_small and len({array.shape[1:] for array in arrays}) == 1:  # a shape may depend on values
                 outputs[j] = [*scatter(np.concatenate(arrays), work.rows)]
@@ -170,30 +324,49 @@ class OnnxInstance:
         self, work: Work, names: list[str], shared: SharedOutputs | None, blocks: Mapping[str, OutputBlock]
     ) -> tuple[list[Sequence[Any]], list[int]]:
         """The outputs of each member's run (None for those in `blocks`), and the bytes copied for each input."""
-        made = []
+        made: list[Sequence[Any]] = []
         copied = [0] * len(self._model.inputs)
         start = 0
         for m, rows in enumerate(work.rows):
             feed: Feed = {}
             for i, spec in enumerate(self._model.inputs):
-                feed[spec.name], nbytes = gather([work.inputs[i][m]], HOST)  # type: ignore[list-item]  # none lacks it
+                feed[spec.name], nbytes = gather([work.inputs[i][m]], HOST)
                 copied[i] += nbytes
-            if shared is None or not blocks:
-                made.append(self._executed(self._run_session, names, feed))
-            else:
-                made.append(self._executed(shared.filling(blocks, start, start + rows), names, feed))
+            try:
+                execute = self._run_session if shared is None else shared.filling(blocks, start, start + rows)
+                made.append(execute(names, feed))
+            except Exception as error:
+                raise self._failed(error) from error
             start += rows
         return made, copied
 
     def _run_merged(self, work: Work, clock: ClockNs) -> Results:
         model = self._model
         rows = work.rows
-        feed, copied, total = self._feed(work)
+        if model.ragged is not None:
+            feed, copied, total = model.ragged.feed(work)
+        else:
+            feed = {}
+            copied = [0] * len(model.inputs)
+            array: Array | None = None
+            for i, (spec, column) in enumerate(zip(model.inputs, work.inputs, strict=True)):
+                if column[0] is None:
+                    continue  # an omitted optional input of a model without batching
+                array, copied[i] = gather(column, HOST)
+                feed[spec.name] = array
+            total = len(array) if array is not None and array.ndim else 0
+        for i in model.prepared:
+            name = model.inputs[i].name
+            if name in feed:
+                feed[name] = model.prepare(i, feed[name])
         if model.is_batching and total != sum(rows):
             rows = member_rows(work, total)
         names, indices = model.selected(work.wanted)
         gathered_ns = clock()
-        arrays = self._executed(self._execute, names, feed)
+        try:
+            arrays = self._execute(names, feed)
+        except Exception as error:
+            raise self._failed(error) from error
         computed_ns = clock()
         outputs: list[Sequence[Tensor | None]] = [[None] * len(rows)] * len(model.outputs)
         for j, array in zip(indices, arrays, strict=True):
@@ -201,71 +374,14 @@ class OnnxInstance:
                 expected = self._promised[j]
                 # This comparison suffices for nearly all outputs; `checked` handles the others.
                 if expected is None or array.dtype is not expected[0] or array.shape != (total, *expected[1]):
-                    array = self._check(array, model.outputs[j], total, model.name, self.wrong_rows)
+                    array = model.checked(j, array, total)
                 outputs[j] = Column.whole(array, rows)
             else:
-                outputs[j] = [Tensor(self._check(array, model.outputs[j], -1, model.name, self.wrong_rows))]
+                outputs[j] = [Tensor(model.checked(j, array, -1))]
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)
 
-    def _executed(self, execute: Execute, names: list[str], feed: Feed) -> Sequence[Any]:
-        try:
-            return execute(names, feed)
-        except Exception as error:
-            raise ModelFailed(f"model '{self._model.name}' failed: onnxruntime: {cleaned(str(error))}") from error
-
-    def _feed(self, work: Work) -> tuple[Feed, list[int], int]:
-        """The inputs by name, the bytes copied for each input, and the rows of the batch."""
-        model = self._model
-        feed: Feed = {}
-        copied = [0] * len(model.inputs)
-        array: Array | None = None
-        for i, (spec, column) in enumerate(zip(model.inputs, work.inputs, strict=True)):
-            if column[0] is None:
-                continue  # an omitted optional input of a model without batching
-            array, copied[i] = gather(column, HOST)  # type: ignore[arg-type]  # no member of a batch lacks it
-            feed[spec.name] = array
-        total = len(array) if array is not None and array.ndim else 0
-        for i in model.prepared:
-            self._prepare(feed, model.inputs[i], model.ports[i])
-        return feed, copied, total
-
-    def _prepare(self, feed: Feed, spec: TensorSpec, port: Port) -> None:
-        array = feed.get(spec.name)
-        if array is not None:
-            feed[spec.name] = prepared(array, spec, port, self._model.name, is_batching=self._model.is_batching)
-
-
-class RaggedInstance(OnnxInstance):
-    """An instance for models with ragged inputs, batch inputs or batch outputs."""
-
-    wrong_rows = WRONG_RAGGED_ROWS
-
-    def __init__(self, model: ModelTensors, open_execute: Callable[[], Any], ragged: RaggedPorts) -> None:
-        super().__init__(model, open_execute)
-        self._policy = None
-        self._ragged = ragged
-        self._check = self._check_flat
-        self._promised = [None] * len(model.outputs)
-
-    def run(self, work: Work, clock: ClockNs) -> Results:
-        results = self._ragged.run_nonempty(self.run, work, clock)
-        if results is None:
-            results = super().run(work, clock)
-            results.outputs = self._ragged.cut(results.outputs, work)
-        return results
-
-    def _feed(self, work: Work) -> tuple[Feed, list[int], int]:
-        feed, copied, total = self._ragged.feed(work)
-        for i in self._model.prepared:
-            self._prepare(feed, self._model.inputs[i], self._model.ports[i])
-        return feed, copied, total
-
-    def _check_flat(self, array: Array, spec: TensorSpec, total: int, model: str, wrong_rows: str) -> Array:
-        flat = self._ragged.flat_outputs.get(spec.name)
-        if flat is not None:
-            array, spec, total = array.reshape(-1), flat, -1
-        result: Array = checked(array, spec, total, model, wrong_rows)
-        return result
+    def _failed(self, error: Exception) -> ModelFailed:
+        return ModelFailed(f"model '{self._model.name}' failed: onnxruntime: {cleaned(str(error))}")
 
 
 def _is_scattered(work: Work) -> bool:
@@ -276,4 +392,4 @@ def _is_scattered(work: Work) -> bool:
         return False
     if not all(tensor.shape[0] for tensor in work.inputs[0]):  # type: ignore[union-attr]  # no member lacks it
         return False  # an empty member, which `work.rows` counts as one row
-    return any(len(pieces(column)) > 1 for column in work.inputs)  # type: ignore[arg-type]  # nor any other input
+    return any(len(pieces(column)) > 1 for column in work.inputs)

@@ -4,7 +4,7 @@ Decides what a file fills in where its configuration leaves fields out (as Trito
 all vary is served in batches of up to four, with the dynamic batcher), and reports every disagreement between the two,
 each with both sides. A ragged input has one dimension in the file, whatever its dims. A batch input is an input of the
 file and not of the configuration, since the server computes it from the shapes of a batch. It reads no files:
-session.py (ONNX) and tensorrt/plan.py make the `Signature`.
+session.py (ONNX) and tensorrt/backend.py make the `Signature`.
 
 Callers: the onnx and tensorrt backends.
 """
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
-from flowserve.backends.shapes import fits, shape_text
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import Completion, ModelConfig
 from flowserve.errors import Invalid, Problem, Problems, Unsupported
-from flowserve.values import DType, TensorSpec
+from flowserve.values import DType, TensorSpec, fits, shape_text
 
 DEFAULT_MAX_BATCH_SIZE: Final = 4  # Triton's backend option default-max-batch-size
 
@@ -90,14 +90,19 @@ def completion(config: ModelConfig, signature: Signature, file: str) -> Completi
         tuple(port for port in signature.inputs if port.name not in made),
         tuple(port for port in signature.outputs if port.name not in kept),
     )
+    ports = (*signature.inputs, *signature.outputs)
     if config.max_batch_size > 0 and not signature.is_batchable:
+        fixed = [f"'{port.name}' has shape {shape_text(port.shape)}" for port in ports if not port.is_batchable]
         message = (
             f"autofill failed for model '{config.name}': model does not support batching while non-zero max_batch_size "
-            f"is specified: {_fixed_first_dims(signature)} in {file}"
+            f"is specified: {', '.join(fixed)} in {file}"
         )
         hint = "set max_batch_size to 0, or export the model with a dynamic first dimension"
         raise Problems([Problem(message, config.source.place("max_batch_size"), hint=hint)])
-    fills_batch = config.max_batch_size == 0 and signature.is_batchable and not _counts_batch_dim(config, signature)
+    # If the user's dims include the first dimension of the file, it is no batch dimension.
+    ranks = {port.name: len(port.shape) for port in ports}
+    counts_batch_dim = any(ranks.get(spec.name) == len(spec.dims) for spec in (*config.inputs, *config.outputs))
+    fills_batch = config.max_batch_size == 0 and signature.is_batchable and not counts_batch_dim
     batches = config.max_batch_size > 0 or fills_batch
     return Completion(
         inputs=tuple(_spec(config, port, file, batches=batches) for port in signature.inputs if not port.is_optional),
@@ -161,35 +166,33 @@ def _mismatches(
         port = by_name.get(spec.name)
         if port is None:
             continue
-        path = f"{kind}[{index}]"
-        tensor = f"model '{config.name}', tensor '{spec.name}'"
+        found = partial(_tensor_problem, config, spec.name, f"{kind}[{index}]")
         if port.dtype is None:
-            yield Problem(f"{tensor}: {_unservable(port, file)}", config.source.place(path))
+            yield found("", _unservable(port, file))
         elif port.dtype is not spec.dtype:
-            yield Problem(
-                f"{tensor}: the model expects data type {port.dtype.config_name} ({file}) but the model configuration "
-                f"specifies {spec.dtype.config_name}",
-                config.source.place(f"{path}.data_type"),
+            yield found(
+                ".data_type",
+                f"the model expects data type {port.dtype.config_name} ({file}) but the model configuration specifies "
+                f"{spec.dtype.config_name}",
             )
         mismatch = _shape_mismatch(config, spec, port)
         if mismatch and not (kind == "output" and spec.name in flat):
-            yield Problem(
-                f"{tensor}: {mismatch}", config.source.place(f"{path}.dims"), hint=_hint(config, spec, port, file)
-            )
-        if kind == "input" and spec.optional and config.max_batch_size > 0:
-            yield Problem(
-                f"{tensor}: optional inputs require max_batch_size 0 with the onnxruntime backend",
-                config.source.place(f"{path}.optional"),
-            )
-        if kind == "input" and spec.optional and not port.is_optional:
-            yield Problem(
-                f"{tensor}: the configuration makes it optional, but {file} has no default for it",
-                config.source.place(f"{path}.optional"),
-                hint="give it an initializer of the same name in the model",
-            )
-        if kind == "input" and spec.optional and (spec.ragged or spec.name in sources):
+            yield found(".dims", mismatch, hint=_hint(config, spec, port, file))
+        if kind == "output" or not spec.optional:
+            continue
+        if config.max_batch_size > 0:
+            yield found(".optional", "optional inputs require max_batch_size 0 with the onnxruntime backend")
+        if not port.is_optional:
+            text = f"the configuration makes it optional, but {file} has no default for it"
+            yield found(".optional", text, hint="give it an initializer of the same name in the model")
+        if spec.ragged or spec.name in sources:
             what = "ragged" if spec.ragged else "the source of a batch input or output"
-            yield Problem(f"{tensor}: it is {what} and may not be optional", config.source.place(f"{path}.optional"))
+            yield found(".optional", f"it is {what} and may not be optional")
+
+
+def _tensor_problem(config: ModelConfig, name: str, path: str, field: str, text: str, hint: str = "") -> Problem:
+    text = f"model '{config.name}', tensor '{name}': {text}"
+    return Problem(text, config.source.place(path + field), hint=hint)
 
 
 def _shape_mismatch(config: ModelConfig, spec: TensorSpec, port: Port) -> str:
@@ -267,12 +270,6 @@ def _batch_inputs(config: ModelConfig, signature: Signature, file: str) -> Itera
                 yield Problem(f"{tensor}: {text}", place, hint=f"shape as in {file}")
 
 
-def _counts_batch_dim(config: ModelConfig, signature: Signature) -> bool:
-    """Whether the user's dims include the first dimension of the file: then it is no batch dimension."""
-    ranks = {port.name: len(port.shape) for port in (*signature.inputs, *signature.outputs)}
-    return any(ranks.get(spec.name) == len(spec.dims) for spec in (*config.inputs, *config.outputs))
-
-
 def _spec(config: ModelConfig, port: Port, file: str, *, batches: bool) -> TensorSpec:
     if port.dtype is None:
         raise Unsupported(f"autofill failed for model '{config.name}': tensor '{port.name}' {_unservable(port, file)}")
@@ -294,11 +291,6 @@ def _spec(config: ModelConfig, port: Port, file: str, *, batches: bool) -> Tenso
 def _unservable(port: Port, file: str) -> str:
     hint = "; export the model with plain tensors (for scikit-learn: zipmap=False)" if "map(" in port.type else ""
     return f"is a {port.type} in {file}, which cannot be served{hint}"
-
-
-def _fixed_first_dims(signature: Signature) -> str:
-    fixed = [port for port in (*signature.inputs, *signature.outputs) if not port.is_batchable]
-    return ", ".join(f"'{port.name}' has shape {shape_text(port.shape)}" for port in fixed)
 
 
 def _names(ports: tuple[Port, ...] | list[Port]) -> str:

@@ -2,7 +2,12 @@
 
 Decides reshapes and scalars of inputs, shapes and data types of outputs, the encoding of strings, and the text of
 onnxruntime's errors. Outputs may be numpy arrays or device arrays: only shape and dtype are read. It does not import
-onnxruntime and does not know batches.
+onnxruntime, and knows batches only for ragged models.
+
+Ragged inputs, batch inputs and batch outputs (`RaggedPorts`): decides which inputs are concatenated flat, which tensors
+are computed from the shapes of a batch, and by which shapes flat outputs are split. All of it is prepared once per
+model; models without these features never use it. The computations are in memory/assemble.py; signature.py compares the
+model's file with the configuration.
 
 Callers: the modules of this package, and the tensorrt backend.
 """
@@ -10,22 +15,33 @@ Callers: the modules of this package, and the tensorrt backend.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, Final
 
 import numpy as np
 
-from flowserve.backends.base import Work
-from flowserve.backends.onnx.signature import Port, Signature
-from flowserve.backends.shapes import fits, shape_text
+from flowserve.backends.base import ClockNs, DeviceWork, Results, Work
+from flowserve.backends.onnx.signature import Signature
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Invalid, ModelFailed
-from flowserve.graph.conversion import reshaped
-from flowserve.values import Array, DType, TensorSpec
+from flowserve.graph.types import inner_shape, outer_shape
+from flowserve.memory.assemble import BATCH_INPUTS, Shape, flatten, gather, resolved_dims, unflatten
+from flowserve.memory.column import Column, scatter
+from flowserve.memory.device_tensor import DeviceArray
+from flowserve.memory.pool import HOST
+from flowserve.memory.stream import DeviceStream
+from flowserve.memory.tensor import Tensor
+from flowserve.values import Array, DType, TensorSpec, fits, shape_text
 
 AnyArray = Any  # a numpy array, or a DeviceArray
+Outputs = Sequence[Sequence[Tensor | None]]
 
 WRONG_ROWS: Final = "its first dimension is no batch dimension, so set max_batch_size to 0"
+WRONG_RAGGED_ROWS: Final = (
+    "its outputs need one row for each row of the batch: element counts are one for each request, and only "
+    "BATCH_ITEM_SHAPE tells the rows of a request apart"
+)
 
 # Clients choose the names of requested outputs, in any order and number: so many combinations are remembered.
 _SELECTIONS_MAX: Final = 100
@@ -41,7 +57,7 @@ class ModelTensors:
 
     `prepared`: indices of the inputs that are converted after they are gathered. `made`: all outputs of the file by
     name, whether or not the configuration has them. `passed_through`: names of the outputs that are inputs of the file
-    at the same time.
+    at the same time. `ragged`: None for a model without ragged inputs, batch inputs and batch outputs.
     """
 
     def __init__(self, config: ModelConfig, signature: Signature) -> None:
@@ -54,11 +70,13 @@ class ModelTensors:
         self.prepared = [
             i
             for i, (spec, port) in enumerate(zip(config.inputs, self.ports, strict=True))
-            if needs_preparing(spec, port)
+            if spec.dtype is DType.BYTES or spec.reshape is not None or not port.shape
         ]
         self.made = {port.name: port for port in signature.outputs}
         self.output_ports = [self.made[spec.name] for spec in config.outputs]
         self.passed_through = frozenset(self.made.keys() & by_name.keys())
+        is_ragged = config.batch_inputs or config.batch_outputs or any(spec.ragged for spec in config.inputs)
+        self.ragged = RaggedPorts(config) if is_ragged else None
         self._selections: dict[tuple[str, ...], tuple[list[str], list[int]]] = {}
 
     def selected(self, wanted: Sequence[tuple[str, ...]]) -> tuple[list[str], list[int]]:
@@ -78,6 +96,100 @@ class ModelTensors:
             found = self._selections[names] = ([self.outputs[j].name for j in indices], indices)
         return found
 
+    def prepare(self, i: int, array: Array) -> Array:
+        """Gathered input i, converted to the file's shape, and to text for BYTES. Raises Invalid for text that is not
+        UTF-8.
+        """
+        if self.inputs[i].dtype is DType.BYTES:
+            array = _to_text(array, self.inputs[i].name, self.name)
+        return array.reshape(self.fed_shape(i, array.shape))
+
+    def fed_shape(self, i: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that the file expects for input i of this shape."""
+        if not self.ports[i].shape:
+            return ()
+        return shape if self.inputs[i].ragged else inner_shape(shape, self.inputs[i])
+
+    def made_shape(self, j: int, total: int) -> tuple[int, ...] | None:
+        """The shape of output j in the file, if it is known before the run, else None. `total` as in `checked`."""
+        if not self.output_ports[j].shape:
+            return ()
+        spec = self.outputs[j]
+        inner = spec.dims if spec.reshape is None else spec.reshape
+        if any(dim < 0 for dim in inner):
+            return None
+        return (total, *inner) if total >= 0 else inner
+
+    def checked(self, j: int, array: AnyArray, total: int) -> AnyArray:
+        """Output j in the configuration's shape. `total` is the batch's row count, -1 for a model without batching.
+        Raises ModelFailed for another row count, shape or data type.
+        """
+        spec, ragged = self.outputs[j], self.ragged
+        if ragged is not None and spec.name in ragged.flat_outputs:
+            array, spec, total = array.reshape((prod(array.shape),)), ragged.flat_outputs[spec.name], -1
+        if spec.dtype is DType.BYTES:
+            array = _objects([element.encode() for element in array.ravel().tolist()], array.shape)
+        if array.dtype != spec.dtype.numpy:
+            raise self._other(spec, f"the configuration promises {spec.dtype}, the model answered {array.dtype}")
+        shape = array.shape
+        batch = shape[:1] if total >= 0 else ()
+        inner = spec.dims if spec.reshape is None else spec.reshape
+        if total >= 0 and batch != (total,):
+            hint = WRONG_ROWS if ragged is None else WRONG_RAGGED_ROWS
+            raise self._other(spec, f"the batch has {total} rows, the model answered shape {shape_text(shape)}; {hint}")
+        tail = shape[len(batch) :]
+        if not shape and inner == (1,):
+            return array.reshape((1,))
+        if tail != inner and not fits(tail, inner):
+            promised = shape_text((*batch, *inner))
+            what = f"the configuration promises shape {promised}, the model answered {shape_text(shape)}"
+            raise self._other(spec, what)
+        return array if spec.reshape is None else array.reshape(outer_shape(shape, spec))
+
+    def gather_on(self, stream: DeviceStream, work: Work) -> tuple[dict[str, DeviceArray], list[int], int]:
+        """The inputs by name, in memory that the device reads and in the file's shape; the bytes copied for each input;
+        and the rows of the batch, -1 without a batch dimension.
+        """
+        feed: dict[str, DeviceArray] = {}
+        if self.ragged is not None:
+            arrays, copied, total = self.ragged.feed(work)
+            feed = {name: stream.gather([Tensor(array)])[0] for name, array in arrays.items()}
+            return feed, copied, total if self.is_batching else -1
+        copied = [0] * len(self.inputs)
+        total = 0 if self.is_batching else -1
+        for i, spec in enumerate(self.inputs):
+            present = [tensor for tensor in work.inputs[i] if tensor is not None]
+            if not present:
+                continue  # an omitted optional input of a model without batching
+            array, copied[i] = stream.gather(present)
+            if self.is_batching:
+                total = len(array)
+            feed[spec.name] = array.reshape(self.fed_shape(i, array.shape))
+        return feed, copied, total
+
+    def deliver(
+        self, stream: DeviceStream, work: Work, indices: Sequence[int], arrays: Sequence[DeviceArray], total: int
+    ) -> Outputs:
+        """The members' outputs. `arrays` are the outputs with these indices, for the whole batch; a flat one is given
+        whole to every member. `total` as in `checked`.
+        """
+        results = [self.checked(j, array, total) for j, array in zip(indices, arrays, strict=True)]
+        rows = member_rows(work, total) if total >= 0 else None
+        outputs: list[Sequence[Tensor | None]] = [[None] * len(work.rows)] * len(self.outputs)
+        if self.ragged is None:
+            read_at = work.read_at if isinstance(work, DeviceWork) else None
+            chosen = None if read_at is None else [read_at[j] for j in indices]
+            for j, tensors in zip(indices, stream.deliver(results, rows, chosen), strict=True):
+                outputs[j] = tensors
+            return outputs
+        for j, (whole,) in zip(indices, stream.deliver(results, None), strict=True):
+            is_flat = rows is None or self.outputs[j].name in self.ragged.flat_outputs
+            outputs[j] = [whole] * len(work.rows) if is_flat or rows is None else [*scatter(whole.array, rows)]
+        return outputs
+
+    def _other(self, spec: TensorSpec, what: str) -> ModelFailed:
+        return ModelFailed(f"model '{self.name}', output '{spec.name}': {what}")
+
 
 def member_rows(work: Work, total: int) -> list[int]:
     """The rows of each member of a batch of `total` rows. `work.rows` counts an empty member as one row."""
@@ -86,84 +198,12 @@ def member_rows(work: Work, total: int) -> list[int]:
     return [0 if tensor is None else tensor.shape[0] for tensor in work.inputs[0]]
 
 
-def needs_preparing(spec: TensorSpec, port: Port) -> bool:
-    return spec.dtype is DType.BYTES or spec.reshape is not None or not port.shape
-
-
-def prepared(array: Array, spec: TensorSpec, port: Port, model: str, *, is_batching: bool) -> Array:
-    """A gathered input, converted to the file's shape, and to text for BYTES. Raises Invalid for text that is not
-    UTF-8.
-    """
-    if spec.dtype is DType.BYTES:
-        array = _to_text(array, spec.name, model)
-    return array.reshape(fed_shape(array.shape, spec, port, is_batching=is_batching))
-
-
-def fed_shape(shape: tuple[int, ...], spec: TensorSpec, port: Port, *, is_batching: bool) -> tuple[int, ...]:
-    """The shape that the file expects for an input of this shape."""
-    if spec.reshape is not None and not spec.ragged:
-        batch = shape[:1] if is_batching else ()
-        shape = batch + reshaped(shape[len(batch) :], spec.dims, spec.reshape)
-    return shape if port.shape else ()
-
-
-def checked(array: AnyArray, spec: TensorSpec, total: int, model: str, wrong_rows: str) -> AnyArray:
-    """An output in the configuration's shape. `total` is the batch's row count, -1 for a model without batching;
-    `wrong_rows` is the hint for an output with another row count. Raises ModelFailed for another row count, shape or
-    data type.
-    """
-    if spec.dtype is DType.BYTES:
-        array = _to_bytes(array)
-    if array.dtype != spec.dtype.numpy:
-        raise _other(model, spec, f"the configuration promises {spec.dtype}, the model answered {array.dtype}")
-    shape = array.shape
-    batch = shape[:1] if total >= 0 else ()
-    inner = spec.dims if spec.reshape is None else spec.reshape
-    if total >= 0 and batch != (total,):
-        what = f"the batch has {total} rows, the model answered shape {shape_text(shape)}; {wrong_rows}"
-        raise _other(model, spec, what)
-    tail = shape[len(batch) :]
-    if not shape and inner == (1,):
-        return array.reshape((1,))
-    if tail != inner and not fits(tail, inner):
-        what = (
-            f"the configuration promises shape {shape_text((*batch, *inner))}, the model answered {shape_text(shape)}"
-        )
-        raise _other(model, spec, what)
-    return array if spec.reshape is None else array.reshape(batch + reshaped(tail, spec.reshape, spec.dims))
-
-
-def promised(spec: TensorSpec) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
-    """The dtype and the shape of a row of an output that needs no conversion; None for outputs that may need one."""
-    if spec.dtype is DType.BYTES or spec.reshape is not None or spec.is_variable:
-        return None
-    return spec.dtype.numpy, spec.dims
-
-
-def _other(model: str, spec: TensorSpec, what: str) -> ModelFailed:
-    return ModelFailed(f"model '{model}', output '{spec.name}': {what}")
-
-
-def made_shape(spec: TensorSpec, port: Port, total: int) -> tuple[int, ...] | None:
-    """The shape of an output in the file, if it is known before the run, else None. `total` as in `checked`."""
-    if not port.shape:
-        return ()
-    inner = spec.dims if spec.reshape is None else spec.reshape
-    if any(dim < 0 for dim in inner):
-        return None
-    return (total, *inner) if total >= 0 else inner
-
-
 def cleaned(text: str) -> str:
     """onnxruntime's message without its prefixes, source locations and stack."""
     text = text.partition("\nStacktrace")[0]
     text = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
     text = re.sub(r"Load model from .*? failed:", "", text)
     return " ".join(_SOURCE_LOCATION.sub("", text).split())
-
-
-def _to_bytes(array: Array) -> Array:
-    return _objects([element.encode() for element in array.ravel().tolist()], array.shape)
 
 
 def _to_text(array: Array, name: str, model: str) -> Array:
@@ -180,3 +220,120 @@ def _objects(elements: list[Any], shape: tuple[int, ...]) -> Array:
     array = np.empty(len(elements), np.object_)
     array[:] = elements
     return array.reshape(shape)
+
+
+def part_of(work: Work, members: Sequence[int]) -> Work:
+    """The batch with some of its members only."""
+    rows = [work.rows[m] for m in members]
+    return Work(
+        [Column.of([column[m] for m in members], rows) for column in work.inputs],
+        rows,
+        [work.requests[m] for m in members],
+        [work.wanted[m] for m in members],
+    )
+
+
+class RaggedPorts:
+    """The ragged inputs and outputs of one model. `flat_outputs`: the outputs that the model returns flat, by name,
+    with the spec to check them against.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._model = config.name
+        self._inputs = config.inputs
+        self._outputs = config.outputs
+        self._is_batching = config.max_batch_size > 0
+        batch = (-1,) if self._is_batching else ()
+        index = {spec.name: i for i, spec in enumerate(config.inputs)}
+        outputs = {spec.name: j for j, spec in enumerate(config.outputs)}
+        self._made = [
+            (made.targets, index[made.source], BATCH_INPUTS[made.kind], made.dtype.numpy)
+            for made in config.batch_inputs
+        ]
+        self._cut = [
+            (outputs[target], index[made.source], (*batch, *config.outputs[outputs[target]].dims))
+            for made in config.batch_outputs
+            for target in made.targets
+        ]
+        flat = [config.outputs[j] for j, _, _ in self._cut]
+        self.flat_outputs = {spec.name: TensorSpec(spec.name, spec.dtype, (-1,)) for spec in flat}
+
+    def feed(self, work: Work) -> tuple[dict[str, Array], list[int], int]:
+        """The arrays by name, the bytes of each input that had to be copied, and the rows of the batch."""
+        feed: dict[str, Array] = {}
+        copied = [0] * len(self._inputs)
+        for i, (spec, column) in enumerate(zip(self._inputs, work.inputs, strict=True)):
+            if column[0] is None:
+                continue  # an omitted optional input of a model without batching
+            assemble = flatten if spec.ragged else gather
+            feed[spec.name], copied[i] = assemble(column, HOST)  # type: ignore[arg-type]  # no member lacks it
+        for targets, source, make, dtype in self._made:
+            array = make(self._shapes(work, source), dtype)
+            feed.update(dict.fromkeys(targets, array))
+        rows = sum(tensor.shape[0] for tensor in work.inputs[0] if tensor is not None) if self._is_batching else 0
+        return feed, copied, rows
+
+    def run(self, run: Callable[[Work, ClockNs], Results], work: Work, clock: ClockNs) -> Results:
+        """Run a batch without its empty members, for which there is nothing to compute: an element count per request
+        would have a row too many for them. Flat outputs are split.
+        """
+        empty = [m for m, tensor in enumerate(work.inputs[0]) if tensor is not None and not tensor.shape[0]]
+        if not empty or not self._is_batching:
+            results = run(work, clock)
+            results.outputs = self._cut_flat(results.outputs, work)
+            return results
+        members = [m for m in range(len(work.rows)) if m not in empty]
+        if members:
+            results = self.run(run, part_of(work, members), clock)
+        else:
+            results = Results([[]] * len(self._outputs), gathered_ns=clock(), computed_ns=clock())
+        results.outputs = self._with_empty_members(results.outputs, members, work)
+        return results
+
+    def _cut_flat(self, outputs: Outputs, work: Work) -> Outputs:
+        """The outputs, with the flat ones split among the members. In `outputs` each member has the whole array of a
+        flat output as its block.
+
+        Raises ModelFailed if the model returned more or fewer elements than the members' shapes have.
+        """
+        made = [*outputs]
+        for j, source, dims in self._cut:
+            whole = outputs[j][0]
+            if whole is None:
+                continue  # no member requested it
+            shapes = [resolved_dims(dims, shape) for shape in self._shapes(work, source)]
+            elements = sum(map(prod, shapes))
+            if elements != len(whole.block):
+                name = self._inputs[source].name
+                raise ModelFailed(
+                    f"model '{self._model}', output '{self._outputs[j].name}': by the shapes of input '{name}' it has "
+                    f"{elements} elements in this batch, the model answered {len(whole.block)}"
+                )
+            made[j] = unflatten(whole.block, shapes, has_rows=self._is_batching)
+        return made
+
+    def _with_empty_members(self, outputs: Outputs, members: Sequence[int], work: Work) -> Outputs:
+        """The outputs of the whole batch: `outputs` are those of `members`, the others get outputs without rows."""
+        place = {m: k for k, m in enumerate(members)}
+        sources = {j: (source, dims) for j, source, dims in self._cut}
+        made: list[list[Tensor | None]] = []
+        for j, spec in enumerate(self._outputs):
+            column: list[Tensor | None] = []
+            for m, wanted in enumerate(work.wanted):
+                if m in place:
+                    column.append(outputs[j][place[m]])
+                elif spec.name not in wanted:
+                    column.append(None)
+                else:
+                    shape = (0, *(max(dim, 0) for dim in spec.dims))
+                    if j in sources:
+                        source, dims = sources[j]
+                        shape = resolved_dims(dims, self._shapes(part_of(work, [m]), source)[0])
+                    column.append(Tensor(np.empty(shape, spec.dtype.numpy), 0, 0))
+            made.append(column)
+        return made
+
+    def _shapes(self, work: Work, source: int) -> list[Shape]:
+        """The members' shapes of an input as the model sees them: batch dimension included, reshaped if configured."""
+        spec = self._inputs[source]
+        return [inner_shape(tensor.shape, spec) for tensor in work.inputs[source] if tensor is not None]

@@ -8,8 +8,8 @@ or in a worker process.
 |---|---|
 | backend | factory: completion, loading, the instances of a version |
 | source | the code of a model: its files, their import, errors outside `execute` |
-| instance, device | when `execute` is called and what its failures become; tensors that stay on a GPU |
-| requests | the requests of a batch as the model receives them, and their response senders |
+| instance | the requests of a batch and their response senders, when `execute` is called, what its failures become |
+| device | tensors that stay on a GPU |
 | answers | checks of the responses, and ownership of their arrays |
 | pb_utils/ | the module that models import |
 

@@ -9,7 +9,7 @@ runs this model only, outputs are written to shared memory before the model cont
 
 It does not know how the model was called.
 
-Callers: instance.py, device.py and requests.py.
+Callers: instance.py and device.py.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.backends.base import Results, Work
-from flowserve.backends.python.pb_utils.inference import InferenceResponse, error_of
-from flowserve.backends.python.pb_utils.tensors import OnGpu, as_bytes, on_host
-from flowserve.backends.python.pb_utils.tensors import Tensor as Answer
-from flowserve.backends.shapes import fits, shape_text
+from flowserve.backends.python.pb_utils.inference import InferenceResponse, OnGpu, as_bytes, error_of, on_host
+from flowserve.backends.python.pb_utils.inference import Tensor as Answer
 from flowserve.config.suggest import meant
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, ModelFailed
-from flowserve.graph.conversion import reshaped
+from flowserve.graph.types import outer_shape
 from flowserve.memory.column import Column, scatter
 from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
 from flowserve.memory.tensor import Tensor
-from flowserve.values import Array, DType, TensorSpec
+from flowserve.values import Array, DType, TensorSpec, fits, shape_text
 
 log = logging.getLogger("flowserve.python")
 
@@ -51,7 +49,7 @@ class _Output:
     shape of one row, with batch dimension.
     """
 
-    __slots__ = ("inner", "j", "numpy", "one", "spec")
+    __slots__ = ("fixed", "inner", "j", "numpy", "one", "rank", "spec")
 
     def __init__(self, j: int, spec: TensorSpec, *, batches: bool) -> None:
         self.j = j
@@ -59,6 +57,8 @@ class _Output:
         self.numpy = spec.dtype.numpy
         self.inner = spec.dims if spec.reshape is None else spec.reshape
         self.one = (1, *self.inner) if batches else self.inner
+        self.rank = len(self.one)
+        self.fixed = [(axis, size) for axis, size in enumerate(self.one) if size >= 0 and (axis or not batches)]
 
 
 class AnswerReader:
@@ -71,9 +71,12 @@ class AnswerReader:
         self._specs = config.outputs
         self._batches = config.max_batch_size > 0
         self._outputs = {spec.name: _Output(j, spec, batches=self._batches) for j, spec in enumerate(config.outputs)}
-        self._output_log = OutputLog(config.name, self._outputs)
-        # Whether an absent output is logged: each response of a decoupled model may have other outputs.
-        self._answers_once = self._has_all = not config.decoupled
+        # Outputs whose difference from the configuration was logged, which is done once for each.
+        self._logged_unknown: set[str] = set()
+        self._logged_missing: set[str] = set()
+        self._logged_unlike: set[str] = set()
+        # Each response of a decoupled model may have other outputs, so that an absent one is not logged.
+        self._answers_once = not config.decoupled
 
     def read(self, responses: list[InferenceResponse], work: Work) -> Results:
         """The results of a batch, from one response for each member. Only the caller may hold the list."""
@@ -85,10 +88,10 @@ class AnswerReader:
             placed = [0] * len(outputs)
             errors: Errors = {}
             for j, column in enumerate(self._sort(responses, work, errors)):
-                if self._has_all and len(column) + len(errors) < len(responses):
+                if self._answers_once and len(column) + len(errors) < len(responses):
                     there = {m for m, _ in column}
                     missing = (names for m, names in enumerate(work.wanted) if m not in there and m not in errors)
-                    self._output_log.left_out(self._specs[j].name, missing)
+                    self._log_left_out(self._specs[j].name, missing)
                 if column:
                     placed[j] = self._take(responses, column, self._outputs[self._specs[j].name], outputs[j])
         except OnGpu:
@@ -126,8 +129,11 @@ class AnswerReader:
                 dtype, shape = output.numpy, array.shape
                 if dtype.hasobject or (self._copies and array.nbytes * sum(rows) >= POOLED_BYTES_MIN * rows[0]):
                     return None
-                if (shape != output.one or rows[0] != 1) and self._mismatch(answer, output, rows[0]):
+                if len(shape) != output.rank or (self._batches and shape[0] != rows[0]):
                     return None
+                for axis, size in output.fixed:
+                    if shape[axis] != size:
+                        return None
                 inner = shape[1:]
                 if array.dtype is not dtype or name not in names[0]:
                     return None
@@ -154,8 +160,8 @@ class AnswerReader:
         placed = []
         for spec, found in zip(self._specs, taken, strict=True):
             if found is None:
-                if self._has_all:
-                    self._output_log.left_out(spec.name, names)
+                if self._answers_once:
+                    self._log_left_out(spec.name, names)
                 outputs.append([None] * count)
                 placed.append(0)
             elif count == 1 and not self._copies:
@@ -176,8 +182,13 @@ class AnswerReader:
         """
         columns: list[list[Place]] = [[] for _ in self._specs]
         for m, response in enumerate(responses):
-            if not isinstance(response, InferenceResponse) or response._error is not None:
-                errors[m] = self._refusal(response)
+            if not isinstance(response, InferenceResponse):
+                found = type(response).__name__
+                text = f"model '{self._model}' answered {found} where InferenceResponse was expected"
+                errors[m] = ModelFailed(text)
+                continue
+            if response._error is not None:
+                errors[m] = error_of(response._error)
                 continue
             wanted = work.wanted[m]
             rows = work.rows[m]
@@ -186,11 +197,11 @@ class AnswerReader:
                     found = type(tensor).__name__
                     text = f"model '{self._model}' answered {found} where pb_utils.Tensor was expected"
                     errors[m] = ModelFailed(text)
-                    self._output_log.unlike(found, errors[m])
+                    self._log_unlike(found, errors[m])
                     break
                 output = self._outputs.get(tensor._name)
                 if output is None:
-                    self._output_log.unknown(tensor._name)
+                    self._log_unknown(tensor._name)
                     continue
                 if tensor._name not in wanted:
                     continue
@@ -199,7 +210,9 @@ class AnswerReader:
                 # This comparison suffices for nearly all outputs; `_mismatch` handles the others.
                 wrong = "" if is_usual and not output.numpy.hasobject else self._mismatch(tensor, output, rows)
                 if wrong:
-                    errors[m] = self._unlike(tensor._name, wrong)
+                    errors[m] = ModelFailed(f"model '{self._model}', output '{tensor._name}': {wrong}")
+                    if self._answers_once:  # errors of a decoupled model are logged where they are sent
+                        self._log_unlike(tensor._name, errors[m])
                     break
                 column = columns[output.j]
                 if column and column[-1][0] == m:
@@ -207,19 +220,6 @@ class AnswerReader:
                     break
                 column.append((m, k))
         return [[place for place in column if place[0] not in errors] for column in columns] if errors else columns
-
-    def _unlike(self, name: str, wrong: str) -> ModelFailed:
-        error = ModelFailed(f"model '{self._model}', output '{name}': {wrong}")
-        if self._answers_once:  # errors of a decoupled model are logged where they are sent
-            self._output_log.unlike(name, error)
-        return error
-
-    def _refusal(self, response: object) -> FlowserveError:
-        error = response._error if isinstance(response, InferenceResponse) else None
-        if error is None:
-            found = type(response).__name__
-            return ModelFailed(f"model '{self._model}' answered {found} where InferenceResponse was expected")
-        return error_of(error)
 
     def _mismatch(self, tensor: Answer, output: _Output, rows: int) -> str:
         """How the tensor differs from the configuration, "" if it does not. Converts strings to `bytes`."""
@@ -252,12 +252,14 @@ class AnswerReader:
         arrays = [responses[m]._outputs[k].as_numpy() for m, k in column]
         if not self._copies:
             for (m, _), array in zip(column, arrays, strict=True):
-                own = self._outer(array, spec)
+                own = array if spec.reshape is None else array.reshape(outer_shape(array.shape, spec))
                 outputs[m] = Tensor(own, 0, len(own)) if self._batches else Tensor(own)
             return 0
         shapes = {array.shape[1:] for array in arrays}
         if len(shapes) == 1 and (spec.dtype is DType.BYTES or sum([a.nbytes for a in arrays]) < POOLED_BYTES_MIN):
-            block = self._outer(np.concatenate(arrays) if len(arrays) > 1 else arrays[0].copy(), spec)
+            block = np.concatenate(arrays) if len(arrays) > 1 else arrays[0].copy()
+            if spec.reshape is not None:
+                block = block.reshape(outer_shape(block.shape, spec))
             shares = scatter(block, [len(array) for array in arrays]) if self._batches else [Tensor(block)]
             for (m, _), share in zip(column, shares, strict=True):
                 outputs[m] = share
@@ -267,15 +269,34 @@ class AnswerReader:
         for m, k in column:
             own, copied = _own(responses, m, k)
             placed += copied
-            block = self._outer(own, spec)
+            block = own if spec.reshape is None else own.reshape(outer_shape(own.shape, spec))
             outputs[m] = Tensor(block, 0, len(block)) if self._batches else Tensor(block)
         return placed
 
-    def _outer(self, block: Array, spec: TensorSpec) -> Array:
-        if spec.reshape is None:
-            return block
-        batch = block.shape[: 1 if self._batches else 0]
-        return block.reshape(batch + reshaped(block.shape[len(batch) :], spec.reshape, spec.dims))
+    def _log_unknown(self, name: object) -> None:
+        """The model returned an output that the configuration does not have. The name may be of any type."""
+        name = str(name)
+        if name not in self._logged_unknown and len(self._logged_unknown) < NAMES_MAX:
+            self._logged_unknown.add(name)
+            text = "model '%s' answered output '%s', which its configuration does not have; it is left out%s"
+            log.warning(text, self._model, name, meant(name, self._outputs))
+
+    def _log_left_out(self, name: str, wanted: Iterable[Collection[str]]) -> None:
+        """The model left out an output of the configuration in some responses. `wanted`: the outputs that each of their
+        requests wants.
+        """
+        if name not in self._logged_missing and any(name in names for names in wanted):
+            self._logged_missing.add(name)
+            text = "model '%s' left out output '%s', which its configuration has and a request asked for; "
+            log.warning(text + "the answer lacks it", self._model, name)
+
+    def _log_unlike(self, name: str, error: FlowserveError) -> None:
+        """An output has another data type or shape than the configuration. `error` is what the client gets; it is
+        logged too, since the model's author may not be the client.
+        """
+        if name not in self._logged_unlike:
+            self._logged_unlike.add(name)
+            log.error("%s", error)
 
 
 def _own(responses: list[InferenceResponse], m: int, k: int) -> tuple[Array, int]:
@@ -310,45 +331,3 @@ def _base_holders(array: Array) -> int:
 # between versions of Python.
 _ALONE = _holders([InferenceResponse([Answer("", np.zeros(1))])], 0, 0)
 _BASE_ALONE = _base_holders(np.zeros(2)[:1])
-
-
-class OutputLog:
-    """Logs how the outputs of one instance differ from the configuration, once per output."""
-
-    __slots__ = ("_known", "_missed", "_model", "_unknown", "_unlike")
-
-    def __init__(self, model: str, known: Collection[str]) -> None:
-        self._model = model
-        self._known = known
-        self._unknown: set[str] = set()
-        self._missed: set[str] = set()
-        self._unlike: set[str] = set()
-
-    def unknown(self, name: object) -> None:
-        """The model returned an output that the configuration does not have. The name may be of any type."""
-        name = str(name)
-        if name in self._unknown or len(self._unknown) >= NAMES_MAX:
-            return
-        self._unknown.add(name)
-        text = "model '%s' answered output '%s', which its configuration does not have; it is left out%s"
-        log.warning(text, self._model, name, meant(name, self._known))
-
-    def left_out(self, name: str, wanted: Iterable[Collection[str]]) -> None:
-        """The model left out an output of the configuration in some responses. `wanted`: the outputs that each of their
-        requests wants.
-        """
-        if name in self._missed or not any(name in names for names in wanted):
-            return
-        self._missed.add(name)
-        text = (
-            "model '%s' left out output '%s', which its configuration has and a request asked for; the answer lacks it"
-        )
-        log.warning(text, self._model, name)
-
-    def unlike(self, name: str, error: FlowserveError) -> None:
-        """An output has another data type or shape than the configuration. `error` is what the client gets; it is
-        logged too, since the model's author may not be the client.
-        """
-        if name not in self._unlike:
-            self._unlike.add(name)
-            log.error("%s", error)

@@ -15,19 +15,16 @@ from typing import Any
 
 from flowserve.backends.base import ClockNs, DeviceWork, Results, Work
 from flowserve.backends.python.answers import AnswerReader, Place, _Output
-from flowserve.backends.python.instance import PythonInstance
-from flowserve.backends.python.pb_utils.inference import InferenceResponse
-from flowserve.backends.python.pb_utils.tensors import GpuTensor, Tensor, _Input, inner_shape
-from flowserve.backends.python.requests import BatchMember, ReceivedRequest
+from flowserve.backends.python.instance import BatchMember, PythonInstance, ReceivedRequest
+from flowserve.backends.python.pb_utils.inference import GpuTensor, InferenceResponse, Tensor, _Input
 from flowserve.backends.python.source import ModelSource
 from flowserve.config.types import InstanceGroup, ModelConfig
-from flowserve.graph.conversion import reshaped
+from flowserve.graph.types import inner_shape, outer_shape
 from flowserve.memory.device_memory import DeviceMemory
 from flowserve.memory.device_tensor import DeviceTensor
 from flowserve.memory.dlpack import ForeignTensor
 from flowserve.memory.stream import ON_HOST, DeviceStream
 from flowserve.memory.tensor import Tensor as Rows
-from flowserve.values import TensorSpec
 
 
 class DeviceRequest(ReceivedRequest):
@@ -41,7 +38,10 @@ class DeviceRequest(ReceivedRequest):
             found = super().inputs()
             for i, tensor in enumerate(found):
                 if isinstance(tensor, _Input) and isinstance(tensor._rows, DeviceTensor):
-                    found[i] = _gpu_tensor(tensor._spec, tensor._rows)
+                    array, spec = tensor._rows.elements, tensor._spec
+                    shape = inner_shape(array.shape, spec)
+                    there = ForeignTensor(array.address, array.dtype, shape, array.place.number, tensor._rows)
+                    found[i] = GpuTensor(spec.name, there)
         return super().inputs()
 
 
@@ -86,11 +86,9 @@ class DeviceAnswerReader(AnswerReader):
         return super()._take(responses, rest, output, outputs) if rest else 0
 
     def _kept(self, tensor: GpuTensor, output: _Output, m: int) -> Rows:
-        spec, there, work = output.spec, tensor._there, self._work
+        there, work = tensor._there, self._work
         array = self._stream.adopt(tensor, there.address, there.dtype, there.shape)
-        if spec.reshape is not None:
-            lead = there.shape[: 1 if self._batches else 0]
-            array = array.reshape(lead + reshaped(there.shape[len(lead) :], spec.reshape, spec.dims))
+        array = array.reshape(outer_shape(there.shape, output.spec))
         read_at = work.read_at[output.j][m] if isinstance(work, DeviceWork) and work.read_at is not None else ON_HOST
         rows = [len(array)] if self._batches else None
         return self._stream.deliver([array], rows, [[read_at]])[0][0]
@@ -138,9 +136,3 @@ class DevicePythonInstance(PythonInstance):
     def close(self) -> None:
         super().close()
         self._stream.close()
-
-
-def _gpu_tensor(spec: TensorSpec, tensor: DeviceTensor) -> Tensor:
-    array = tensor.elements
-    shape = array.shape if spec.reshape is None else inner_shape(array.shape, spec)
-    return GpuTensor(spec.name, ForeignTensor(array.address, array.dtype, shape, array.place.number, tensor))

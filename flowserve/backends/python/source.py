@@ -102,7 +102,7 @@ class ModelSource:
         self.path: Path = files.model_file(config, MODEL_FILE)
         self.shown = files.shown(self.path)
         # Both folders are searched, in this order, as on Triton.
-        self.context = ModelContext(config.name, [str(self.path.parent), str(files.folder)], code)
+        self.context = ModelContext(config.name, (str(self.path.parent), str(files.folder)), code)
 
     def text(self) -> str:
         """The text of the model's file, in the encoding that it declares. Raises Problems if it is not valid Python, or
@@ -127,10 +127,6 @@ class ModelSource:
             return decode_source(raw)
         except UnicodeDecodeError:  # in a comment: Python's import does not decode comments
             return raw.decode(errors="replace")
-
-    def mentions(self, name: str) -> bool:
-        """Whether the name occurs in the model's code, as far as its files are known."""
-        return any(name.encode() in text for text in self.context.code.values() or [self.path.read_bytes()])
 
     def import_fresh(self) -> ModuleType:
         # Models import the module by this name.
@@ -176,15 +172,13 @@ class ModelSource:
             if (line := next((one for one in lines if _is_own(self.context, one.filename)), None)) is not None:
                 place = Place(self.files.shown(Path(line.filename)), line.lineno or 1, 1)
                 where = f"{place.file}:{place.line}"
-            failed = ModelFailed(f"model '{self.config.name}' ({where}): {what} failed: {reason(error)}{_hint(error)}")
+            hint = ""
+            if isinstance(error, ModuleNotFoundError):
+                where_not = f"neither beside {MODEL_FILE} nor in the Python environment at {sys.prefix}"
+                hint = f" (it is {where_not}: install it there)"
+            failed = ModelFailed(f"model '{self.config.name}' ({where}): {what} failed: {reason(error)}{hint}")
             failed.place = place
             raise failed from error
-
-
-def _hint(error: BaseException) -> str:
-    if not isinstance(error, ModuleNotFoundError):
-        return ""
-    return f" (it is neither beside {MODEL_FILE} nor in the Python environment at {sys.prefix}: install it there)"
 
 
 def reason(error: BaseException) -> str:
@@ -219,7 +213,7 @@ class _RelativeFinder:
         context = active.context
         if path is None or context is None or not any(_is_own(context, one) for one in path):
             return None
-        return _loaded(name, path, context) or _fresh(PathFinder.find_spec(name, path, target), context)
+        return _spec_of(name, path, target, context)
 
 
 class _SiblingFinder:
@@ -230,8 +224,7 @@ class _SiblingFinder:
         context = active.context
         if path is not None or context is None:
             return None
-        folders = context.folders
-        spec = _loaded(name, folders, context) or _fresh(PathFinder.find_spec(name, folders, target), context)
+        spec = _spec_of(name, context.folders, target, context)
         if spec is not None and not active.owns_process:
             active.siblings.append(name)
         return spec
@@ -242,18 +235,17 @@ def _is_own(context: ModelContext, path: str) -> bool:
     return path.startswith(context.folders) and not (_prefix.startswith(context.folders) and path.startswith(_prefix))
 
 
-def _loaded(name: str, path: Sequence[str], context: ModelContext) -> ModuleSpec | None:
-    """The module among the files that were read when the model was loaded; files on disk may have changed since."""
+def _spec_of(name: str, path: Sequence[str], target: ModuleType | None, context: ModelContext) -> ModuleSpec | None:
+    """The module among the files that were read when the model was loaded, since files on disk may have changed; else
+    the one on disk.
+    """
     last = name.rpartition(".")[2]
     for folder in path:
         for file, inside in ((f"{folder}/{last}/__init__.py", [f"{folder}/{last}"]), (f"{folder}/{last}.py", None)):
             if file in context.code:
                 loader = _FreshLoader(name, file, context.code)
                 return spec_from_file_location(name, file, loader=loader, submodule_search_locations=inside)
-    return None
-
-
-def _fresh(spec: ModuleSpec | None, context: ModelContext) -> ModuleSpec | None:
+    spec = PathFinder.find_spec(name, path, target)
     if spec is not None and type(spec.loader) is SourceFileLoader:
         spec.loader = _FreshLoader(spec.loader.name, spec.loader.path, context.code)
     return spec

@@ -17,9 +17,9 @@ from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Final, Protocol
 
-from flowserve.backends.shapes import shape_text
 from flowserve.errors import Invalid, Unsupported
 from flowserve.memory.devices import devices
+from flowserve.values import shape_text
 
 log = logging.getLogger("flowserve.tensorrt")
 
@@ -30,13 +30,6 @@ Shape = tuple[int, ...]
 Ranges = Mapping[str, tuple[Shape, Shape, Shape]]
 # Allocates memory for an output whose size TensorRT learns during the execution: size in bytes -> device address.
 MakeRoom = Callable[[int], int]
-
-
-class Word(Protocol):
-    """A member of one of TensorRT's enumerations."""
-
-    @property
-    def name(self) -> str: ...
 
 
 class ExecutionContext(Protocol):
@@ -72,15 +65,17 @@ class CudaEngine(Protocol):
 
     def get_tensor_name(self, index: int) -> str: ...
 
-    def get_tensor_mode(self, name: str) -> Word:
+    # These return members of TensorRT's enumerations, which have a name.
+
+    def get_tensor_mode(self, name: str) -> Any:
         """INPUT or OUTPUT."""
 
-    def get_tensor_dtype(self, name: str) -> Word: ...
+    def get_tensor_dtype(self, name: str) -> Any: ...
+
+    def get_tensor_location(self, name: str) -> Any:
+        """DEVICE, or HOST for shape tensors."""
 
     def get_tensor_shape(self, name: str) -> Sequence[int]: ...
-
-    def get_tensor_location(self, name: str) -> Word:
-        """DEVICE, or HOST for shape tensors."""
 
     def get_tensor_profile_shape(self, name: str, profile_index: int) -> Sequence[Sequence[int]]:
         """The smallest, the best and the largest shape of an input."""
@@ -91,7 +86,8 @@ class CudaEngine(Protocol):
 class Allocator(Protocol):
     """An output allocator, made by `TensorRt.allocator`. `shape` is known after the execution."""
 
-    shape: tuple[int, ...] | None
+    @property
+    def shape(self) -> Shape | None: ...
 
 
 class TensorRt(Protocol):
@@ -109,8 +105,16 @@ class TensorRt(Protocol):
         """Makes the device the thread's current one, which is the device that TensorRT uses."""
 
 
+class PlanBuilding(Protocol):
+    """The part of the library that `build_plan` uses: TensorRT's module, its version and its logger."""
+
+    trt: Any
+    version: str
+    logger: Any
+
+
 class TensorRtLibrary:
-    """The real `TensorRt`. Building a plan also needs its module (`trt`) and its `logger`."""
+    """The real `TensorRt` and `PlanBuilding`."""
 
     def __init__(self, trt: Any) -> None:
         self.trt = trt
@@ -166,7 +170,7 @@ def _logger(trt: Any) -> Any:
 
 
 def build_plan(
-    library: TensorRtLibrary, onnx: bytes, profiles: Sequence[Ranges], *, half: bool = False, workspace_bytes: int = 0
+    library: PlanBuilding, onnx: bytes, profiles: Sequence[Ranges], *, half: bool = False, workspace_bytes: int = 0
 ) -> bytes:
     """Build a plan from an ONNX file, for the GPU it is built on, with these optimisation profiles. `half` allows FP16
     where it is faster; `workspace_bytes` limits the workspace, 0 for no limit. May take minutes. Raises Invalid with

@@ -29,24 +29,10 @@ from typing import Any
 import numpy as np
 
 from flowserve.backends.base import IS_WITHDRAWN, METRIC, NO_FILES, Answer, BlsCall, Cells, ClockNs, answer_or_raise
-from flowserve.backends.worker.protocol import (
-    ANCILLARY_BYTES,
-    ATTACH,
-    CALL,
-    CALLS,
-    DROP,
-    LEAVE,
-    MESSAGE_BYTES_MAX,
-    READ,
-    SEGMENT,
-    SERVER_REPLY,
-    SERVER_REQUEST,
-    decode_error,
-    descriptors,
-    pack,
-)
+from flowserve.backends.worker import protocol
+from flowserve.backends.worker.protocol import ANCILLARY_BYTES, MESSAGE_BYTES_MAX, decode_error, pack, request_facts
 from flowserve.errors import Unavailable, Unsupported
-from flowserve.memory import bytes_codec
+from flowserve.memory import raw
 from flowserve.memory.arena import Arena, BlockAddress, aligned
 from flowserve.memory.pool import HOST
 from flowserve.memory.segment import Segment
@@ -81,7 +67,7 @@ class WorkerBlsClient:
 
     def begin(self, call: BlsCall, answered: Callable[[Answer], None]) -> Callable[[], None]:
         number = next(self._numbers)
-        head = (CALL, number, int(call.is_stream), self._cut())
+        head = (protocol.CALL, number, int(call.is_stream), self._cut())
         self._begin(head, [*call.request.inputs.values()], _about(call), f"a call of model '{call.model}'", answered)
         return partial(self._leave, number)
 
@@ -141,7 +127,9 @@ class WorkerBlsClient:
     def _ask(self, about: list[Any], arrays: Sequence[Array]) -> tuple[Any, tuple[Segment, int]]:
         """The server's answer, and the position of `arrays` in shared memory. Raises if the answer is an error."""
         answers: SimpleQueue[Any] = SimpleQueue()
-        where = self._begin((SERVER_REQUEST, next(self._numbers), 0, 0), arrays, about, "what was asked", answers.put)
+        where = self._begin(
+            (protocol.SERVER_REQUEST, next(self._numbers), 0, 0), arrays, about, "what was asked", answers.put
+        )
         self.wait(lambda: not answers.empty())
         answer = answer_or_raise(answers.get())
         assert where is not None  # else the answer would have been the error that the server is gone
@@ -157,14 +145,14 @@ class WorkerBlsClient:
     ) -> tuple[Segment, int] | None:
         """Send a call. Returns the position of its arrays, or None if the server is gone; then it has its error."""
         kind, number, flag, batch = head
-        flats = [bytes_codec.flat_bytes(array) for array in arrays]
+        flats = [raw.flat_bytes(array) for array in arrays]
         try:
             with self._sending:
                 if self._socket is None:
                     self._socket = self._connect()
                 self._send_dropped()
                 while self._free:
-                    self._arena.give_back(self._free.popleft())
+                    self._arena.give_back((self._free.popleft(),))
                 starts, size = [], 0
                 for flat in flats:
                     starts.append(aligned(size))
@@ -176,14 +164,14 @@ class WorkerBlsClient:
                     segment.memory[offset + start : offset + start + flat.nbytes] = flat
                 message = pack(kind, words, about)
                 if len(message) > MESSAGE_BYTES_MAX:
-                    self._arena.give_back((segment.number, offset))
+                    self._arena.give_back(((segment.number, offset),))
                     raise Unsupported(
                         f"{what} is too long: its names, id and parameters have {len(message)} bytes, "
                         f"and {MESSAGE_BYTES_MAX} is the most"
                     )
                 self._waiting[number] = answered
                 for new in self._arena.segments[self._announced :]:
-                    socket.send_fds(self._socket, [pack(SEGMENT, (new.number,))], [new.fd])
+                    socket.send_fds(self._socket, [pack(protocol.SEGMENT, (new.number,))], [new.fd])
                     self._announced += 1
                 self._socket.send(message)
                 return segment, offset
@@ -198,7 +186,7 @@ class WorkerBlsClient:
         while sock is not None and self._dropped:
             family = self._dropped.popleft()
             try:
-                sock.send(pack(DROP, (family,)), socket.MSG_DONTWAIT)
+                sock.send(pack(protocol.DROP, (family,)), socket.MSG_DONTWAIT)
             except OSError:
                 self._dropped.append(family)  # the socket is full, or the server is gone
                 return
@@ -206,12 +194,12 @@ class WorkerBlsClient:
     def _connect(self) -> socket.socket:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
-            socket.send_fds(self._server, [pack(CALLS, ())], [there.fileno()])
+            socket.send_fds(self._server, [pack(protocol.CALLS, ())], [there.fileno()])
         return here
 
     def _leave(self, number: int) -> None:
         if self._waiting.pop(number, None) is not None:
-            self._say(pack(LEAVE, (number,)))
+            self._say(pack(protocol.LEAVE, (number,)))
 
     def _say(self, message: bytes) -> None:
         assert self._socket is not None
@@ -252,9 +240,9 @@ class WorkerBlsClient:
                 answered(Unavailable(_GONE))
             return False
         message: tuple[Any, ...] = marshal.loads(packed)
-        if message[0] == ATTACH:
-            (self._segments[message[1]],) = descriptors(ancillary)
-        elif message[0] == SERVER_REPLY:
+        if message[0] == protocol.ATTACH:
+            (self._segments[message[1]],) = protocol.descriptors(ancillary)
+        elif message[0] == protocol.SERVER_REPLY:
             self._take_answer(*message[1:])
         else:
             self._take(*message[1:])
@@ -277,7 +265,7 @@ class WorkerBlsClient:
         elif columns is not None:
             answer = Response("", 0, {name: self._array(name, *rest) for name, *rest in columns})
         if token:
-            self._say(pack(READ, (token,)))
+            self._say(pack(protocol.READ, (token,)))
         if answered is not None:  # None: the call was withdrawn
             answered(answer)
 
@@ -294,7 +282,7 @@ class WorkerBlsClient:
             flat = HOST.take(nbytes)
             _read(self._segments[segment], flat, offset)
         if dtype is DType.BYTES:
-            return bytes_codec.decode(flat.data, int(np.prod(shape)), name=name, model=self._model).reshape(shape)
+            return raw.decode_bytes(flat.data, int(np.prod(shape)), name=name, model=self._model).reshape(shape)
         return flat.view(dtype.numpy).reshape(shape)
 
 
@@ -307,16 +295,12 @@ def _read(fd: int, target: Array, offset: int) -> None:
 
 def _about(call: BlsCall) -> list[Any]:
     request: Request = call.request
+    *facts, parameters = request_facts(request)
     return [
         call.model,
         call.version,
         [*request.inputs],
         None if request.outputs is None else [*request.outputs],
-        request.id,
-        request.priority,
-        request.timeout_us,
-        request.sequence_id,
-        request.sequence_start,
-        request.sequence_end,
-        dict(request.parameters),
+        *facts,
+        dict(parameters),
     ]

@@ -7,8 +7,8 @@ to the server. A batch is handed on through the server's end of the next process
 earlier message of the server, and that process has no second socket to read.
 
 The one thread of an instance waits on the socket. A thread of the model's own may release an input at any time, and
-then reports it itself while the first one waits. Messages are decided in protocol.py, memory in inputs.py and
-outputs.py. It does not know the event loop, queues or graphs, nor which backend it runs. Called by main.py.
+then reports it itself while the first one waits. Messages are decided in protocol.py, memory in tensors.py. It does not
+know the event loop, queues or graphs, nor which backend it runs. Called by main.py.
 """
 
 from __future__ import annotations
@@ -18,41 +18,15 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, overload
+from functools import lru_cache
+from typing import Any, Final
 
 from flowserve.backends.base import ClockNs, Instance, Work
-from flowserve.backends.worker.inputs import InputReader, Run
-from flowserve.backends.worker.outputs import OutputWriter, Placed, Together
-from flowserve.backends.worker.protocol import (
-    ANCILLARY_BYTES,
-    ATTACH,
-    CANCEL,
-    CANCELLED,
-    DONE,
-    END,
-    FAILED,
-    GONE,
-    LOST_GPU,
-    MESSAGE_BYTES_MAX,
-    PEER,
-    PLAIN_FACTS,
-    READY,
-    RETURNED,
-    ROUTE,
-    RUN,
-    SEGMENT,
-    SHOW,
-    SPILLED,
-    SPILLED_OUT,
-    Job,
-    descriptors,
-    encode_error,
-    pack,
-    unpack,
-)
-from flowserve.backends.worker.run_message import RUN_HEAD, ColumnPlace, RunMessage, Stage, write_passed
+from flowserve.backends.worker import protocol
+from flowserve.backends.worker.protocol import Job, RunMessage, Stage, begin_reply, encode_error, pack, unpack
+from flowserve.backends.worker.tensors import NOTHING_PLACED, InputReader, OutputWriter, Placed, Run, Together
 from flowserve.errors import FlowserveError, ModelFailed
-from flowserve.memory.cuda_context import why_lost
+from flowserve.memory.device import why_lost
 from flowserve.memory.segment import Segment
 from flowserve.values import Request
 
@@ -61,6 +35,7 @@ log = logging.getLogger("flowserve.child")
 # The least time between two checks whether the GPU is lost: a check takes 50 us where no driver is loaded, and a model
 # may refuse every other request. After a loss all requests fail, so the next check finds it.
 _LOOK_EVERY_NS: Final = 100_000_000
+_PLAIN_REQUEST: Final = Request({}, None, *protocol.PLAIN_FACTS)  # its attributes are only read
 _CANCELLED_MAX: Final = 1 << 12  # batches that were cancelled before they came, within milliseconds, are remembered
 
 
@@ -69,19 +44,15 @@ class BatchRequests(Sequence[Request]):
 
     __slots__ = ("_facts",)
 
-    def __init__(self, facts: Sequence[Sequence[Any]] | None, count: int) -> None:
-        self._facts = (PLAIN_FACTS,) * count if facts is None else facts
+    def __init__(self, facts: Sequence[Sequence[Any]]) -> None:
+        self._facts = facts
 
     def __len__(self) -> int:
         return len(self._facts)
 
-    @overload
-    def __getitem__(self, index: int) -> Request: ...
-    @overload
-    def __getitem__(self, index: slice) -> BatchRequests: ...
-    def __getitem__(self, index: int | slice) -> Request | BatchRequests:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return BatchRequests(self._facts[index], 0)
+            return BatchRequests(self._facts[index])
         return Request({}, None, *self._facts[index])
 
 
@@ -94,10 +65,11 @@ class Driver:
         self._instance = instance
         self._guard = guard
         self._inputs = InputReader(job.model, job.inputs, batches=job.batches, let_go=self._let_go)
-        self._outputs = OutputWriter(job.outputs)
+        self._outputs = OutputWriter(job.outputs, self._show)
         self._handoff = HandOff(self._inputs, self._outputs)
-        self._names = [spec.name for spec in job.outputs]
-        self._wanted_names: dict[tuple[int, ...], tuple[str, ...]] = {}
+        names = [spec.name for spec in job.outputs]
+        # Clients choose outputs in any order and number.
+        self._names_of = lru_cache(100)(lambda outputs: tuple([names[j] for j in outputs]))
         self._last: tuple[int, Stage | None] = (0, None)  # the last batch with a route that was run, and what it made
         self._cancelled: dict[int, None] = {}  # batches that must not be run here any more
         self._is_idle = False
@@ -108,7 +80,7 @@ class Driver:
 
     def run(self) -> None:
         """Run batches until END, or until the server has ended."""
-        self._socket.send(pack(READY, ()))
+        self._socket.send(pack(protocol.READY, ()))
         while True:
             self._is_idle = True
             if self._inputs.gone:
@@ -118,53 +90,54 @@ class Driver:
             if message is None:
                 return
             kind, words, text = message
-            if kind == RUN:
-                self._run(RunMessage.decode(text))
-            elif kind == END:
+            if kind == protocol.RUN:
+                self._run(protocol.decode_run(text))
+            elif kind == protocol.END:
                 return
-            elif kind == CANCEL:
+            elif kind == protocol.CANCEL:
                 self._cancel(words[1])
 
     def _next_message(self) -> tuple[int, tuple[int, ...], bytes] | None:
         """The next message that is not about memory or routes, None if the server has ended."""
         while True:
-            packed, ancillary, _, _ = self._socket.recvmsg(MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+            packed, ancillary, _, _ = self._socket.recvmsg(
+                protocol.MESSAGE_BYTES_MAX, protocol.ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
             if not packed:
                 return None
-            if packed.startswith(RUN_HEAD):
-                return RUN, (), packed[len(RUN_HEAD) :]
+            if packed.startswith(protocol.RUN_HEAD):
+                return protocol.RUN, (), packed
             message = unpack(packed)
             kind, words, _ = message
-            if kind == ATTACH:
-                self._inputs.attach(words[1], *descriptors(ancillary))
-            elif kind == SPILLED:
-                return unpack(self._inputs.message(*words[1:]))
-            elif kind == SHOW:
+            if kind == protocol.ATTACH:
+                self._inputs.attach(words[1], *protocol.descriptors(ancillary))
+            elif kind == protocol.SPILLED:
+                packed = self._inputs.message(*words[1:])
+                return (protocol.RUN, (), packed) if packed.startswith(protocol.RUN_HEAD) else unpack(packed)
+            elif kind == protocol.SHOW:
                 self._show(self._outputs.segment(words[1]))
-            elif kind == PEER:
-                self._handoff.add_peer(words, *descriptors(ancillary))
-            elif kind == ROUTE:
+            elif kind == protocol.PEER:
+                self._handoff.add_peer(words, *protocol.descriptors(ancillary))
+            elif kind == protocol.ROUTE:
                 self._handoff.add_route(words)
             else:
                 return message
 
     def _run(self, message: RunMessage) -> None:
-        number, route = message.number, message.route
-        if message.news.homes:
-            self._outputs.come_home(message.news.homes)
-        if message.news.ended:
-            self._inputs.detach(message.news.ended)
+        number, route, (free, ended) = message.number, message.route, message.update
+        if free:
+            self._outputs.give_back(free)
+        if ended:
+            self._inputs.detach(ended)
         if message.passed and (number in self._cancelled or not self._inputs.fit(message.columns)):
-            words = [number]
-            write_passed(words, message.passed)
-            self._send(pack(RETURNED, words))
+            self._send(pack(protocol.RETURNED, begin_reply(number, message.passed)))
             return
         run = Run(number)
-        self._guard.begin(number if route else 0)
-        kind, text, times, placed = FAILED, None, (0, 0), Placed(0, 0, 0, ())
+        self._guard.number = number if route else 0
+        kind, text, times, placed = protocol.FAILED, None, (0, 0), NOTHING_PLACED
         try:
             text, times, placed = self._execute(run, message)
-            kind = DONE
+            kind = protocol.DONE
         except FlowserveError as error:
             text, self._has_failed = encode_error(error), True
         except Exception as error:
@@ -176,17 +149,14 @@ class Driver:
         if self._has_failed:
             self._look_for_loss()
         if route:
-            may_hand_on = self._guard.end() and kind == DONE and text is None
+            may_hand_on = self._guard.end_route() and kind == protocol.DONE and text is None
             stage = stage_of(message, kept, times, placed) if may_hand_on else None
             self._last = number, stage
-            if stage is not None and message.later_news:
-                self._show_new()  # the server may have to read what the next process is given
-                if self._handoff.hand_on(message, stage):
-                    return
-        words = [number]
-        write_passed(words, message.passed)
+            if stage is not None and message.later_updates and self._handoff.hand_on(message, stage):
+                return
+        words = begin_reply(number, message.passed)
         words.append(kept)
-        if kind == DONE:
+        if kind == protocol.DONE:
             words += times
             words += placed.words()
         self._send(pack(kind, words, text))
@@ -199,9 +169,7 @@ class Driver:
             self._cancelled[number] = None
             if len(self._cancelled) > _CANCELLED_MAX:
                 del self._cancelled[next(iter(self._cancelled))]
-        words = [number]
-        write_passed(words, () if stage is None else (stage,))
-        self._send(pack(CANCELLED, words))
+        self._send(pack(protocol.CANCELLED, begin_reply(number, () if stage is None else (stage,))))
 
     def _look_for_loss(self) -> None:
         """After a failure: end this process if it has lost its GPU, since only a new process can use it. The batch is
@@ -215,7 +183,7 @@ class Driver:
         why = why_lost()
         if why:
             log.error("instance %s: its process cannot use the GPU any more (%s), and ends", self._job.instance, why)
-            raise SystemExit(LOST_GPU)
+            raise SystemExit(protocol.LOST_GPU)
 
     def _execute(self, run: Run, message: RunMessage) -> tuple[Any, tuple[int, int], Placed]:
         """Run the batch. Returns the text about members that failed, run again or have parameters, None if there are
@@ -235,36 +203,23 @@ class Driver:
 
     def _work(self, run: Run, message: RunMessage) -> Work:
         rows, count = message.rows, len(message.rows)
-        wanted = [*map(self._wanted_of, message.wanted)]
+        wanted = [*map(self._names_of, message.wanted)]
         if len(wanted) < count:
             wanted *= count
+        requests = [_PLAIN_REQUEST] * count if message.facts is None else BatchRequests(message.facts)
         contexts = message.contexts[0] if message.contexts else None
         # Everything may be written to: it is mapped privately.
         may_write = [[True] * count] * len(message.columns)
         given = self._inputs.take(run, message.columns, rows)
-        return Work(given, rows, BatchRequests(message.facts, count), wanted, may_write, contexts=contexts or None)
-
-    def _wanted_of(self, outputs: Sequence[int]) -> tuple[str, ...]:
-        key = tuple(outputs)
-        found = self._wanted_names.get(key)
-        if found is None:
-            if len(self._wanted_names) > 100:
-                self._wanted_names.clear()  # clients choose outputs in any order and number
-            found = self._wanted_names[key] = tuple([self._names[j] for j in key])
-        return found
+        return Work(given, rows, requests, wanted, may_write, contexts=contexts or None)
 
     def _send(self, message: bytes) -> None:
-        if len(message) > MESSAGE_BYTES_MAX:
-            message = pack(SPILLED_OUT, self._outputs.message(message))
-        self._show_new()
+        if len(message) > protocol.MESSAGE_BYTES_MAX:
+            message = pack(protocol.SPILLED_OUT, self._outputs.message(message))
         self._socket.send(message)
 
-    def _show_new(self) -> None:
-        for segment in self._outputs.new_segments():
-            self._show(segment)
-
     def _show(self, segment: Segment) -> None:
-        socket.send_fds(self._socket, [pack(SEGMENT, (segment.number,))], [segment.fd])
+        socket.send_fds(self._socket, [pack(protocol.SEGMENT, (segment.number,))], [segment.fd])
 
     def _let_go(self) -> None:
         """Report the batches whose inputs the model has released. On any thread; never blocks."""
@@ -274,18 +229,10 @@ class Driver:
         while gone:
             number = gone.popleft()
             try:
-                self._socket.send(pack(GONE, (number,)), socket.MSG_DONTWAIT)
+                self._socket.send(pack(protocol.GONE, (number,)), socket.MSG_DONTWAIT)
             except OSError:
                 gone.append(number)  # the socket is full, or the server has ended
                 return
-
-
-class NextStage(NamedTuple):
-    """Where a route goes on: the process, the outputs it computes, and its inputs as (stage, output)."""
-
-    peer: int
-    wanted: Sequence[int]
-    inputs: Sequence[tuple[int, int]]
 
 
 class HandOff:
@@ -296,7 +243,8 @@ class HandOff:
         self._outputs = outputs
         self._peers: dict[int, socket.socket] = {}  # by the server's numbers
         self._shown: dict[int, set[int]] = {}  # the segments that each of them has attached
-        self._routes: dict[int, NextStage] = {}
+        # Where a route goes on: the process, the outputs it computes, and its inputs as (stage, output).
+        self._routes: dict[int, tuple[int, tuple[int, ...], Sequence[tuple[int, int]]]] = {}
 
     def add_peer(self, words: Sequence[int], fd: int) -> None:
         """Take a PEER message and its descriptor."""
@@ -304,6 +252,7 @@ class HandOff:
             self._peers.pop(gone).close()
             self._shown.pop(gone, None)
         self._peers[words[1]] = socket.socket(fileno=fd)
+        self._shown[words[1]] = set()
 
     def add_route(self, words: Sequence[int]) -> None:
         """Take a ROUTE message."""
@@ -315,52 +264,40 @@ class HandOff:
         inputs = [(words[k], words[k + 1]) for k in range(at, at + 2 * count, 2)]
         for gone in words[at + 2 * count :]:
             self._routes.pop(gone, None)
-        self._routes[number] = NextStage(peer, outputs, inputs)
+        self._routes[number] = peer, tuple(outputs), inputs
 
     def hand_on(self, message: RunMessage, made: Stage) -> bool:
         """Hand on a batch that was run here, with what it made. False if it must return to the server instead."""
-        following = self._routes[message.route]
+        following, wanted, inputs = self._routes[message.route]
+        peer, shown = self._peers[following], self._shown[following]
         passed = [*message.passed, made]
-        columns: list[ColumnPlace] = []
-        for i, j in following.inputs:
+        columns: list[protocol.ColumnPlace] = []
+        for i, j in inputs:
             stage = passed[i]
             start, nbytes, shape = stage.outputs[j]
             columns.append((stage.segment, stage.offset + start, nbytes, shape) if nbytes else (0, 0, 0, shape))
-        onward = RunMessage(
-            message.number,
-            message.rows,
-            columns,
-            [following.wanted],
-            message.later_news[0],
-            message.facts,
-            message.contexts[1:],
-            message.route,
-            message.later_news[1:],
-            passed,
-        ).encode()
-        if len(onward) > MESSAGE_BYTES_MAX:
+        number, rows, _, _, _, facts, contexts, route, (update, *later), _ = message
+        fields = (wanted,), update, facts, contexts[1:], route, later, passed
+        onward = protocol.encode_run((number, rows, columns, *fields))
+        if len(onward) > protocol.MESSAGE_BYTES_MAX:
             return False
-        peer = self._peers[following.peer]
         try:
-            self._show(following.peer, peer, passed)
+            for stage in passed:
+                if stage.segment and stage.segment not in shown:
+                    self._show(stage.segment, peer)
+                    shown.add(stage.segment)
             peer.send(onward)  # without waiting: the server's sockets are non-blocking
         except OSError:  # the process has ended, or its socket is full
             return False
         return True
 
-    def _show(self, number: int, peer: socket.socket, passed: Sequence[Stage]) -> None:
+    def _show(self, number: int, peer: socket.socket) -> None:
         """Show a process the memory that it, or one after it, is about to read."""
-        shown = self._shown.setdefault(number, set())
-        for stage in passed:
-            segment = stage.segment
-            if not segment or segment in shown:
-                continue
-            fd = (self._inputs.segment(segment) or self._outputs.segment(segment)).open_for_reading()
-            try:
-                socket.send_fds(peer, [pack(ATTACH, (segment,))], [fd])
-            finally:
-                os.close(fd)
-            shown.add(segment)
+        fd = (self._inputs.segment(number) or self._outputs.segment(number)).open_for_reading()
+        try:
+            socket.send_fds(peer, [pack(protocol.ATTACH, (number,))], [fd])
+        finally:
+            os.close(fd)
 
 
 def stage_of(message: RunMessage, kept: int, times: tuple[int, int], placed: Placed) -> Stage | None:
@@ -374,7 +311,7 @@ def stage_of(message: RunMessage, kept: int, times: tuple[int, int], placed: Pla
             outputs.append((output.start, output.nbytes, output.shape))
         else:
             return None
-    return Stage(kept, *times, placed.segment, placed.offset, outputs)
+    return protocol.make_stage((kept, *times, placed.segment, placed.offset, outputs))
 
 
 class RouteGuard:
@@ -384,22 +321,12 @@ class RouteGuard:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._number = 0
+        self.number = 0  # the batch with a route that is executed, 0 for none
 
-    def begin(self, number: int) -> None:
-        """A batch with a route is executed."""
-        self._number = number
-
-    def cut(self) -> int:
-        """The model calls another model. Returns the batch that returns to the server after this stage because of that,
-        0 for none. On any thread.
+    def end_route(self) -> int:
+        """The model calls another model, or the execution is over, and calls do not matter to the batch any more.
+        Returns the batch that could be handed on until now, 0 for none. On any thread.
         """
         with self._lock:
-            number, self._number = self._number, 0
+            number, self.number = self.number, 0
             return number
-
-    def end(self) -> bool:
-        """The execution is over. Whether the batch may be handed on; from now on calls do not matter to it."""
-        with self._lock:
-            number, self._number = self._number, 0
-            return number != 0

@@ -29,6 +29,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from io import BufferedWriter, FileIO, TextIOWrapper
 from types import FrameType
 from typing import Any, Final, NoReturn, cast
@@ -66,18 +67,18 @@ def main(*, orders: int, reports: int, parent: int, log_level: int, environment:
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     for module in PRELOADED:
         importlib.import_module(module)
-    _restore(environment)
-    os.write(orders, json.dumps(_facts()).encode())
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    facts = {"python": "{}.{}.{}".format(*sys.version_info[:3]), "has_bf16": "ml_dtypes" in sys.modules}
+    os.write(orders, json.dumps(facts).encode())
     gc.collect()
     gc.freeze()  # keeps memory shared: the garbage collector of a worker does not write to it
     child = ForkLoop(socket.socket(fileno=orders), socket.socket(fileno=reports), parent).run()
     if child is not None:
         child(log_level)
-
-
-def _facts() -> dict[str, Any]:
-    """What the server needs to know about this Python."""
-    return {"python": "{}.{}.{}".format(*sys.version_info[:3]), "has_bf16": "ml_dtypes" in sys.modules}
 
 
 class ForkLoop:
@@ -188,28 +189,28 @@ class ForkLoop:
             os.waitpid(pid, 0)
 
 
+@dataclass
 class WorkerStart:
     """Runs a worker, called when no frame of the forkserver is on the stack any more. Ends the process."""
 
-    def __init__(self, name: str, entry: str, parent: int, socket_fd: int, log_fd: int, arguments_fd: int) -> None:
-        self._name = name
-        self._entry = entry
-        self._parent = parent
-        self._socket_fd = socket_fd
-        self._log_fd = log_fd
-        self._arguments_fd = arguments_fd
+    name: str
+    entry: str
+    parent: int
+    socket_fd: int
+    log_fd: int
+    arguments_fd: int
 
     def __call__(self, level: int) -> NoReturn:
         """`level`: the log level of `flowserve`."""
         status = 1
         try:
             self._settle(level)
-            with open(self._arguments_fd, "rb") as file:
+            with open(self.arguments_fd, "rb") as file:
                 file.seek(0)  # server and worker share the position, which is after what the server wrote
                 arguments = file.read()
-            module, _, function = self._entry.partition(":")
+            module, _, function = self.entry.partition(":")
             entry = cast("EntryPoint", getattr(importlib.import_module(module), function))
-            entry(self._socket_fd, arguments)
+            entry(self.socket_fd, arguments)
             status = 0
         except SystemExit as ended:
             status = ended.code if isinstance(ended.code, int) else 1
@@ -227,16 +228,16 @@ class WorkerStart:
     def _settle(self, level: int) -> None:
         os.setsid()  # no signals from a terminal, and a process group of its own for the processes that it starts
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != self._parent:
+        if os.getppid() != self.parent:
             os._exit(1)  # the forkserver ended before the signal was set up
-        prctl(_PR_SET_NAME, self._name.encode()[:15])
+        prctl(_PR_SET_NAME, self.name.encode()[:15])
         # A whole group of processes may get SIGTERM (systemd sends it): the server drains, and needs its workers.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _nothing)
         os.register_at_fork(after_in_child=self._disown)
-        os.dup2(self._log_fd, 1)
-        os.dup2(self._log_fd, 2)
-        os.close(self._log_fd)
+        os.dup2(self.log_fd, 1)
+        os.dup2(self.log_fd, 2)
+        os.close(self.log_fd)
         _write_lines(level)
         faulthandler.enable()  # the log gets the stack of a crash
         _be_killed_first()
@@ -253,7 +254,7 @@ class WorkerStart:
                 signal.signal(number, signal.SIG_DFL)
         with suppress(OSError):
             nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-            os.dup2(nowhere, self._socket_fd, inheritable=False)
+            os.dup2(nowhere, self.socket_fd, inheritable=False)
             os.close(nowhere)
 
 
@@ -290,14 +291,6 @@ def _be_killed_first() -> None:
         score = int(file.read())
         file.seek(0)
         file.write(str(min(score + _OOM_SCORE_ADDED, 1000)))
-
-
-def _restore(environment: Mapping[str, str | None]) -> None:
-    for name, value in environment.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def _kill_group(pid: int) -> None:

@@ -1,21 +1,28 @@
 """A worker process from its start to its end.
 
-Decides the order of its steps: make the instance, open it, run batches until the server sends END or has ended, close
-it. How batches are run is decided in driver.py. It does not know the event loop, queues or graphs, nor which backend it
-runs. Started by forkserver.py.
+Decides the order of its steps (`serve`): make the instance, open it, run batches until the server sends END or has
+ended, close it. How batches are run is decided in driver.py. It does not know the event loop, queues or graphs, nor
+which backend it runs.
+
+Decides how a model's code is executed once in a process of its own, for example to complete its configuration
+(`run_task`). The result is sent as JSON, in as many messages as needed, and is complete when the process has ended. It
+does not know the function, nor what the result is for.
+
+Started by forkserver.py.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
 import socket
 from time import perf_counter_ns
 
-from flowserve.backends.base import CallsModels, Instance
+from flowserve.backends.base import CallsModels, Instance, Remote
 from flowserve.backends.worker.bls_client import WorkerBlsClient
 from flowserve.backends.worker.driver import Driver, RouteGuard
-from flowserve.backends.worker.protocol import BROKEN, Job, encode_error, pack
+from flowserve.backends.worker.protocol import BROKEN, MESSAGE_BYTES_MAX, Job, encode_error, pack
 from flowserve.backends.worker.streaming import StreamDriver
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.pool import tune_malloc
@@ -35,7 +42,7 @@ def serve(socket_fd: int, arguments: bytes) -> None:
         try:
             instance: Instance = job.remote.call()
             if isinstance(instance, CallsModels):
-                instance.call_through(WorkerBlsClient(job.model, sock, perf_counter_ns, guard.cut))
+                instance.call_through(WorkerBlsClient(job.model, sock, perf_counter_ns, guard.end_route))
             instance.open()
         except Exception as error:
             if not isinstance(error, FlowserveError):
@@ -50,3 +57,21 @@ def serve(socket_fd: int, arguments: bytes) -> None:
         except ConnectionError:
             log.debug("instance %s: the server is gone", job.instance)
         instance.close()
+
+
+def run_task(socket_fd: int, arguments: bytes) -> None:
+    """Call the function of the pickled `Remote` in `arguments`, and send its result or error."""
+    remote: Remote = pickle.loads(arguments)
+    try:
+        text = json.dumps({"answer": remote.call()})
+    except FlowserveError as error:
+        place = [error.place.file, error.place.line] if error.place else []
+        text = json.dumps({"error": encode_error(error), "place": place})
+    except Exception as error:
+        log.exception("%s failed", remote.entry)
+        text = json.dumps({"error": encode_error(ModelFailed(f"{type(error).__name__}: {error}"))})
+    message = text.encode()
+    with socket.socket(fileno=socket_fd) as sock:
+        sock.setblocking(True)
+        for start in range(0, len(message), MESSAGE_BYTES_MAX):
+            sock.send(message[start : start + MESSAGE_BYTES_MAX])

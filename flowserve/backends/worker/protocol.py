@@ -4,38 +4,54 @@ Decides the form of each message. Messages are datagrams of at most `MESSAGE_BYT
 to shared memory and announced by SPILLED. Tensors are always in shared memory (memory/arena.py), and messages have
 their positions. A message is a sequence of unsigned 64-bit numbers, called words: the first has its kind and the number
 of words, the others follow; then a text, mostly JSON, where one is needed. A worker process runs third-party code, so
-the server checks every number that it receives. RUN is read by worker processes only (run_message.py).
+the server checks every number that it receives.
+
+RUN, which only worker processes read, has a batch's inputs, requests and route (`RunMessage`), written by `marshal` in
+its oldest version, which every Python reads. The server writes the message for the first stage of a route, each worker
+process the one for the next stage. The outputs of stages are also sent to the server, which trusts no worker process:
+as numbers, each of which it checks:
+
+  PASSED    the count of stages, then for each
+            kept gathered_ns computed_ns segment offset outputs (offset nbytes dimensions dim...)...
 
 Numbers 16 to 31 are for messages between a decoupled model and the server during a batch.
 
-Callers: the modules of this package, and runtime/.
+Does not know memory or models. Callers: the modules of this package, and runtime/.
 """
 
 from __future__ import annotations
 
 import json
+import marshal
 import socket
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from flowserve.backends.base import Remote
 from flowserve.errors import (
     AlreadyExists,
     Cancelled,
     FlowserveError,
+    Internal,
     Invalid,
     ModelFailed,
     NotFound,
+    Place,
     TooLarge,
     Unavailable,
     Unsupported,
 )
+from flowserve.memory.arena import BlockAddress
 from flowserve.values import Request, TensorSpec
 
+# What a worker process runs: an instance, with a pickled `Job`; or one function, with a pickled `Remote`.
+SERVE: Final = "flowserve.backends.worker.main:serve"
+RUN_TASK: Final = "flowserve.backends.worker.main:run_task"
 # The exit status of a process that lost its GPU, far from those that programs end with.
 LOST_GPU: Final = 86
 MESSAGE_BYTES_MAX: Final = 32 * 1024
@@ -48,7 +64,7 @@ ANCILLARY_BYTES: Final = 64
 # ATTACH segment, with a descriptor: memory that inputs will be in. Segment numbers are unique in a server: those that a
 #   worker process creates begin at its own number << 32 (`Job.number`). Also between worker processes.
 ATTACH: Final = 1
-# RUN, with a text of its own: one batch (run_message.py). Also between worker processes, for a batch with a route.
+# RUN, with a text of its own: one batch. Also between worker processes, for a batch with a route.
 RUN: Final = 2
 # END: finalise the model and exit
 END: Final = 3
@@ -82,7 +98,7 @@ BROKEN: Final = 2
 SEGMENT: Final = 3
 # DONE number PASSED kept gathered_ns computed_ns segment offset nbytes outputs...  TEXT {member: [kind, text] if it
 #   failed, its parameters, or null if it is rescheduled}
-#   PASSED: what the earlier stages of a route made (run_message.py); their count first
+#   PASSED: what the earlier stages of a route made; their count first
 #   kept: whether the model still holds views of this batch's inputs; GONE follows when it has released them
 #   outputs: for each output NOTHING, or
 #     TOGETHER offset nbytes absent member... dimensions dim...    contiguous, without the absent members
@@ -149,18 +165,6 @@ request_facts: Final = attrgetter(*FACTS)
 PLAIN_FACTS: Final = request_facts(Request({}))
 
 
-def are_plain(requests: Sequence[Request]) -> bool:
-    """Whether the facts of all requests are `PLAIN_FACTS`, or equivalent. Nearly all are. This runs for each step of
-    every request, and reading attributes one by one takes a third of the time of comparing tuples.
-    """
-    for one in requests:
-        if one.id or one.parameters or one.priority or one.timeout_us:
-            return False
-        if one.sequence_id or one.sequence_start or one.sequence_end:
-            return False
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """What a worker process is to be, as it is pickled to the process at its start: `remote` makes the instance, the
@@ -185,7 +189,16 @@ _FIRST: Final = struct.Struct("<Q")
 _STRUCTS: Final = [struct.Struct(f"<{n}Q") for n in range(256)]
 _KINDS: Final[Mapping[str, type[FlowserveError]]] = {
     one.kind: one
-    for one in (Invalid, AlreadyExists, TooLarge, NotFound, Unavailable, Unsupported, Cancelled, ModelFailed)
+    for one in (
+        Invalid,
+        AlreadyExists,
+        TooLarge,
+        NotFound,
+        Unavailable,
+        Unsupported,
+        Cancelled,
+        ModelFailed,
+    )
 }
 
 
@@ -219,6 +232,20 @@ def decode_error(text: Any) -> FlowserveError:
     return ModelFailed(f"a model's process reported a failure in a form that is none: {str(text)[:200]}")
 
 
+def parse_result(message: bytes) -> Any:
+    """The result that `main.run_task` sent. Raises the error of its function, ValueError for an incomplete message."""
+    result = json.loads(message)
+    if not isinstance(result, dict) or not result.keys() & {"answer", "error"}:
+        raise ValueError("neither an answer nor an error")
+    if "error" not in result:
+        return result["answer"]
+    error = decode_error(result["error"])
+    place = result.get("place")
+    if isinstance(place, list) and [*map(type, place)] == [str, int]:
+        error.place = Place(place[0], place[1], 1)
+    raise error
+
+
 def descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
     """The descriptors that came with a message."""
     fds = array("i")
@@ -226,3 +253,96 @@ def descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     return fds.tolist()
+
+
+# Where a column is: the place (segment, offset, bytes, shape) of one tensor of all members; a list with a place, or
+# None, for each member; or None. The segment is 0 where there are no bytes.
+ColumnPlace = Any
+_MARSHAL_VERSION = 2
+RUN_HEAD = pack(RUN, ())
+
+
+class Stage(NamedTuple):
+    """What a stage of a route made, as the later processes and the server receive it: the times, the block, and for
+    each output its offset there, its bytes and its shape. `kept`: the model keeps inputs.
+    """
+
+    kept: int
+    gathered_ns: int
+    computed_ns: int
+    segment: int
+    offset: int
+    outputs: Sequence[tuple[int, int, tuple[int, ...]]]
+
+
+# Sent to a process with its next batch: blocks of its own that are free, and attached memory that has ended.
+MemoryUpdate = tuple[Sequence[BlockAddress], Sequence[int]]
+
+
+class RunMessage(NamedTuple):
+    """One batch. `columns[i]` is the place of input i; `wanted` has the indices of the outputs that each member
+    requests, or one entry if all request the same. `update` is for the reader, `later_updates` for the stages after it.
+    `facts`: the `request_facts` of each member, None if all are plain. `contexts`: the trace contexts of the members,
+    by stage.
+    """
+
+    number: int
+    rows: list[int]
+    columns: Sequence[ColumnPlace]
+    wanted: Sequence[tuple[int, ...]]
+    update: MemoryUpdate
+    facts: Sequence[Any] | None
+    contexts: Sequence[Sequence[str]]
+    route: int
+    later_updates: Sequence[MemoryUpdate]
+    passed: Sequence[Stage]
+
+
+# Without the call of Python that a constructor is.
+make_stage: Callable[[Sequence[Any]], Stage] = partial(tuple.__new__, Stage)
+_make_message: Callable[[Sequence[Any]], RunMessage] = partial(tuple.__new__, RunMessage)
+
+
+def encode_run(message: Sequence[Any]) -> bytes:
+    """The message of the batch that a `RunMessage` with these fields describes. All sequences are lists or tuples.
+    Raises Internal if a fact of a request is no text, number or boolean.
+    """
+    *fields, passed = message
+    try:
+        return RUN_HEAD + marshal.dumps((*fields, [*map(tuple, passed)]), _MARSHAL_VERSION)
+    except ValueError:
+        pass  # raised in here, the error would hold these frames, and the batch, by its context
+    raise Internal("a request holds a parameter that is no text, number or boolean")
+
+
+def decode_run(message: bytes) -> RunMessage:
+    """Read a RUN message."""
+    *fields, stages = marshal.loads(message[len(RUN_HEAD) :])
+    return _make_message((*fields, [*map(make_stage, stages)]))
+
+
+def begin_reply(number: int, passed: Sequence[Stage]) -> list[int]:
+    """The first words of a message to the server about a batch: its number, and PASSED."""
+    words = [number, len(passed)]
+    for stage in passed:
+        words += (*stage[:5], len(stage.outputs))
+        for start, nbytes, shape in stage.outputs:
+            words += (start, nbytes, len(shape), *shape)
+    return words
+
+
+def read_passed(words: Sequence[int], at: int) -> tuple[list[Stage], int]:
+    """PASSED, which is at `at`, and where it ends. Raises IndexError."""
+    count = words[at]
+    at += 1
+    passed = []
+    for _ in range(count):
+        kept, gathered_ns, computed_ns, segment, offset, outputs = words[at : at + 6]
+        at += 6
+        made = []
+        for _ in range(outputs):
+            end = at + 3 + words[at + 2]
+            made.append((words[at], words[at + 1], tuple(words[at + 3 : end])))
+            at = end
+        passed.append(make_stage((kept, gathered_ns, computed_ns, segment, offset, made)))
+    return passed, at

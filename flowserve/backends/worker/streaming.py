@@ -19,22 +19,10 @@ from weakref import WeakValueDictionary
 
 from flowserve.backends.base import ClockNs, Instance, Sent
 from flowserve.backends.credit import CreditSender
+from flowserve.backends.worker import protocol
 from flowserve.backends.worker.driver import Driver, RouteGuard
-from flowserve.backends.worker.inputs import Run
-from flowserve.backends.worker.outputs import Placed
-from flowserve.backends.worker.protocol import (
-    ANSWER,
-    END,
-    GOES_ON,
-    GRANT,
-    OVER,
-    WAITS,
-    WITHDRAW,
-    Job,
-    encode_error,
-    pack,
-)
-from flowserve.backends.worker.run_message import RunMessage
+from flowserve.backends.worker.protocol import Job, RunMessage, encode_error, pack
+from flowserve.backends.worker.tensors import Placed, Run
 from flowserve.errors import FlowserveError
 
 WorkerMessage = tuple[int, tuple[int, ...], bytes]
@@ -67,16 +55,16 @@ class StreamDriver(Driver):
         try:
             while (message := super()._next_message()) is not None:
                 kind, words, _ = message
-                if kind == GRANT:
+                if kind == protocol.GRANT:
                     self._granted(words)
-                elif kind == WITHDRAW:
+                elif kind == protocol.WITHDRAW:
                     self._withdrawn((words[1], words[2]))
-                elif kind == GOES_ON:
+                elif kind == protocol.GOES_ON:
                     for at in range(2, len(words), 3):
                         self._goes_on[words[1], words[at]] = words[at + 1], words[at + 2]
                 else:
                     self._messages.put(message)
-                    if kind == END:
+                    if kind == protocol.END:
                         return
         except (OSError, ValueError):
             pass  # the socket is closed
@@ -88,7 +76,7 @@ class StreamDriver(Driver):
         number, member, count = words[1:4]
         if len(words) > 4:
             with self._one_by_one:
-                self._outputs.come_home([(words[at], words[at + 1]) for at in range(4, len(words), 2)])
+                self._outputs.give_back([(words[at], words[at + 1]) for at in range(4, len(words), 2)])
         key = (number, member)
         sender = self._senders.get(key)
         if sender is not None:
@@ -105,10 +93,11 @@ class StreamDriver(Driver):
             self._given_back.pop(key, None)
 
     def _run(self, message: RunMessage) -> None:
-        if message.news.homes:
+        free, ended = message.update
+        if free:
             with self._one_by_one:
-                self._outputs.come_home(message.news.homes)
-            message.news = message.news._replace(homes=())
+                self._outputs.give_back(free)
+            message = message._replace(update=((), ended))
         super()._run(message)
 
     def _execute(self, run: Run, message: RunMessage) -> tuple[Any, tuple[int, int], Placed]:
@@ -149,17 +138,17 @@ class StreamDriver(Driver):
         with self._one_by_one:
             placed = self._outputs.place([[one] for one in sent.outputs])
             words = [number, member, sent.infer_ns, sent.output_ns, rows, *placed.words()]
-            super()._send(pack(ANSWER, words, dict(sent.parameters) or None))
+            super()._send(pack(protocol.ANSWER, words, dict(sent.parameters) or None))
 
     def over(self, number: int, member: int, error: FlowserveError | None, *, is_empty: bool) -> None:
         self._given_back.pop((number, member), None)
         if error is not None:
             self._has_failed = True  # the loss of a GPU is checked after the run, or after the next one
-        self._send(pack(OVER, [number, member, int(is_empty)], None if error is None else encode_error(error)))
+        self._send(pack(protocol.OVER, [number, member, int(is_empty)], None if error is None else encode_error(error)))
 
     def waits(self, number: int, member: int) -> None:
         is_inside = threading.current_thread() is self._executor
-        self._send(pack(WAITS, [number, member, int(is_inside)]))
+        self._send(pack(protocol.WAITS, [number, member, int(is_inside)]))
 
 
 class WorkerSender(CreditSender):

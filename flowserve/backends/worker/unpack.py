@@ -4,7 +4,7 @@ Decides that no file of an archive is written outside its folder, whatever the n
 its links are; and that an environment made by conda-pack is adjusted to its new folder. temporary.py decides which
 folder that is.
 
-Callers: runtime/processes/environments.py runs it as a task (task.py).
+Callers: runtime/processes/environments.py runs it as a task (main.py).
 """
 
 from __future__ import annotations

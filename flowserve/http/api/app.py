@@ -15,29 +15,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flowserve.errors import FlowserveError, TooLarge, Unavailable
-from flowserve.http.api.compression import UnknownEncoding, expand, is_compressed
-from flowserve.http.api.generate import GenerateRoutes
-from flowserve.http.api.infer import InferRoute
+from flowserve.errors import FlowserveError, Unavailable
+from flowserve.http.api.compression import expand, is_compressed
+from flowserve.http.api.extensions import repository_routes, settings_routes, shared_memory_routes
+from flowserve.http.api.generate import generate_routes
+from flowserve.http.api.infer import AppOptions, InferRoute, read_body
 from flowserve.http.api.json_bodies import error_response, json_response, status_of
-from flowserve.http.api.model_control import ModelControlRoutes
 from flowserve.http.api.openapi import openapi
-from flowserve.http.api.options import AppOptions
 from flowserve.http.api.request_target import PREFIX, SUFFIX, is_version
 from flowserve.http.api.restricted import restricted
-from flowserve.http.api.settings import settings_routes
-from flowserve.http.api.shared_memory import shared_memory_routes
-from flowserve.http.page.routes import LiveRoutes
-from flowserve.http.server.limits import body_too_large
+from flowserve.http.page.routes import live_routes
 from flowserve.observe.deployment_metrics import deployment_metrics
 from flowserve.observe.exposition import CONTENT_TYPE
-from flowserve.observe.machine import GpuMeter, MachineMeter
-from flowserve.observe.metrics import machine_text
-from flowserve.observe.metrics_choice import EVERYTHING, MetricsChoice
-from flowserve.runtime.engine.deployment import Deployment
+from flowserve.observe.machine import GpuMeter, MachineMeter, machine_text
+from flowserve.observe.settings import EVERYTHING, MetricsChoice
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.loading.control import Control
-from flowserve.runtime.protocol.metadata import model_metadata, server_metadata
+from flowserve.runtime.protocol import model_metadata, server_metadata
 
 
 def make_app(engine: Engine, options: AppOptions | None = None, control: Control | None = None) -> ASGIApp:
@@ -54,123 +48,93 @@ def make_metrics_app(engine: Engine, choice: MetricsChoice | None = EVERYTHING) 
 
 def make_routes(engine: Engine, options: AppOptions, control: Control | None) -> list[Route]:
     """All endpoints."""
-    pages = _Pages(engine, options)
+    deployments = engine.deployments
+
+    async def server(request: Request) -> Response:
+        return json_response(server_metadata())
+
+    async def live(request: Request) -> Response:
+        return Response(status_code=200 if deployments.is_live else 400)
+
+    async def ready(request: Request) -> Response:
+        return Response(status_code=200 if deployments.is_ready else 400)
+
+    async def metadata(request: Request) -> Response:
+        name, version = _names(request)
+        return json_response(model_metadata(deployments.find(name, version), version))
+
+    async def model_ready(request: Request) -> Response:
+        try:
+            outage = deployments.outage(deployments.find(*_names(request)))
+        except Unavailable:
+            outage = "it is not loaded"
+        return json_response({"error": f"Model version not ready: {outage}"}, 400) if outage else Response()
+
+    async def config(request: Request) -> Response:
+        return json_response(deployments.find(*_names(request)).config.json)
+
+    async def statistics(request: Request) -> Response:
+        return json_response({"model_stats": deployments.statistics(*_names(request))})
+
+    async def document(request: Request) -> Response:
+        return json_response(openapi())
+
+    async def body(request: Request) -> bytes:
+        """The whole body, expanded if it is compressed. Raises TooLarge."""
+        received = await read_body(request.receive, options.max_body_bytes)
+        if not is_compressed(request.headers.raw):
+            return received
+        return await trio.to_thread.run_sync(expand, received, options.max_body_bytes, abandon_on_cancel=True)
+
     infer = InferRoute(engine, options)
     routes = [
-        Route("/v2", pages.server),
-        Route("/v2/health/live", pages.live),
-        Route("/v2/health/ready", pages.ready),
-        Route("/v2/models/stats", pages.all_statistics),
-        *ModelControlRoutes(engine, control, pages.body).routes(),
-        *shared_memory_routes(options.client_memory, pages.body),
+        Route("/v2", server),
+        Route("/v2/health/live", live),
+        Route("/v2/health/ready", ready),
+        Route("/v2/models/stats", statistics),
+        *repository_routes(engine, control, body),
+        *shared_memory_routes(options.client_memory, body),
         *_metrics_routes(engine, options.metrics),
-        *settings_routes(engine, options.log, pages.body),
-        *GenerateRoutes(engine, pages.body, options.forwarding).routes(),
-        Route("/openapi.json", pages.openapi),
-        *LiveRoutes(engine, control).routes(),
+        *settings_routes(engine, options.log, body),
+        *generate_routes(engine, body, options.forwarding),
+        Route("/openapi.json", document),
+        *live_routes(engine, control),
     ]
     for path in (PREFIX + "{name}", PREFIX + "{name}/versions/{version}"):
         routes += [
-            Route(path, pages.metadata),
-            Route(f"{path}/ready", pages.model_ready),
-            Route(f"{path}/config", pages.config),
-            Route(f"{path}/stats", pages.statistics),
+            Route(path, metadata),
+            Route(f"{path}/ready", model_ready),
+            Route(f"{path}/config", config),
+            Route(f"{path}/stats", statistics),
             Route(f"{path}{SUFFIX}", infer, methods=["POST"]),
         ]
     return routes
 
 
 def _starlette(routes: list[Route]) -> Starlette:
-    app = Starlette(
-        routes=routes,
-        exception_handlers={
-            HTTPException: _http_error,
-            FlowserveError: _error,
-            UnknownEncoding: _unknown_encoding,
-            Exception: _broken,
-        },
-    )
+    handlers = {HTTPException: _http_error, FlowserveError: _error, Exception: _broken}
+    app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
 
 
-class _Pages:
-    """The endpoints. Each raises a FlowserveError if it fails."""
-
-    def __init__(self, engine: Engine, options: AppOptions) -> None:
-        self._engine = engine
-        self._options = options
-
-    async def server(self, request: Request) -> Response:
-        return json_response(server_metadata())
-
-    async def live(self, request: Request) -> Response:
-        return Response(status_code=200 if self._engine.deployments.is_live else 400)
-
-    async def ready(self, request: Request) -> Response:
-        return Response(status_code=200 if self._engine.deployments.is_ready else 400)
-
-    async def metadata(self, request: Request) -> Response:
-        deployment = self._deployment(request)
-        return json_response(model_metadata(deployment, request.path_params.get("version", "")))
-
-    async def model_ready(self, request: Request) -> Response:
-        try:
-            outage = self._engine.deployments.outage(self._deployment(request))
-        except Unavailable:
-            outage = "it is not loaded"
-        return json_response({"error": f"Model version not ready: {outage}"}, 400) if outage else Response()
-
-    async def config(self, request: Request) -> Response:
-        return json_response(self._deployment(request).config.json)
-
-    async def statistics(self, request: Request) -> Response:
-        name, version = _names(request)
-        return json_response({"model_stats": self._engine.deployments.statistics(name, version)})
-
-    async def all_statistics(self, request: Request) -> Response:
-        return json_response({"model_stats": self._engine.deployments.statistics()})
-
-    async def openapi(self, request: Request) -> Response:
-        return json_response(openapi())
-
-    def _deployment(self, request: Request) -> Deployment:
-        return self._engine.deployments.find(*_names(request))
-
-    async def body(self, request: Request) -> bytes:
-        """The whole body, expanded if it is compressed. Raises TooLarge."""
-        limit = self._options.max_body_bytes
-        body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > limit:
-                raise TooLarge(body_too_large(None, limit))
-        if is_compressed(request.headers.raw):
-            return await trio.to_thread.run_sync(expand, body, limit, abandon_on_cancel=True)
-        return bytes(body)
-
-
 def _metrics_routes(engine: Engine, choice: MetricsChoice | None) -> list[Route]:
-    return [] if choice is None else [Route("/metrics", _Metrics(engine, choice).page)]
+    if choice is None:
+        return []
+    deployments = deployment_metrics(choice)
+    machine = MachineMeter(interval_ms=choice.interval_ms) if choice.has_machine else None
+    gpus = GpuMeter() if choice.has_gpus else None
 
-
-class _Metrics:
-    def __init__(self, engine: Engine, choice: MetricsChoice) -> None:
-        self._engine = engine
-        self._deployments = deployment_metrics(choice)
-        self._machine = MachineMeter(interval_ms=choice.interval_ms) if choice.has_machine else None
-        self._gpus = GpuMeter() if choice.has_gpus else None
-
-    async def page(self, request: Request) -> Response:
-        parts = [
-            await trio.to_thread.run_sync(machine_text, self._machine, self._gpus, self._engine.server_requests.metrics)
-        ]
+    async def metrics(request: Request) -> Response:
+        parts = [await trio.to_thread.run_sync(machine_text, machine, gpus, engine.server_requests.metrics)]
         # On the loop and not in a thread, which would keep the interpreter for half a millisecond each time that the
         # loop lets go of it.
-        for part in self._deployments.pieces(self._engine.deployments.counters()):
+        for part in deployments.pieces(engine.deployments.counters()):
             parts.append(part)
             await trio.lowlevel.checkpoint()
         return _InParts(parts)
+
+    return [Route("/metrics", metrics)]
 
 
 class _InParts(Response):
@@ -189,10 +153,11 @@ class _InParts(Response):
 
 
 def _names(request: Request) -> tuple[str, str]:
+    """The name and the version in the path, "" for none."""
     version = request.path_params.get("version", "")
     if version and not is_version(version):
         raise HTTPException(404)
-    return request.path_params["name"], version
+    return request.path_params.get("name", ""), version
 
 
 # ---------------------------------------------------------------------------------------------- failures
@@ -201,10 +166,6 @@ def _names(request: Request) -> tuple[str, str]:
 async def _error(request: Request, error: Exception) -> Response:
     assert isinstance(error, FlowserveError)
     return error_response(str(error), status_of(error))
-
-
-async def _unknown_encoding(request: Request, error: Exception) -> Response:
-    return error_response(str(error), 415)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from flowserve.errors import Invalid, TooLarge
-from flowserve.http.server.limits import body_too_large
+from flowserve.http.server.request_parser import body_too_large
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -33,26 +33,26 @@ _FAST: Final = 1  # level 6 takes three times as long for a few per cent
 _QUALITY: Final = re.compile(rb"q\s*=\s*([01](?:\.[0-9]{0,3})?)")
 
 
-class UnknownEncoding(Exception):
+class UnknownEncoding(Invalid):
     """An unknown Content-Encoding: 415."""
 
 
 def is_compressed(headers: Headers) -> bool:
     """Whether the request's body is compressed. Raises `UnknownEncoding`."""
-    return any(name == CONTENT_ENCODING and _sent(value) for name, value in headers)
+    for name, value in headers:
+        if name == CONTENT_ENCODING:
+            encoding = value.strip().lower()
+            if encoding in _READ:
+                return True
+            if encoding not in (b"", _IDENTITY):
+                text = f"unknown Content-Encoding '{encoding[:40].decode('latin-1')}'"
+                raise UnknownEncoding(f"{text}; send the body as it is, or as gzip or deflate")
+    return False
 
 
 def wanted(headers: Headers) -> bytes:
     """The encoding of the response, b"" for none."""
     return next((accepted(value) for name, value in headers if name == ACCEPT_ENCODING), b"")
-
-
-def _sent(value: bytes) -> bool:
-    encoding = value.strip().lower()
-    if encoding not in _READ and encoding not in (b"", _IDENTITY):
-        shown = encoding[:40].decode("latin-1")
-        raise UnknownEncoding(f"unknown Content-Encoding '{shown}'; send the body as it is, or as gzip or deflate")
-    return encoding in _READ
 
 
 def accepted(value: bytes) -> bytes:

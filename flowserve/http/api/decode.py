@@ -2,7 +2,7 @@
 
 Decides where the binary tensors are in the body, and how JSON data becomes arrays. Binary tensors are views
 into the body; only one whose address does not suit its type is copied, once, and BYTES and BOOL, whose wire form is
-not their array form. infer_header.py decides the valid JSON; the engine checks whether the tensors fit the model.
+not their array form. request_json.py decides the valid JSON; the engine checks whether the tensors fit the model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.errors import Invalid
-from flowserve.http.api.infer_header import ALL_BINARY, AnswerForm, InferHeader, InputHeader, parse_header
+from flowserve.http.api.request_json import ALL_BINARY, AnswerForm, InferHeader, InputHeader, parse_header
 from flowserve.memory import raw
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.values import Array, DType, Request, TensorSpec
@@ -31,6 +31,14 @@ _JSON_TYPES: Final[Mapping[DType, frozenset[type]]] = {
     DType.BYTES: frozenset({str}),
     DType.FP32: frozenset({int, float}),
     DType.FP64: frozenset({int, float}),
+}
+_JSON_NAMES: Final[Mapping[type, str]] = {
+    str: "strings",
+    bool: "booleans",
+    int: "integers",
+    float: "fractions",
+    dict: "objects",
+    type(None): "null",
 }
 
 
@@ -63,22 +71,11 @@ class Decoder:
         form = header.form
         if header.portions:
             form = replace(form, windows=self._client_memory.windows(header.portions))
-        request = Request(
-            inputs,
-            header.outputs,
-            header.id,
-            header.priority,
-            header.timeout_us,
-            header.sequence_id,
-            header.sequence_start,
-            header.sequence_end,
-            header.parameters,
-        )
-        return request, form
+        return Request(inputs, *header.fields), form
 
     def _header(self, text: bytes, model: str) -> InferHeader:
         header = parse_header(text, model)
-        if len(text) <= _CACHED_HEADER_BYTES and header.is_all_binary:
+        if len(text) <= _CACHED_HEADER_BYTES and all(one.data is None for one in header.inputs):
             if len(self._headers) >= _CACHED_HEADERS:
                 self._headers.clear()
             self._headers[text, model] = header
@@ -128,7 +125,11 @@ def _arrays(header: InferHeader, body: Body, offset: int, model: str, client_mem
     for one in header.inputs:
         size = one.binary_size
         if size is None:
-            arrays[one.name] = json_array(one) if one.portion is None else _shared_array(one, model, client_memory)
+            if one.portion is None:
+                arrays[one.name] = json_array(one)
+            else:
+                data = client_memory.window(one.portion).read()
+                arrays[one.name] = raw.decode(data, one.name, model, one.dtype, one.shape, one.count)
             continue
         if size > end - offset:
             missing = size - (end - offset)
@@ -146,12 +147,6 @@ def _arrays(header: InferHeader, body: Body, offset: int, model: str, client_mem
             f"unexpected additional input data for model '{model}': {end - offset} bytes after the last input"
         )
     return arrays
-
-
-def _shared_array(header: InputHeader, model: str, client_memory: ClientMemory) -> Array:
-    assert header.portion is not None  # InputHeader promises one of the three
-    data = client_memory.window(header.portion).read()
-    return raw.decode(data, header.name, model, header.dtype, header.shape, header.count)
 
 
 # ---------------------------------------------------------------------------------------------- JSON
@@ -172,7 +167,13 @@ def json_array(header: InputHeader) -> Array:
         names = " and ".join(sorted(_JSON_NAMES.get(kind, kind.__name__) for kind in found))
         raise Invalid(f"Unable to parse 'data': input '{header.name}' is {header.dtype}, its data holds {names}")
     if header.dtype is DType.BYTES:
-        return raw.shaped(_string_array(flat, header.name), header.name, header.shape)
+        array = np.empty(len(flat), np.object_)
+        try:
+            array[:] = [text.encode() for text in flat]
+        except UnicodeEncodeError:
+            text = f"input '{header.name}' holds a string that is not valid Unicode"
+            raise Invalid(f"Unable to parse 'data': {text}") from None
+        return raw.shaped(array, header.name, header.shape)
     try:
         with np.errstate(over="ignore"):  # a number too large for FP32 becomes infinity, as everywhere
             return raw.shaped(np.array(flat, header.dtype.numpy), header.name, header.shape)
@@ -204,22 +205,3 @@ def _leaves(data: list[Any]) -> list[Any]:
         else:
             waiting.pop()
     return flat
-
-
-def _string_array(flat: list[str], name: str) -> Array:
-    array = np.empty(len(flat), np.object_)
-    try:
-        array[:] = [text.encode() for text in flat]
-    except UnicodeEncodeError:
-        raise Invalid(f"Unable to parse 'data': input '{name}' holds a string that is not valid Unicode") from None
-    return array
-
-
-_JSON_NAMES: Final[Mapping[type, str]] = {
-    str: "strings",
-    bool: "booleans",
-    int: "integers",
-    float: "fractions",
-    dict: "objects",
-    type(None): "null",
-}

@@ -16,8 +16,8 @@ import numpy as np
 import orjson
 
 from flowserve.errors import Invalid
-from flowserve.http.api.infer_header import AnswerForm
-from flowserve.http.server.response_head import HeaderTuple
+from flowserve.http.api.request_json import AnswerForm
+from flowserve.http.server.connection import HeaderTuple
 from flowserve.memory import raw
 from flowserve.runtime.workers.parameters import STATELESS
 from flowserve.values import Array, DType, Parameter, Response
@@ -74,7 +74,7 @@ def _encode(response: Response, form: AnswerForm) -> tuple[list[Any], HeaderTupl
         entry: dict[str, Any] = {"name": name, "datatype": dtype.wire, "shape": array.shape}
         if name in form.windows:
             form.windows[name].store(name, raw.encode(array, dtype))
-        elif form.is_binary(name):
+        elif form.listed.get(name, form.default_is_binary):
             block = raw.encode(array, dtype)
             entry["parameters"] = {"binary_data_size": len(block)}
             blocks.append(block)
@@ -105,33 +105,25 @@ def json_parameters(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
 def json_data(name: str, array: Array, dtype: DType) -> Any:
     """What orjson writes as the flat `data`."""
     if dtype is DType.BYTES:
-        return _strings(name, array)
+        try:
+            return [one.decode() if isinstance(one, bytes) else str(one) for one in array.ravel().tolist()]
+        except UnicodeDecodeError:
+            raise Invalid(
+                f"output '{name}' holds bytes that are not UTF-8 and cannot be sent as JSON; ask for it with "
+                '"parameters": {"binary_data": true}'
+            ) from None
     if dtype in (DType.FP16, DType.BF16):
         raise Invalid(
             f"sending {dtype} data via JSON is not supported. Please use the binary data format for output {name}"
         )
     flat = array.ravel()
     if flat.dtype.kind == "f" and not np.isfinite(flat).all():
-        return _with_bare_tokens(flat)
+        between = orjson.dumps(flat, option=_NUMPY).split(b"null")  # which orjson writes for non-finite numbers
+        tokens = _bare_tokens(flat[~np.isfinite(flat)])
+        return orjson.Fragment(b"".join(chain.from_iterable(zip(between, [*tokens, b""], strict=True))))
     return flat
-
-
-def _with_bare_tokens(flat: Array) -> orjson.Fragment:
-    between = orjson.dumps(flat, option=_NUMPY).split(b"null")  # which orjson writes for non-finite numbers
-    tokens = _bare_tokens(flat[~np.isfinite(flat)])
-    return orjson.Fragment(b"".join(chain.from_iterable(zip(between, [*tokens, b""], strict=True))))
 
 
 def _bare_tokens(strange: Array) -> list[bytes]:
     tokens: list[bytes] = np.where(np.isnan(strange), b"NaN", np.where(strange > 0, b"Infinity", b"-Infinity")).tolist()
     return tokens
-
-
-def _strings(name: str, array: Array) -> list[str]:
-    try:
-        return [one.decode() if isinstance(one, bytes) else str(one) for one in array.ravel().tolist()]
-    except UnicodeDecodeError:
-        raise Invalid(
-            f"output '{name}' holds bytes that are not UTF-8 and cannot be sent as JSON; ask for it with "
-            '"parameters": {"binary_data": true}'
-        ) from None

@@ -7,9 +7,11 @@ Their source decides the content of the events and when they end.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Final
 
 import trio
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 _HEADERS: Final = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -17,19 +19,30 @@ _HEADERS: Final = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"ca
 Say = Callable[[bytes], Awaitable[None]]  # one event; returns when the client's socket has taken it
 
 
-async def send_events(scope: Scope, receive: Receive, send: Send, tell: Callable[[Say], Awaitable[None]]) -> None:
-    """Respond with the events that `tell` sends, and end when it returns. Each is text of one line, JSON mostly."""
+class EventResponse(Response):
+    """The events that `tell` sends, until it returns. Each is text of one line, JSON mostly. `source` is entered before
+    the response begins.
+    """
 
-    async def say(text: bytes) -> None:
-        await send({"type": "http.response.body", "body": b"data: " + text + b"\n\n", "more_body": True})
+    def __init__(
+        self, tell: Callable[[Say], Awaitable[None]], source: AbstractAsyncContextManager[object] | None = None
+    ) -> None:
+        super().__init__()
+        self._tell = tell
+        self._source = source or nullcontext()
 
-    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-    if scope["method"] != "HEAD":
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
-            await tell(say)
-            nursery.cancel_scope.cancel()
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def say(text: bytes) -> None:
+            await send({"type": "http.response.body", "body": b"data: " + text + b"\n\n", "more_body": True})
+
+        async with self._source:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            if scope["method"] != "HEAD":
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
+                    await self._tell(say)
+                    nursery.cancel_scope.cancel()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:

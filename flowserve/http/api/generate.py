@@ -9,34 +9,32 @@ responds faster than its client reads.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Final
 
 import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from flowserve.errors import FlowserveError, Internal, Invalid
+from flowserve.errors import FlowserveError, Invalid
 from flowserve.http.api.compression import is_compressed
 from flowserve.http.api.decode import json_array
 from flowserve.http.api.encode import json_data, json_parameters
-from flowserve.http.api.events import Say, send_events
+from flowserve.http.api.events import EventResponse, Say
 from flowserve.http.api.infer import forward_headers
-from flowserve.http.api.infer_header import InputHeader, check_json
-from flowserve.http.api.json_bodies import ReadBody
-from flowserve.http.api.json_fields import is_parameter, load_json
+from flowserve.http.api.json_bodies import ReadBody, is_parameter, load_json, wrong_type
+from flowserve.http.api.request_json import InputHeader, check_json
 from flowserve.http.api.request_target import PREFIX, is_timed, is_version, trace_context
-from flowserve.http.server.response_head import error_body
+from flowserve.http.server.connection import error_body
+from flowserve.memory import raw
 from flowserve.observe.server_timing import server_timing
-from flowserve.runtime.engine.deployment import Deployment
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.responses import ResponseIterator
-from flowserve.runtime.protocol.request_parameters import Forwarding
-from flowserve.runtime.tracing.watch import Watch
-from flowserve.values import BY_NUMPY, Array, Parameter, Request, Response, TensorSpec
+from flowserve.runtime.engine.deployments import Deployment
+from flowserve.runtime.engine.engine import Engine, ResponseIterator
+from flowserve.runtime.protocol import Forwarding
+from flowserve.runtime.tracing.tracing import Watch
+from flowserve.values import Array, Parameter, Request, Response, TensorSpec, implied_shape
 
 PARAMETERS: Final = "parameters"
 NOT_ONE: Final = (
@@ -46,25 +44,13 @@ NOT_ONE: Final = (
 _NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
 
 
-class GenerateRoutes:
+def generate_routes(engine: Engine, body: ReadBody, forwarding: Forwarding | None) -> list[Route]:
     """`body` reads a request's body, and bounds it. `forwarding`: which headers become parameters, None for none."""
 
-    def __init__(self, engine: Engine, body: ReadBody, forwarding: Forwarding | None) -> None:
-        self._engine = engine
-        self._body = body
-        self._forwarding = forwarding
-
-    def routes(self) -> list[Route]:
-        paths = (f"{PREFIX}{{name}}", f"{PREFIX}{{name}}/versions/{{version}}")
-        return [
-            *(Route(f"{path}/generate", self.generate, methods=["POST"]) for path in paths),
-            *(Route(f"{path}/generate_stream", self.generate_stream, methods=["POST"]) for path in paths),
-        ]
-
-    async def generate(self, request: HttpRequest) -> HttpResponse:
+    async def generate(request: HttpRequest) -> HttpResponse:
         """One JSON object; an error if the model sends none or several."""
-        watch = self._watch(request)
-        async with await self._begin(request, watch) as answers:
+        watch = watch_of(request)
+        async with await begin(request, watch) as answers:
             first = await anext(answers, None)
             if first is None or await anext(answers, None) is not None:
                 raise Invalid(NOT_ONE)
@@ -73,62 +59,55 @@ class GenerateRoutes:
             made.headers["server-timing"] = server_timing(watch.trace)
         return made
 
-    async def generate_stream(self, request: HttpRequest) -> HttpResponse:
+    async def generate_stream(request: HttpRequest) -> HttpResponse:
         """An event for each response, as it arrives. A failure before the first has a status."""
-        answers = await self._begin(request, self._watch(request))
+        answers = await begin(request, watch_of(request))
         try:
             first = await anext(answers, None)
-            return _Events(answers, None if first is None else _document(first))
+            return EventResponse(partial(_tell, answers, None if first is None else _document(first)), answers)
         except BaseException:
             answers.leave()
             raise
 
-    def _watch(self, request: HttpRequest) -> Watch | None:
+    def watch_of(request: HttpRequest) -> Watch | None:
         """How the request is traced, None if it is not."""
-        engine, headers = self._engine, request.headers.raw
-        watch = (
-            engine.traces.sample(request.path_params["name"], trace_context(headers)) if engine.traces.is_on else None
-        )
+        name, headers = request.path_params["name"], request.headers.raw
+        watch = engine.traces.sample(name, trace_context(headers)) if engine.traces.is_on else None
         return engine.tracing.watch() if watch is None and is_timed(headers) else watch
 
-    async def _begin(self, request: HttpRequest, watch: Watch | None) -> ResponseIterator:
-        if is_compressed(request.headers.raw):
+    async def begin(request: HttpRequest, watch: Watch | None) -> ResponseIterator:
+        headers = request.headers.raw
+        if is_compressed(headers):
             raise Invalid("the generate extension takes no compressed bodies; send the body as it is")
         version = request.path_params.get("version", "")
         if version and not is_version(version):
             raise Invalid(f"'{version}' is no version")
         if watch is not None:
             watch.mark("HTTP_RECV_START")
-        deployment = self._engine.deployments.find(request.path_params["name"], version)
-        asked = _asked(await self._body(request), deployment)
-        if self._forwarding is not None:
-            forward_headers(self._forwarding, request.headers.raw, asked)
-        asked.stamp = self._engine.next_stamp()
+        deployment = engine.deployments.find(request.path_params["name"], version)
+        asked = _asked(await body(request), deployment)
+        if forwarding is not None:
+            forward_headers(forwarding, headers, asked)
+        asked.stamp = engine.next_stamp()
         if watch is not None:
             watch.mark("HTTP_RECV_END")
-        return self._engine.stream(deployment, asked, watch)
+        return engine.stream(deployment, asked, watch)
+
+    return [
+        Route(f"{path}/{handler.__name__}", handler, methods=["POST"])
+        for path in (f"{PREFIX}{{name}}", f"{PREFIX}{{name}}/versions/{{version}}")
+        for handler in (generate, generate_stream)
+    ]
 
 
-class _Events(HttpResponse):
-    """Server-sent events. An ASGI application, as every response of Starlette's is."""
-
-    def __init__(self, answers: ResponseIterator, first: bytes | None) -> None:
-        super().__init__()
-        self._answers = answers
-        self._first = first
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._answers:
-            await send_events(scope, receive, send, self._tell)
-
-    async def _tell(self, say: Say) -> None:
-        if self._first is not None:
-            await say(self._first)
-        try:
-            async for response in self._answers:
-                await say(_document(response))
-        except FlowserveError as error:
-            await say(error_body(str(error)))
+async def _tell(answers: ResponseIterator, first: bytes | None, say: Say) -> None:
+    if first is not None:
+        await say(first)
+    try:
+        async for response in answers:
+            await say(_document(response))
+    except FlowserveError as error:
+        await say(error_body(str(error)))
 
 
 # ---------------------------------------------------------------------------------------------- requests
@@ -159,19 +138,14 @@ def _asked(body: bytes, deployment: Deployment) -> Request:
 
 def _members(body: bytes) -> Iterable[tuple[str, Any]]:
     """The members of the object, in order, those of `parameters` among them; duplicates are kept."""
-    pairs: list[tuple[str, Any]] = json.loads(body, object_pairs_hook=list)
+    pairs: tuple[tuple[str, Any], ...] = json.loads(body, object_pairs_hook=tuple)  # so that no array is one
     for name, value in pairs:
         if name == PARAMETERS:
-            if not _is_object(value):
-                raise Invalid("Unable to parse 'parameters': attempt to access JSON non-object as object")
+            if not isinstance(value, tuple):
+                raise wrong_type(PARAMETERS, "object")
             yield from value
         else:
             yield name, value
-
-
-def _is_object(value: Any) -> bool:
-    """Whether this was one before `object_pairs_hook` made a list of it."""
-    return isinstance(value, list) and all(isinstance(one, tuple) for one in value)
 
 
 def _tensor(spec: TensorSpec, value: Any, *, batches: bool) -> Array:
@@ -179,24 +153,14 @@ def _tensor(spec: TensorSpec, value: Any, *, batches: bool) -> Array:
     data = value if isinstance(value, list) else [value]
     if any(isinstance(one, list | tuple) for one in data):
         raise Invalid(f"Unable to parse '{spec.name}': a scalar or a flat array is expected")
-    shape = _shape(spec, len(data), batches=batches)
-    return json_array(InputHeader(spec.name, spec.dtype, shape, len(data), None, data))
-
-
-def _shape(spec: TensorSpec, count: int, *, batches: bool) -> tuple[int, ...]:
-    """Fixed dimensions are unchanged, the innermost variable one takes the rest, the others are 1."""
     dims = (-1, *spec.dims) if batches else spec.dims
-    fixed = math.prod(dim for dim in dims if dim != -1)
-    varying = [i for i, dim in enumerate(dims) if dim == -1]
-    shape = [1 if dim == -1 else dim for dim in dims]
-    if varying and fixed:
-        shape[varying[-1]] = count // fixed
-    if math.prod(shape) != count:
+    shape = implied_shape(dims, len(data))
+    if shape is None:
         raise Invalid(
-            f"The schema can not convert input '{spec.name}' to tensor with proper shape: it has {count} elements, the "
-            f"shape is {[*dims]}"
+            f"The schema can not convert input '{spec.name}' to tensor with proper shape: it has {len(data)} elements, "
+            f"the shape is {[*dims]}"
         )
-    return tuple(shape)
+    return json_array(InputHeader(spec.name, spec.dtype, shape, len(data), None, data))
 
 
 # ---------------------------------------------------------------------------------------------- responses
@@ -212,10 +176,7 @@ def _document(response: Response) -> bytes:
 
 
 def _value(model: str, name: str, array: Array) -> Any:
-    dtype = BY_NUMPY.get(array.dtype)
-    if dtype is None:
-        raise Internal(f"model '{model}' made output '{name}' of numpy type {array.dtype}, which no datatype is")
-    data = json_data(name, array, dtype)
+    data = json_data(name, array, raw.datatype_of(array, name, model))
     if array.size != 1:
         return data
     text = orjson.dumps(data, option=_NUMPY)

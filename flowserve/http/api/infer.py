@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -19,25 +20,41 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from flowserve.errors import FlowserveError, Invalid, TooLarge
-from flowserve.http.api.compression import CONTENT_ENCODING, Headers, UnknownEncoding, compress, expand
+from flowserve.http.api.compression import CONTENT_ENCODING, Headers, compress, expand
 from flowserve.http.api.decode import Body, Decoder, decode_raw
 from flowserve.http.api.encode import JSON_HEADERS, Encoder
-from flowserve.http.api.infer_header import AnswerForm
 from flowserve.http.api.json_bodies import status_of
-from flowserve.http.api.options import AppOptions
-from flowserve.http.api.request_target import TARGET, BodyForm, RequestTarget, body_form, request_target, trace_context
+from flowserve.http.api.request_json import AnswerForm
+from flowserve.http.api.request_target import TARGET, RequestTarget, request_target, trace_context
 from flowserve.http.api.restricted import Guard
-from flowserve.http.server.limits import body_too_large
-from flowserve.http.server.response_head import HeaderTuple, error_body
+from flowserve.http.server.connection import HeaderTuple, error_body
+from flowserve.http.server.request_parser import MAX_BODY_BYTES, body_too_large
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.server_timing import server_timing
+from flowserve.observe.settings import EVERYTHING, LogSettings, MetricsChoice
 from flowserve.runtime.engine.classification import rank
-from flowserve.runtime.engine.deployment import Deployment
+from flowserve.runtime.engine.deployments import Deployment, MakeFlow
 from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.protocol.request_parameters import Forwarding
-from flowserve.runtime.tracing.watch import Watch
+from flowserve.runtime.protocol import Forwarding, Restriction
+from flowserve.runtime.tracing.tracing import Watch
 from flowserve.scheduling.flow import Flow
 from flowserve.values import Array, Request, Response
+
+
+@dataclass(frozen=True, slots=True)
+class AppOptions:
+    """`max_body_bytes` bounds bodies that another ASGI server passes on in pieces, and compressed ones, expanded;
+    flowserve's own server refuses others earlier. `client_memory` and `log` are shared by all front ends of one
+    engine. `forwarding`: the headers that become parameters of inference requests. `metrics` None: there are none.
+    """
+
+    max_body_bytes: int = MAX_BODY_BYTES
+    client_memory: ClientMemory = field(default_factory=ClientMemory)
+    restrictions: tuple[Restriction, ...] = ()
+    forwarding: Forwarding | None = None
+    metrics: MetricsChoice | None = EVERYTHING
+    log: LogSettings = field(default_factory=LogSettings)
+
 
 # Status, headers, and the body's buffers.
 Encoded = tuple[int, HeaderTuple, Sequence[Any]]
@@ -58,10 +75,12 @@ class InferRoute:
 
     def __init__(self, engine: Engine, options: AppOptions) -> None:
         self.engine = engine
+        self.decoder = Decoder(options.client_memory)
+        self.encoder = Encoder()
+        self.forwarding = options.forwarding
         self.begin_events, self.end_events = engine.begin_events, engine.end_events
         self._max_body_bytes = options.max_body_bytes
         self._guard = Guard(options.restrictions) if options.restrictions else None
-        self._codec = _Codec(options.client_memory, options.forwarding)
         self._threads = trio.CapacityLimiter(_COMPRESSING_AT_ONCE)
 
     def body_memory(self, scope: Scope, nbytes: int) -> Array | None:
@@ -87,17 +106,19 @@ class InferRoute:
         target = scope.get(TARGET) or request_target(scope)
         if target is None:
             return None
-        inference = _Inference(self.engine, self._codec, target, respond)
+        inference = _Inference(self, target, respond)
         try:
             try:
                 if self._guard is not None:
                     self._guard.check(scope)
                 inference.deployment = self.engine.deployments.find(target.name, target.version)
-                form = target.form or body_form(target.headers)
-                if not (form.is_compressed or form.encoding):
-                    return inference.submit(body, form)
-                spawn(partial(self._run_compressed, inference, form, body))
-            except (FlowserveError, UnknownEncoding) as error:
+                if target.error is not None:  # not raised: it is kept, and would keep its frames
+                    inference.respond(*refusal_of(target.error))
+                elif target.is_compressed or target.encoding:
+                    spawn(partial(self._run_compressed, inference, target, body))
+                else:
+                    return inference.submit(body)
+            except FlowserveError as error:
                 inference.respond(*refusal_of(error))
         except BaseException:
             inference.close()
@@ -108,7 +129,7 @@ class InferRoute:
         """The route as an ASGI endpoint."""
         if request_target(scope) is None:
             raise HTTPException(404)
-        body = await self._collect(receive)
+        body = await read_body(receive, self._max_body_bytes)
         responses: list[Encoded] = []
         is_done = trio.Event()
 
@@ -128,20 +149,20 @@ class InferRoute:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b"".join(parts)})
 
-    async def _run_compressed(self, inference: _Inference, form: BodyForm, body: Body) -> None:
+    async def _run_compressed(self, inference: _Inference, target: RequestTarget, body: Body) -> None:
         """A request one of whose two bodies is compressed: large ones are work for a thread."""
         in_thread = partial(trio.to_thread.run_sync, abandon_on_cancel=True, limiter=self._threads)
         try:
-            if form.is_compressed:
+            if target.is_compressed:
                 body = await in_thread(expand, body, self._max_body_bytes)
-            status, headers, parts = await inference.run(body, form)
-            if form.encoding:
+            status, headers, parts = await inference.run(body)
+            if target.encoding:
                 if sum(map(len, parts)) <= _INLINE_BYTES_MAX:
-                    packed = compress(parts, form.encoding)
+                    packed = compress(parts, target.encoding)
                 else:
-                    packed = await in_thread(compress, parts, form.encoding)
+                    packed = await in_thread(compress, parts, target.encoding)
                 if packed is not None:
-                    headers, parts = (*headers, (CONTENT_ENCODING, form.encoding)), [packed]
+                    headers, parts = (*headers, (CONTENT_ENCODING, target.encoding)), [packed]
         except FlowserveError as error:
             status, headers, parts = refusal_of(error)
         except Exception:
@@ -151,47 +172,18 @@ class InferRoute:
             raise
         inference.respond(status, headers, parts)
 
-    async def _collect(self, receive: Receive) -> bytes:
-        """The body from a server that passes it on in pieces, never more of it than is allowed."""
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] != "http.request":
-                raise Invalid("the client closed in the middle of a body")
-            body += message.get("body", b"")
-            if len(body) > self._max_body_bytes:
-                raise TooLarge(body_too_large(None, self._max_body_bytes))
-            if not message.get("more_body"):
-                return bytes(body)
-
-
-class _Codec:
-    """Bodies to requests and responses to bodies, for one server."""
-
-    def __init__(self, client_memory: ClientMemory, forwarding: Forwarding | None) -> None:
-        self.decoder = Decoder(client_memory)
-        self.forwarding = forwarding
-        self._encoder = Encoder()
-
-    def encode(self, response: Response, form: AnswerForm, deployment: Deployment) -> Encoded:
-        """The response in the requested form. Raises as `Encoder.encode` does."""
-        if form.classes:
-            rank(response, form.classes, deployment)
-        parts, headers = self._encoder.encode(response, form)
-        return 200, headers, parts
-
 
 class _Inference:
     """One request from its body to its response, traced or not."""
 
-    __slots__ = ("_answer_form", "_codec", "_engine", "_flow", "_respond", "_target", "_watch", "deployment")
+    __slots__ = ("_answer_form", "_flow", "_respond", "_route", "_target", "_watch", "deployment")
 
     deployment: Deployment
     _answer_form: AnswerForm
 
-    def __init__(self, engine: Engine, codec: _Codec, target: RequestTarget, respond: Respond) -> None:
-        self._engine = engine
-        self._codec = codec
+    def __init__(self, route: InferRoute, target: RequestTarget, respond: Respond) -> None:
+        engine = route.engine
+        self._route = route
         self._target = target
         self._respond = respond
         self._flow: Flow | None = None  # while its response is to come
@@ -199,16 +191,14 @@ class _Inference:
         self._watch: Watch | None = None
         if engine.traces.is_on:
             self._watch = engine.traces.sample(target.name, trace_context(target.headers))
-        if self._watch is None and target.form is not None and target.form.is_timed:
+        if self._watch is None and target.is_timed:
             self._watch = engine.tracing.watch()
         if self._watch is not None:
             self._watch.mark("HTTP_RECV_START")
 
-    def submit(self, body: Body, form: BodyForm) -> Callable[[], None]:
+    def submit(self, body: Body) -> Callable[[], None]:
         """Start it. Returns a callable that withdraws it. Raises FlowserveError."""
-        watch = self._watch
-        make = None if watch is None else watch.make(self.deployment.make_flow)
-        flow = self._engine.submit(self.deployment, self._request(body, form), make)
+        flow = self._route.engine.submit(*self._arguments(body))
         if flow.done:
             self._finished(flow)
         else:
@@ -216,12 +206,9 @@ class _Inference:
             flow.waiter = self._finished
         return self.close
 
-    async def run(self, body: Body, form: BodyForm) -> Encoded:
+    async def run(self, body: Body) -> Encoded:
         """Run it to its end. Raises FlowserveError."""
-        watch = self._watch
-        make = None if watch is None else watch.make(self.deployment.make_flow)
-        response = await self._engine.infer(self.deployment, self._request(body, form), make)
-        return self._codec.encode(response, self._answer_form, self.deployment)
+        return self._encoded(await self._route.engine.infer(*self._arguments(body)))
 
     def respond(self, status: int, headers: HeaderTuple, parts: Sequence[Any]) -> None:
         """Respond to the client."""
@@ -230,8 +217,7 @@ class _Inference:
             self._respond(status, headers, parts)
             return
         watch.settle()
-        form = self._target.form
-        if watch.trace is not None and form is not None and form.is_timed:
+        if watch.trace is not None and self._target.is_timed:
             headers = (*headers, (SERVER_TIMING, server_timing(watch.trace).encode()))
         watch.mark("HTTP_SEND_START")
         self._respond(status, headers, parts)
@@ -242,31 +228,40 @@ class _Inference:
         """The client disconnected: withdraw the request if it is not finished."""
         flow, self._flow = self._flow, None
         if flow is not None:
-            self._engine.withdraw(flow)
+            self._route.engine.withdraw(flow)
         if self._watch is not None:
             self._watch.close()
 
-    def _request(self, body: Body, form: BodyForm) -> Request:
-        codec, length, deployment = self._codec, form.header_length, self.deployment
+    def _arguments(self, body: Body) -> tuple[Deployment, Request, MakeFlow | None]:
+        """What the engine needs: the model, the request, and how to make its flow if it is traced."""
+        route, length, deployment = self._route, self._target.header_length, self.deployment
         if length == 0:
             inputs, rows_max = deployment.inputs, deployment.graph.max_batch_size
             request, self._answer_form = decode_raw(body, deployment.name, inputs, rows_max)
         else:
-            request, self._answer_form = codec.decoder.decode(body, length, deployment.name)
-        if codec.forwarding is not None:
-            forward_headers(codec.forwarding, self._target.headers, request)
-        if self._watch is not None:
-            self._watch.mark("HTTP_RECV_END")
-        request.stamp = self._engine.next_stamp()
-        return request
+            request, self._answer_form = route.decoder.decode(body, length, deployment.name)
+        if route.forwarding is not None:
+            forward_headers(route.forwarding, self._target.headers, request)
+        request.stamp = route.engine.next_stamp()
+        if self._watch is None:
+            return deployment, request, None
+        self._watch.mark("HTTP_RECV_END")
+        return deployment, request, self._watch.make(deployment.make_flow)
+
+    def _encoded(self, response: Response) -> Encoded:
+        """The response in the requested form. Raises as `Encoder.encode` does."""
+        form = self._answer_form
+        if form.classes:
+            rank(response, form.classes, self.deployment)
+        parts, headers = self._route.encoder.encode(response, form)
+        return 200, headers, parts
 
     def _finished(self, flow: Flow) -> None:
         """Called by the engine between its steps: raises nothing."""
         self._flow = None
         try:
-            engine = self._engine
-            response = engine.response_from(flow) if flow.error is None else engine.response(flow)
-            encoded = self._codec.encode(response, self._answer_form, flow.owner)
+            engine = self._route.engine
+            encoded = self._encoded(engine.response_from(flow) if flow.error is None else engine.response(flow))
         except FlowserveError as error:
             encoded = refusal_of(error)
         except Exception:
@@ -279,12 +274,25 @@ class _Inference:
         return 500, JSON_HEADERS, [error_body("internal server error")]
 
 
-def refusal_of(error: FlowserveError | UnknownEncoding) -> Encoded:
+def refusal_of(error: FlowserveError) -> Encoded:
     """The response to a request that failed."""
-    status = 415 if isinstance(error, UnknownEncoding) else status_of(error)
-    return status, JSON_HEADERS, [error_body(str(error))]
+    return status_of(error), JSON_HEADERS, [error_body(str(error))]
 
 
 def forward_headers(forwarding: Forwarding, headers: Headers, request: Request) -> None:
     """Add the matching headers to the request's parameters, as Latin-1 text. Raises Invalid."""
     forwarding.add(request, ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers))
+
+
+async def read_body(receive: Receive, limit: int) -> bytes:
+    """The body from a server that passes it on in pieces. Raises TooLarge past `limit` bytes."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise Invalid("the client closed in the middle of a body")
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise TooLarge(body_too_large(None, limit))
+        if not message.get("more_body"):
+            return bytes(body)

@@ -146,138 +146,107 @@ SCHEMAS: Final[Json] = {
 
 _JSON: Final = "application/json"
 _BINARY: Final = "application/octet-stream"
-_PARAMETERS: Final[Json] = {
-    "name": {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}},
-    "version": {
-        "name": "version",
-        "in": "path",
-        "required": True,
-        "schema": {"type": "string", "pattern": "^[0-9]{1,19}$"},
-    },
-    "repository": {"name": "repository", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}},
-    "verb": {"name": "verb", "in": "path", "required": True, "schema": {"enum": ["load", "unload"]}},
+_EVENTS: Final = "text/event-stream"
+
+# Method, path, purpose, the schema of the request's body, and the response: a schema, a media type, or "" if the status
+# alone responds.
+_Call = tuple[str, ...]
+_OF_A_MODEL: Final[tuple[_Call, ...]] = (
+    ("get", "", "inputs and outputs", "", "Model"),
+    ("get", "/ready", "whether the model serves", "", ""),
+    ("get", "/config", "the completed configuration", "", "Config"),
+    ("get", "/stats", "counts and durations", "", "Statistics"),
+    ("post", "/infer", "one inference", "InferRequest", "InferResponse"),
+    ("post", "/generate", "one answer", "GenerateRequest", "GenerateResponse"),
+    ("post", "/generate_stream", "answers as events", "GenerateRequest", _EVENTS),
+)
+_OF_CLIENT_MEMORY: Final[tuple[_Call, ...]] = (
+    ("get", "/status", "every region", "", "Regions"),
+    ("post", "/unregister", "forget every region", "", ""),
+    ("get", "/region/{name}/status", "one region", "", "Regions"),
+    ("post", "/region/{name}/register", "register a region", "Region", ""),
+    ("post", "/region/{name}/unregister", "forget a region", "", ""),
+)
+_NAMELESS: Final = "refused: repositories have no names"
+_SEEN: Final = "what the live page shows, about once a second, until the server ends"
+_WINDOW: Final = "requests and batches of the next seconds, as Chrome's trace events"
+_CALLS: Final[tuple[_Call, ...]] = (
+    ("get", "/v2", "name, version, extensions", "", "Server"),
+    ("get", "/v2/health/live", "whether the server lives", "", ""),
+    ("get", "/v2/health/ready", "whether everything serves", "", ""),
+    *((method, f"/v2/models/{{name}}{path}", *rest) for method, path, *rest in _OF_A_MODEL),
+    *((method, f"/v2/models/{{name}}/versions/{{version}}{path}", *rest) for method, path, *rest in _OF_A_MODEL),
+    ("get", "/v2/models/stats", "counts and durations of every model", "", "Statistics"),
+    ("post", "/v2/repository/index", "what the repository holds", "IndexRequest", "Index"),
+    ("post", "/v2/repository/models/{name}/load", "load a model", "LoadRequest", ""),
+    ("post", "/v2/repository/models/{name}/unload", "unload a model", "UnloadRequest", ""),
+    ("post", "/v2/repository/{repository}/index", _NAMELESS, "", ""),
+    ("post", "/v2/repository/{repository}/models/{name}/{verb}", _NAMELESS, "", ""),
+    *(
+        (method, f"/v2/{kind.lower()}sharedmemory{path}", text, asked and kind + asked, answer and kind + answer)
+        for kind in ("System", "Cuda")
+        for method, path, text, asked, answer in _OF_CLIENT_MEMORY
+    ),
+    ("get", "/v2/logging", "log settings", "", "LogSettings"),
+    ("post", "/v2/logging", "change log settings", "LogChange", "LogSettings"),
+    ("get", "/v2/trace/setting", "trace settings", "", "TraceSettings"),
+    ("post", "/v2/trace/setting", "change trace settings", "TraceChange", "TraceSettings"),
+    ("get", "/v2/trace/timeline", _WINDOW, "", "Timeline"),
+    ("get", "/v2/models/{name}/trace/setting", "trace settings", "", "TraceSettings"),
+    ("post", "/v2/models/{name}/trace/setting", "change trace settings", "TraceChange", "TraceSettings"),
+    ("get", "/metrics", "Prometheus text", "", "text/plain"),
+    ("get", "/openapi.json", "this", "", "Document"),
+    ("get", "/", "the live page", "", "text/html"),
+    ("get", "/live/events", _SEEN, "", _EVENTS),
+    ("get", "/live/graphs/{name}/versions/{version}", "a graph as the live page draws it", "", "Drawn"),
+)
+_REQUIRED: Final = frozenset({"InferRequest", "GenerateRequest", "SystemRegion", "CudaRegion"})  # bodies
+_QUERIES: Final[Mapping[str, Mapping[str, Json]]] = {
+    "/v2/trace/timeline": {"seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": 60}},
+    "/live/events": {"name": _TEXT, "version": _TEXT},
+}
+_IN_PATHS: Final[Mapping[str, Json]] = {
+    "name": {"type": "string", "minLength": 1},
+    "version": {"type": "string", "pattern": "^[0-9]{1,19}$"},
+    "repository": {"type": "string", "minLength": 1},
+    "verb": {"enum": ["load", "unload"]},
 }
 
 
-def _get(summary: str, schema: str = "", media: str = _JSON) -> Json:
-    """A GET request; without a `schema` its status is the result."""
-    return {"summary": summary, "responses": _responses(schema, media)}
-
-
-def _post(summary: str, asked: str = "", schema: str = "", media: str = _JSON, *, required: bool = False) -> Json:
-    """A call whose body is an `asked`, and may be left out unless it is `required`."""
-    operation = _get(summary, schema, media)
+def _operation(path: str, text: str, asked: str, answer: str) -> Json:
+    done: Json = {"description": "done"}
+    if answer:
+        is_media = "/" in answer
+        schema = _TEXT if is_media else _ANY if answer == "Document" else _of(answer)
+        done["content"] = {answer if is_media else _JSON: {"schema": schema}}
+    responses: Json = {"200": done, "default": {"$ref": "#/components/responses/Error"}}
+    operation: Json = {"summary": text, "responses": responses}
     if asked:
-        operation["requestBody"] = {"content": {_JSON: {"schema": _of(asked)}}, "required": required}
+        operation["requestBody"] = {"content": {_JSON: {"schema": _of(asked)}}, "required": asked in _REQUIRED}
+    if path in _QUERIES:
+        queries = _QUERIES[path].items()
+        operation["parameters"] = [{"name": name, "in": "query", "schema": schema} for name, schema in queries]
+    if path.endswith(("/ready", "/live")):
+        responses["400"] = {"description": "no"}
+    if path.endswith("/infer"):
+        binary: Json = {"schema": {"type": "string", "contentMediaType": _BINARY}}
+        operation["description"] = "with the header Inference-Header-Content-Length, tensors follow the JSON as bytes"
+        operation["requestBody"]["content"][_BINARY] = done["content"][_BINARY] = binary
     return operation
-
-
-def _responses(schema: str, media: str) -> Json:
-    answer: Json = {"description": "done"}
-    if schema or media != _JSON:
-        answer["content"] = {media: {"schema": _of(schema) if schema else _TEXT}}
-    return {"200": answer, "default": {"$ref": "#/components/responses/Error"}}
-
-
-def _infer() -> Json:
-    operation = _post("one inference", "InferRequest", "InferResponse", required=True)
-    binary: Json = {"schema": {"type": "string", "contentMediaType": _BINARY}}
-    operation["description"] = "with the header Inference-Header-Content-Length, tensors follow the JSON as bytes"
-    operation["requestBody"]["content"][_BINARY] = binary
-    operation["responses"]["200"]["content"][_BINARY] = binary
-    return operation
-
-
-def _settings(what: str, change: str, schema: str) -> Json:
-    return {"get": _get(f"{what} settings", schema), "post": _post(f"change {what} settings", change, schema)}
-
-
-def _health(summary: str) -> Json:
-    operation = _get(summary)
-    operation["responses"]["400"] = {"description": "no"}
-    return {"get": operation}
-
-
-def _of_a_model(path: str) -> Json:
-    return {
-        path: {"get": _get("inputs and outputs", "Model")},
-        f"{path}/ready": _health("whether the model serves"),
-        f"{path}/config": {"get": _get("the completed configuration", "Config")},
-        f"{path}/stats": {"get": _get("counts and durations", "Statistics")},
-        f"{path}/infer": {"post": _infer()},
-        f"{path}/generate": {"post": _post("one answer", "GenerateRequest", "GenerateResponse", required=True)},
-        f"{path}/generate_stream": {
-            "post": _post("answers as events", "GenerateRequest", "", "text/event-stream", required=True)
-        },
-    }
-
-
-def _memory(kind: str, regions: str, region: str) -> Json:
-    root = f"/v2/{kind}sharedmemory"
-    return {
-        f"{root}/status": {"get": _get("every region", regions)},
-        f"{root}/unregister": {"post": _post("forget every region")},
-        f"{root}/region/{{name}}/status": {"get": _get("one region", regions)},
-        f"{root}/region/{{name}}/register": {"post": _post("register a region", region, required=True)},
-        f"{root}/region/{{name}}/unregister": {"post": _post("forget a region")},
-    }
-
-
-def _paths() -> Json:
-    repository = "/v2/repository"
-    paths: Json = {
-        "/v2": {"get": _get("name, version, extensions", "Server")},
-        "/v2/health/live": _health("whether the server lives"),
-        "/v2/health/ready": _health("whether everything serves"),
-        **_of_a_model("/v2/models/{name}"),
-        **_of_a_model("/v2/models/{name}/versions/{version}"),
-        "/v2/models/stats": {"get": _get("counts and durations of every model", "Statistics")},
-        f"{repository}/index": {"post": _post("what the repository holds", "IndexRequest", "Index")},
-        f"{repository}/models/{{name}}/load": {"post": _post("load a model", "LoadRequest")},
-        f"{repository}/models/{{name}}/unload": {"post": _post("unload a model", "UnloadRequest")},
-        f"{repository}/{{repository}}/index": {"post": _post("refused: repositories have no names")},
-        f"{repository}/{{repository}}/models/{{name}}/{{verb}}": {"post": _post("refused: repositories have no names")},
-        **_memory("system", "SystemRegions", "SystemRegion"),
-        **_memory("cuda", "CudaRegions", "CudaRegion"),
-        "/v2/logging": _settings("log", "LogChange", "LogSettings"),
-        "/v2/trace/setting": _settings("trace", "TraceChange", "TraceSettings"),
-        "/v2/trace/timeline": _timeline(),
-        "/v2/models/{name}/trace/setting": _settings("trace", "TraceChange", "TraceSettings"),
-        "/metrics": {"get": _get("Prometheus text", "", "text/plain")},
-        "/openapi.json": {"get": {"summary": "this", "responses": _described()}},
-        "/": {"get": _get("the live page", "", "text/html")},
-        "/live/events": {"get": _events()},
-        "/live/graphs/{name}/versions/{version}": {"get": _get("a graph as the live page draws it", "Drawn")},
-    }
-    for path, item in paths.items():
-        names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-        if names:
-            item["parameters"] = [{"$ref": f"#/components/parameters/{name}"} for name in names]
-    return paths
-
-
-def _timeline() -> Json:
-    operation = _get("requests and batches of the next seconds, as Chrome's trace events", "Timeline")
-    schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 60}
-    operation["parameters"] = [{"name": "seconds", "in": "query", "schema": schema}]
-    return {"get": operation}
-
-
-def _events() -> Json:
-    operation = _get("what the live page shows, about once a second, until the server ends", "", "text/event-stream")
-    operation["parameters"] = [{"name": name, "in": "query", "schema": _TEXT} for name in ("name", "version")]
-    return operation
-
-
-def _described() -> Json:
-    responses = _responses("", _JSON)
-    responses["200"]["content"] = {_JSON: {"schema": _ANY}}
-    return responses
 
 
 def openapi() -> Json:
     """The whole document."""
+    paths: Json = {}
+    for method, path, *rest in _CALLS:
+        item = paths.setdefault(path, {})
+        item[method] = _operation(path, *rest)
+        if names := [part[1:-1] for part in path.split("/") if part.startswith("{")]:
+            item["parameters"] = [{"$ref": f"#/components/parameters/{name}"} for name in names]
     error = {"description": "what went wrong", "content": {_JSON: {"schema": _of("Error")}}}
+    parameters = {
+        name: {"name": name, "in": "path", "required": True, "schema": schema} for name, schema in _IN_PATHS.items()
+    }
     return {
         "openapi": "3.1.0",
         "info": {
@@ -285,6 +254,6 @@ def openapi() -> Json:
             "version": __version__,
             "description": "KServe v2 with Triton's extensions. Every failure is an Error.",
         },
-        "paths": _paths(),
-        "components": {"schemas": SCHEMAS, "responses": {"Error": error}, "parameters": _PARAMETERS},
+        "paths": paths,
+        "components": {"schemas": SCHEMAS, "responses": {"Error": error}, "parameters": parameters},
     }

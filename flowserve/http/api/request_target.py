@@ -1,8 +1,8 @@
 """The target of an inference request: its URL and headers, parsed.
 
 Decides the format of the route's URL and which headers are read. Clients repeat the same head, and the
-server caches it (server/request_head.py): the result of this file is stored in its scope. Called by the inference
-routes.
+server caches it (http/server/request_parser.py): the result of this file is stored in its scope. Called by the
+inference routes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 from starlette.types import Scope
 
 from flowserve.errors import Invalid
-from flowserve.http.api.compression import Headers, UnknownEncoding, is_compressed, wanted
+from flowserve.http.api.compression import Headers, is_compressed, wanted
 from flowserve.http.api.encode import HEADER_LENGTH
 
 PREFIX: Final = "/v2/models/"
@@ -26,27 +26,20 @@ _LENGTH: Final = re.compile(rb"-?[0-9]{1,19}")
 
 
 @dataclass(frozen=True, slots=True)
-class BodyForm:
-    """`header_length`: the length in bytes of the JSON in the body, None if all of it is JSON. `is_compressed`: the
-    request's body is. `encoding`: the compression of the response's body, b"" for none.
-    """
-
-    header_length: int | None
-    is_compressed: bool
-    encoding: bytes
-    is_timed: bool
-
-
-@dataclass(frozen=True, slots=True)
 class RequestTarget:
-    """An inference request without its body. `version` is "" for none. `form` is None if the headers are invalid;
-    `body_form` then raises the error.
+    """An inference request without its body. `version` is "" for none. `header_length`: the length in bytes of the JSON
+    in the body, None if all of it is JSON. `is_compressed`: the request's body is. `encoding`: the compression of the
+    response's body, b"" for none. `error`: why the headers are invalid, if so.
     """
 
     name: str
     version: str
     headers: Headers
-    form: BodyForm | None
+    header_length: int | None = None
+    is_compressed: bool = False
+    encoding: bytes = b""
+    is_timed: bool = False
+    error: Invalid | None = None
 
 
 def request_target(scope: Scope) -> RequestTarget | None:
@@ -64,9 +57,10 @@ def _request_target(scope: Scope) -> RequestTarget | None:
         return None
     headers = scope["headers"]
     try:
-        return RequestTarget(*model, headers, body_form(headers))
-    except (Invalid, UnknownEncoding):
-        return RequestTarget(*model, headers, None)
+        is_packed = is_compressed(headers)
+        return RequestTarget(*model, headers, _header_length(headers), is_packed, wanted(headers), is_timed(headers))
+    except Invalid as error:
+        return RequestTarget(*model, headers, error=error.with_traceback(None))
 
 
 def _model(path: str) -> tuple[str, str] | None:
@@ -79,12 +73,6 @@ def _model(path: str) -> tuple[str, str] | None:
     if len(parts) == 3 and parts[0] and parts[1] == "versions" and is_version(parts[2]):
         return parts[0], parts[2]
     return None
-
-
-def body_form(headers: Headers) -> BodyForm:
-    """The form of both bodies, from the headers. Raises `Invalid`, `UnknownEncoding`."""
-    is_packed, encoding = is_compressed(headers), wanted(headers)
-    return BodyForm(_header_length(headers), is_packed, encoding, is_timed(headers))
 
 
 def is_timed(headers: Headers) -> bool:

@@ -2,7 +2,7 @@
 
 Decides which group a path belongs to, and the response without the key. The group follows from all readings of a path,
 not from the route it matches: case, doubled and trailing slashes, percent-encoding and the method make no difference.
-runtime/protocol/restriction.py decides the format of a key.
+runtime/protocol.py decides the format of a key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from flowserve.errors import Forbidden
 from flowserve.http.api.json_bodies import error_response, status_of
 from flowserve.http.api.request_target import TIMING
-from flowserve.runtime.protocol.restriction import Restriction, by_group
+from flowserve.runtime.protocol import Restriction, by_group
 
 _DECODED_TIMES: Final = 3
 _TOP: Final[Mapping[str, str]] = {
@@ -46,7 +46,9 @@ _LIVE: Final = frozenset({"metadata", "model-config", "model-repository", "stati
 @lru_cache(maxsize=1024)
 def groups_of(path: str) -> frozenset[str]:
     """Every group that a path could belong to, in any spelling; none for a path without an endpoint."""
-    parts = [part for part in _decoded(path).lower().split("/") if part not in ("", ".")]
+    for _ in range(_DECODED_TIMES):  # routes decode once, but the path may be encoded several times
+        path = unquote(path)
+    parts = [part for part in path.lower().split("/") if part not in ("", ".")]
     if not parts or parts[0] != "v2":
         return _LIVE if parts[:1] == ["live"] else frozenset()
     if len(parts) == 1:
@@ -63,13 +65,6 @@ def groups_of(path: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def _decoded(path: str) -> str:
-    """`path` without percent-encoding, also if it was encoded several times. Routes decode once."""
-    for _ in range(_DECODED_TIMES):
-        path = unquote(path)
-    return path
-
-
 class Guard:
     """Checks the keys of `restrictions`; each group is named in one of them."""
 
@@ -84,7 +79,10 @@ class Guard:
             groups |= {"trace"}
         for group in groups:
             restriction = self._by_group.get(group)
-            if restriction is not None and not _has_key(headers, restriction):
+            if restriction is None:
+                continue
+            name = restriction.name.encode("ascii")
+            if not restriction.is_opened_by(next((value for key, value in headers if key == name), b"")):
                 raise Forbidden(f"This API is restricted, expecting header '{restriction.name}'")
 
 
@@ -102,9 +100,3 @@ def restricted(app: ASGIApp, restrictions: Sequence[Restriction]) -> ASGIApp:
         await app(scope, receive, send)
 
     return guarded
-
-
-def _has_key(headers: Sequence[tuple[bytes, bytes]], restriction: Restriction) -> bool:
-    name = restriction.name.encode("ascii")
-    given = next((value for key, value in headers if key == name), b"")
-    return restriction.is_opened_by(given)

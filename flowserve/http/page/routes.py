@@ -13,18 +13,16 @@ import trio
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from flowserve.errors import Unavailable
-from flowserve.http.api.events import Say, send_events
+from flowserve.http.api.events import EventResponse, Say
 from flowserve.http.api.json_bodies import json_response
+from flowserve.http.page.sampler import INTERVAL_S, Sampler
 from flowserve.render.jsontext import graph_document
 from flowserve.render.layout import Spare
 from flowserve.render.svg import STYLE, render_svg
-from flowserve.runtime.engine.deployment import Deployment
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.loading.control import Control
-from flowserve.runtime.protocol.sampler import INTERVAL_S, Sampler
 from flowserve.version import __version__
 
 VIEWERS_MAX: Final = 32
@@ -34,23 +32,13 @@ END: Final = b'{"end":true}'  # the server ends, and so do the events
 SPARE: Final = Spare(("0000/s, batches of 000.0", "queue 00000, busy 00/00", "p50 0000 ms, p99 0000 ms"), "  0000 MB/s")
 
 
-class LiveRoutes:
+def live_routes(engine: Engine, control: Control | None) -> list[Route]:
     """`control` None: models cannot be loaded or unloaded."""
+    sampler = Sampler(engine)
+    can_load = control is not None and control.is_explicit
+    viewers = 0
 
-    def __init__(self, engine: Engine, control: Control | None) -> None:
-        self._engine = engine
-        self._sampler = Sampler(engine)
-        self._can_load = control is not None and control.is_explicit
-        self._viewers = 0
-
-    def routes(self) -> list[Route]:
-        return [
-            Route("/", self.page),
-            Route("/live/events", self.events),
-            Route("/live/graphs/{name}/versions/{version}", self.graph),
-        ]
-
-    async def page(self, request: Request) -> Response:
+    async def page(request: Request) -> Response:
         text, policy = _page()
         headers = {
             "content-security-policy": policy,
@@ -60,58 +48,50 @@ class LiveRoutes:
         }
         return Response(text, headers=headers, media_type="text/html")
 
-    async def graph(self, request: Request) -> Response:
+    async def graph(request: Request) -> Response:
         """The picture of one graph, and the document that describes its numbers."""
-        deployment = self._engine.deployments.find(request.path_params["name"], request.path_params["version"])
-        facts = self._sampler.facts(deployment)
-        draw = partial(render_svg, deployment.graph, facts, style="", spare=SPARE)
+        deployment = engine.deployments.find(request.path_params["name"], request.path_params["version"])
+        configs = sampler.configs(deployment)
+        draw = partial(render_svg, deployment.graph, configs, style="", spare=SPARE)
         return json_response(
             {
-                "picture": self._sampler.picture(deployment),
+                "picture": sampler.picture(deployment),
                 "svg": await trio.to_thread.run_sync(draw),
-                "graph": graph_document(deployment.graph, facts),
+                "graph": graph_document(deployment.graph, configs),
             }
         )
 
-    async def events(self, request: Request) -> Response:
-        if self._viewers >= VIEWERS_MAX:
+    async def events(request: Request) -> Response:
+        if viewers >= VIEWERS_MAX:
             raise Unavailable(f"{VIEWERS_MAX} viewers look at this server already; try again later")
-        return _Events(self, request.query_params.get("name", ""), request.query_params.get("version", ""))
+        name, version = request.query_params.get("name", ""), request.query_params.get("version", "")
+        return EventResponse(partial(tell, name, version))
 
-    async def tell(self, name: str, version: str, say: Say) -> None:
+    async def tell(name: str, version: str, say: Say) -> None:
         """Send the whole state, then about once a second the changes, until the server ends."""
-        self._viewers += 1
+        nonlocal viewers
+        viewers += 1
         try:
             seen = 0
-            while not self._engine.stopping.is_set():
-                self._sampler.look()
-                frame = self._sampler.frame(self._watched(name, version), seen)
-                frame["can_load"] = self._can_load
-                seen = self._sampler.number
+            while not engine.stopping.is_set():
+                sampler.look()
+                entry = engine.deployments.entries.get(name)
+                ready = {str(number): one for number, one in entry.ready.items()} if entry else {}
+                frame = sampler.frame(ready.get(version), seen)  # None: the deployment does not serve
+                frame["can_load"] = can_load
+                seen = sampler.number
                 await say(orjson.dumps(frame))
                 with trio.move_on_after(INTERVAL_S):
-                    await self._engine.stopping.wait()
+                    await engine.stopping.wait()
             await say(END)
         finally:
-            self._viewers -= 1
+            viewers -= 1
 
-    def _watched(self, name: str, version: str) -> Deployment | None:
-        """The deployment that is shown, if it serves."""
-        entry = self._engine.deployments.entries.get(name)
-        if entry is None:
-            return None
-        return next((one for number, one in entry.ready.items() if str(number) == version), None)
-
-
-class _Events(Response):
-    """An ASGI application, as every response of Starlette's is."""
-
-    def __init__(self, live: LiveRoutes, name: str, version: str) -> None:
-        super().__init__()
-        self._tell = partial(live.tell, name, version)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_events(scope, receive, send, self._tell)
+    return [
+        Route("/", page),
+        Route("/live/events", events),
+        Route("/live/graphs/{name}/versions/{version}", graph),
+    ]
 
 
 @cache

@@ -1,17 +1,19 @@
-"""One client's connection: requests are read, started, and responded to in order.
+"""One client's connection: requests are read, started, and responded to in order; and the poller of all connections.
 
-Decides the request/response cycle of HTTP/1.1: when a request is complete, whether the app or the direct route
+Decides the request/response cycle of HTTP/1.1: when a request is complete, whether the app or the inference handler
 responds, how the response is framed, whether the connection is kept, the effect of deadlines, and how a connection
-ends. A request is started only when its body is complete, so that one that is cut short or malformed is never
-executed. The class reads top to bottom in the order of a request's life.
+ends. Also how status and headers are written, that no header value can start a new line, and the one shape of an
+error's body. There is no Date and no Server header, because clients of models read neither. A request is started only
+when its body is complete, so that one that is cut short or malformed is never executed. The class reads top to bottom
+in the order of a request's life.
 
-A connection has no task of its own. The poller calls `on_readable` when bytes arrive; they are read and parsed
-without waiting. A request for the direct route (all inference) is started immediately, and its response arrives by
+A connection has no task of its own. The poller calls `advance` when bytes arrive; they are read and parsed without
+waiting. A request for the inference handler (all inference) is started immediately, and its response arrives by
 callback. Any other request is one call of the ASGI app in a task. Blocking work runs in a task too: the rest of
 a response that the kernel did not accept, and lingering. A connection has at most one task at a time. Each wait
 is a phase with a deadline: two plain fields that the server's sweeper compares with its clock.
 
-Does not know Starlette or models, nor how sockets are accepted (server.py). Called by the server and its poller.
+Does not know Starlette or models, nor how sockets are accepted (server.py). Called by the server.
 """
 
 from __future__ import annotations
@@ -23,38 +25,58 @@ import select
 import socket
 import struct
 import termios
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from http import HTTPStatus
 from typing import Any, Final, Protocol
 
+import orjson
 import trio
 from starlette.types import ASGIApp, Message, Scope
-from trio.lowlevel import notify_closing, wait_writable
+from trio.lowlevel import notify_closing, wait_readable, wait_writable
 
-from flowserve.http.server.chunked_body import ChunkedBody
-from flowserve.http.server.limits import Limits
-from flowserve.http.server.request_head import HEAD_END, Head, HeadCache, HeadParser, Refused, body_refused
-from flowserve.http.server.response_head import CONTINUE, HeaderList, HeaderTuple, head_bytes, refusal
-from flowserve.http.server.write_buffer import WriteBuffer
+from flowserve.http.server.request_parser import (
+    HEAD_END,
+    ChunkedBody,
+    Head,
+    HeadCache,
+    HeadParser,
+    Limits,
+    Refused,
+    body_too_large,
+)
 from flowserve.memory.pool import ALIGNMENT, POOLED_BYTES_MIN, Pool
 from flowserve.values import Array
 
 RECEIVE_BYTES: Final = 16_384  # a small request comes in one piece, and little of a large body has to be moved
 _READS_MAX: Final = 16  # in a row, before other connections are read
 _BODILESS: Final = frozenset({204, 304})
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_STATUS_LINES: Final = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode("ascii") for status in HTTPStatus
+}
 _CONNECTION_CLOSE: Final = b"connection: close\r\n"
 _CONNECTION_KEEP_ALIVE: Final = b"connection: keep-alive\r\n"  # HTTP/1.0 clients expect it
+_JOINED_BYTES_MAX: Final = 16_384  # below this one copy is cheaper than a longer list of buffers
+_PARTS_MAX: Final = 512  # sendmsg takes 1024
 _LINGER_S: Final = 2.0
 _CHECK_S: Final = 0.01
+_HANG_UP_GRACE_S: Final = 0.002  # a client that half-closes after a fast request still gets its response
+_EVENTS_MAX: Final = 256
+# Edges: input that a connection leaves unread is not reported again.
+_EVENTS: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET if hasattr(select, "epoll") else 0
 
 _log = logging.getLogger("flowserve.http")
 
+HeaderTuple = tuple[tuple[bytes, bytes], ...]
 Buffer = bytes | bytearray | memoryview
 # Status, headers and the body's buffers. Called once, on the event loop's thread, at any time.
 Respond = Callable[[int, HeaderTuple, Sequence[Any]], None]
 Spawn = Callable[[Callable[[], Awaitable[None]]], None]
 
 
-class DirectRoute(Protocol):
+class InferenceHandler(Protocol):
     """Responds to some requests without the ASGI app."""
 
     def body_memory(self, scope: Scope, nbytes: int) -> Array | None:
@@ -71,16 +93,6 @@ class DirectRoute(Protocol):
 
     def end_events(self) -> None:
         """All of them are started."""
-
-
-class Watcher(Protocol):
-    """The poller, as connections see it."""
-
-    def arm(self, connection: Connection) -> None:
-        """All input was read: call `on_readable` when more arrives."""
-
-    def resume(self, connection: Connection) -> None:
-        """There is unread input: call `advance` in the next loop iteration, after other connections."""
 
 
 class ClientLeft(OSError):
@@ -106,9 +118,11 @@ class ServerContext:
     """State shared by all connections of a server. `nursery` runs their tasks; `now`: the sweeper's clock, in s."""
 
     nursery: trio.Nursery
-    poller: Watcher
+    poller: Poller
 
-    def __init__(self, app: ASGIApp, direct: DirectRoute | None, limits: Limits, pool: Pool, sweep_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, direct: InferenceHandler | None, limits: Limits, pool: Pool, sweep_s: float
+    ) -> None:
         self.app = app
         self.direct = direct
         self.limits = limits
@@ -130,9 +144,9 @@ class Connection:
     """One accepted socket, non-blocking. `on_close` is called when it is about to be closed."""
 
     __slots__ = (
-        *("_body", "_chunked", "_client", "_context", "_got", "_has_started", "_head", "_headers", "_is_hung_up"),
-        *("_keeps_alive", "_left", "_local", "_may_read", "_on_close", "_parser", "_status", "_target", "_task"),
-        *("_unread", "_withdraw", "_writer", "deadline", "phase", "sock"),
+        *("_body", "_chunked", "_client", "_context", "_got", "_has_started", "_head", "_headers", "_keeps_alive"),
+        *("_left", "_local", "_on_close", "_parser", "_status", "_target", "_task", "_unread", "_unsent", "_withdraw"),
+        *("deadline", "is_hung_up", "may_read", "phase", "sock"),
     )
 
     def __init__(
@@ -149,11 +163,10 @@ class Connection:
         self._client = client
         self._local = _endpoint(sock)
         self._on_close = on_close
-        self._writer = WriteBuffer(sock)
         self._task: trio.CancelScope | None = None  # of the task that works for this connection
         # Input.
-        self._may_read = False  # the kernel may have bytes, or the end
-        self._is_hung_up = False  # the end has come, perhaps behind bytes
+        self.may_read = False  # the kernel may have bytes, or the end; set by the poller
+        self.is_hung_up = False  # the end has come, perhaps behind bytes; set by the poller
         self._unread = b""  # received, and belongs to the request after this one
         self._parser: HeadParser | None = None  # of a head that comes in pieces
         self._chunked: ChunkedBody | None = None
@@ -162,12 +175,13 @@ class Connection:
         # The request that is read or responded to, and its response so far.
         self._head: Head | None = None  # None: no response is due
         self._body: Buffer | None = None  # until the app takes it
-        self._withdraw: Callable[[], None] | None = None  # of the direct route
+        self._withdraw: Callable[[], None] | None = None  # of the inference handler
         self._status = 0  # 0: the app has not begun
-        self._headers: HeaderList = ()
+        self._headers: HeaderTuple = ()
         self._has_started = False  # the head is written
         self._left: int | None = 0  # announced bytes to come; None: unknown
         self._keeps_alive = False
+        self._unsent: list[memoryview] = []  # written, and not accepted by the kernel yet
 
     def _enter(self, phase: Phase, limit_s: float) -> None:
         """Begin a phase that may last `limit_s` seconds."""
@@ -175,14 +189,6 @@ class Connection:
         self.deadline = self._context.deadline_in(limit_s)
 
     # ---------------------------------------------------------------------------------------------- reading
-
-    def on_readable(self, *, is_end: bool = False) -> None:
-        """Bytes have arrived, or the end of input, perhaps after bytes. Called by the poller."""
-        self._may_read = True
-        if is_end:
-            self._is_hung_up = True
-        if self.phase.is_reading:
-            self.advance()
 
     def on_hang_up(self) -> None:
         """The client closed its sending side a moment ago: withdraw a request that still runs, because its response
@@ -192,13 +198,15 @@ class Connection:
             self.close()
 
     def advance(self) -> None:
-        """Read input until a request is complete, and start it. Never waits."""
+        """Read input until a request is complete, and start it. Never waits. Called by the poller, when
+        input arrives and when the connection is resumed.
+        """
         try:
             if self._unread and self.phase.is_reading:
                 unread, self._unread = self._unread, b""
                 self._take(unread)
             for _ in range(_READS_MAX):
-                if not self._may_read or not self.phase.is_reading or self._unread:
+                if not self.may_read or not self.phase.is_reading or self._unread:
                     break
                 self._receive()
             else:
@@ -225,15 +233,18 @@ class Connection:
                 count = self.sock.recv_into(target[self._got :])
                 is_all = count < len(target) - self._got
         except BlockingIOError:
-            self._may_read = False
+            self.may_read = False
             self._context.poller.arm(self)
             return
         if not (data if target is None else count):
-            self._may_read = False
-            self._end_of_input()
+            self.may_read = False
+            if self.phase is Phase.IDLE:
+                self._finish_connection()
+            else:  # in the middle of a request, which is dropped
+                self.close()
             return
-        if is_all and not self._is_hung_up:
-            self._may_read = False
+        if is_all and not self.is_hung_up:
+            self.may_read = False
             if self._context.must_arm:
                 self._context.poller.arm(self)
         if target is None:
@@ -241,50 +252,42 @@ class Connection:
         else:
             self._take_body(count)
 
-    def _end_of_input(self) -> None:
-        """The client sends no more. In the middle of a request that one is dropped."""
-        if self.phase is Phase.IDLE:
-            self._finish_connection()
-        else:
-            self.close()
-
     def _take(self, data: bytes) -> None:
         """The next bytes of a head, or of a chunked body; or the first of a request."""
         if self._chunked is not None:
             self._take_chunks(data)
             return
-        parser = self._parser
-        if parser is None:
+        if self._parser is None:
             data = data.lstrip(b"\r\n")  # some clients send an empty line after a body
             if not data:
                 return
             end = data.find(HEAD_END) + 4
             if end >= 4:
                 text = data[:end]
-                head = self._context.heads.by_text.get(text)
-                self._take_head(head or self._context.heads.parse(text), data[end:])
+                heads = self._context.heads
+                head = heads.by_text.get(text) or heads.parse(text)
+                rest = data[end:]
+            else:
+                self._parser = HeadParser(self._context.limits)
+                self._enter(Phase.HEAD, self._context.limits.header_timeout_s)
+        if self._parser is not None:
+            found = self._parser.take(data)
+            if found is None:
                 return
-            parser = self._parser = HeadParser(self._context.limits)
-            self._enter(Phase.HEAD, self._context.limits.header_timeout_s)
-        head = parser.take(data)
-        if head is not None:
-            self._parser = None
-            self._take_head(head, parser.rest)
-
-    def _take_head(self, head: Head, rest: bytes) -> None:
-        """A head is complete. `rest` was received behind it."""
+            head, rest, self._parser = found, self._parser.rest, None
+        # A head is complete, and `rest` was received behind it.
         self._head = head
         limits = self._context.limits
         size = head.content_length
         if not head.is_chunked:
             if size > limits.max_body_bytes:
-                raise body_refused(size, limits)
+                raise Refused(413, body_too_large(size, limits.max_body_bytes))
             if size <= len(rest):
                 self._unread = rest[size:]
                 self._start(rest[:size])
                 return
         self._enter(Phase.BODY, limits.body_timeout_s)
-        if head.expects_continue and not rest and not self._writer.send((CONTINUE,)):
+        if head.expects_continue and not rest and not self._send((CONTINUE,)):
             self._enter(Phase.WRITING, limits.write_timeout_s)
             self._spawn(self._finish_continue)
         if head.is_chunked:
@@ -337,7 +340,7 @@ class Connection:
     # ---------------------------------------------------------------------------------------------- responding
 
     def _start(self, body: Buffer) -> None:
-        """The request is complete: have the direct route or the app respond."""
+        """The request is complete: have the inference handler or the app respond."""
         head = self._head
         assert head is not None
         self.phase = Phase.RUNNING
@@ -367,7 +370,7 @@ class Connection:
         _log.exception("%s %r failed", head.scope["method"], head.scope["path"])
 
     def _respond(self, status: int, headers: HeaderTuple, parts: Sequence[Any]) -> None:
-        """The direct route's response. Never waits."""
+        """The inference handler's response. Never waits."""
         self._withdraw = None
         head = self._head
         if head is None or self.phase is Phase.CLOSED:
@@ -377,7 +380,7 @@ class Connection:
         self._left = 0
         self._head = None
         try:
-            is_written = self._writer.send((start,) if head.is_head else (start, *parts))
+            is_written = self._send((start,) if head.is_head else (start, *parts))
         except OSError:
             self.close()
             return
@@ -432,7 +435,7 @@ class Connection:
         head = self._head
         if kind == "http.response.start" and not self._status and head is not None:
             self._status = message["status"]
-            self._headers = message.get("headers", ())
+            self._headers = tuple(map(tuple, message.get("headers", ())))
             return
         if kind != "http.response.body" or not self._status or head is None:
             raise RuntimeError(f"unexpected ASGI message {kind!r}")
@@ -490,7 +493,7 @@ class Connection:
     async def _write(self, parts: Sequence[Any]) -> None:
         """Write buffers of bytes. Returns when the kernel has them; raises `ClientLeft` if it cannot."""
         try:
-            if not self._writer.send(parts):
+            if not self._send(parts):
                 before = self.phase
                 await self._flush()
                 self.phase = before
@@ -499,9 +502,42 @@ class Connection:
 
     async def _flush(self) -> None:
         """Wait until the kernel has everything that was written. The client must read some of it in time."""
-        while not self._writer.flush():
+        while not self._send_rest():
             self._enter(Phase.WRITING, self._context.limits.write_timeout_s)
             await wait_writable(self.sock)
+
+    def _send(self, parts: Sequence[Any]) -> bool:
+        """Write buffers of bytes, in order: small ones are joined into one `send`, large ones are sent by `sendmsg`,
+        not joined. Never waits. Returns whether the kernel has everything. Raises OSError if the kernel refuses.
+        """
+        if not self._unsent and sum(map(len, parts)) <= _JOINED_BYTES_MAX:
+            data = b"".join(parts)
+            try:
+                sent = self.sock.send(data)
+            except BlockingIOError:
+                sent = 0
+            if sent < len(data):
+                self._unsent.append(memoryview(data)[sent:])
+            return not self._unsent
+        self._unsent += [memoryview(part).cast("B") for part in parts if len(part)]
+        return self._send_rest()
+
+    def _send_rest(self) -> bool:
+        """Write the bytes that the kernel has not accepted yet. Returns and raises as `_send` does."""
+        unsent = self._unsent
+        while unsent:
+            try:
+                sent = self.sock.sendmsg(unsent[:_PARTS_MAX])
+            except BlockingIOError:
+                return False
+            done = 0
+            while done < len(unsent) and sent >= len(unsent[done]):
+                sent -= len(unsent[done])
+                done += 1
+            del unsent[:done]
+            if sent:
+                unsent[0] = unsent[0][sent:]
+        return True
 
     def _finish_response(self) -> None:
         """The response is with the kernel."""
@@ -514,7 +550,7 @@ class Connection:
         context = self._context
         self.phase = Phase.IDLE
         self.deadline = context.now + context.idle_limit_s
-        if self._unread or self._may_read:
+        if self._unread or self.may_read:
             context.poller.resume(self)
         elif context.is_draining:
             self.close_if_idle()
@@ -636,3 +672,133 @@ def _endpoint(sock: socket.socket) -> Any:
     except OSError:
         return None
     return name[:2] if isinstance(name, tuple) else (name, None)
+
+
+class Poller:
+    """Notifies `connections` (by file descriptor) of input: one wait for all of them, in one task.
+
+    Decides which requests are started together (all that one poll of the kernel finds), when a connection with more
+    unread input continues, and how long after a client hung up its request is withdrawn. `begin_events` and
+    `end_events` are called around reads of one poll. Without epoll each connection has a task that waits for its input,
+    and a disconnect is detected when its response is written.
+    """
+
+    def __init__(
+        self,
+        connections: Mapping[int, Connection],
+        begin_events: Callable[[], None],
+        end_events: Callable[[], None],
+    ) -> None:
+        self._connections = connections
+        self._begin_events = begin_events
+        self._end_events = end_events
+        self._epoll = select.epoll() if hasattr(select, "epoll") else None
+        self._nursery: trio.Nursery | None = None  # while it runs
+        self._resumable: list[Connection] = []
+        self._has_resumable = trio.Event()
+
+    def watch(self, connection: Connection) -> None:
+        """From now on `connection` advances on input. Raises OSError if the kernel cannot watch more sockets."""
+        if self._epoll is not None:
+            self._epoll.register(connection.sock, _EVENTS)
+        else:
+            self.arm(connection)
+
+    def arm(self, connection: Connection) -> None:
+        """All of the connection's input was read."""
+        if self._epoll is None and self._nursery is not None:
+            self._nursery.start_soon(self._wait_for_one, connection, name="http input")
+
+    def resume(self, connection: Connection) -> None:
+        """Advance the connection in the next loop iteration, after others that are ready now."""
+        self._resumable.append(connection)
+        self._has_resumable.set()
+
+    def forget(self, connection: Connection) -> None:
+        """The connection is about to close its socket. Closing alone is not enough: a process that was forked just now
+        may hold the socket too, and the kernel would go on reporting it under a number that another connection gets.
+        """
+        if self._epoll is not None:
+            with suppress(OSError):
+                self._epoll.unregister(connection.sock)
+
+    def close(self) -> None:
+        if self._epoll is not None:
+            self._epoll.close()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Wait for input and notify connections, until cancelled."""
+        async with trio.open_nursery() as self._nursery:
+            self._nursery.start_soon(self._run_resumed, name="http resumed connections")
+            task_status.started()
+            if self._epoll is None:
+                return
+            while True:
+                await wait_readable(self._epoll)
+                hung_up: list[Connection] = []
+                self._begin_events()
+                try:
+                    for descriptor, event in self._epoll.poll(0, _EVENTS_MAX):
+                        connection = self._connections.get(descriptor)
+                        if connection is None:
+                            continue
+                        connection.may_read = True
+                        if event & ~select.EPOLLIN:
+                            connection.is_hung_up = True
+                            hung_up.append(connection)
+                        connection.advance()
+                finally:
+                    self._end_events()
+                if hung_up:
+                    self._nursery.start_soon(self._let_hang_up, hung_up)
+
+    async def _let_hang_up(self, hung_up: Iterable[Connection]) -> None:
+        await trio.sleep(_HANG_UP_GRACE_S)
+        for connection in hung_up:
+            connection.on_hang_up()
+
+    async def _run_resumed(self) -> None:
+        while True:
+            await self._has_resumable.wait()
+            self._has_resumable = trio.Event()
+            resumable, self._resumable = self._resumable, []
+            self._begin_events()
+            try:
+                for connection in resumable:
+                    connection.advance()
+            finally:
+                self._end_events()
+
+    async def _wait_for_one(self, connection: Connection) -> None:
+        with suppress(OSError, trio.ClosedResourceError):
+            await wait_readable(connection.sock)
+            connection.may_read = True
+            self.resume(connection)
+
+
+@lru_cache(256)  # most responses carry the same headers
+def head_bytes(status: int, headers: HeaderTuple, framing: bytes) -> bytes:
+    """The head of a response. `framing` is ready-made header lines, each with its line end. Raises ValueError for a
+    line break in a header.
+    """
+    lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+    for name, value in headers:
+        if b"\n" in value or b"\r" in value or b"\n" in name or b"\r" in name:
+            raise ValueError(f"a line break in the response header {name!r}")
+        lines.append(b"%b: %b\r\n" % (name, value))
+    return b"".join([*lines, framing, b"\r\n"])
+
+
+def refusal(status: int, text: str) -> bytes:
+    """A whole response that ends the connection."""
+    body = error_body(text)
+    framing = b"content-length: %d\r\nconnection: close\r\n" % len(body)
+    return head_bytes(status, ((b"content-type", b"application/json"),), framing) + body
+
+
+def error_body(text: str) -> bytes:
+    """`{"error": text}`. Text that is not Unicode (a lone surrogate from a client's name) is escaped, not refused."""
+    try:
+        return orjson.dumps({"error": text})
+    except orjson.JSONEncodeError:
+        return orjson.dumps({"error": text.encode("utf-8", "backslashreplace").decode("utf-8")})

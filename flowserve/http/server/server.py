@@ -1,14 +1,16 @@
-"""The HTTP server: connections are accepted, swept for deadlines, and drained.
+"""The HTTP server: listening sockets are opened, connections are accepted, swept for deadlines, and drained.
 
-Decides which connections are accepted, which are closed, and how the server ends. Two tasks serve every
-connection: the sweeper, which compares deadlines a few times a second, and the poller (poller.py). The request/response
-cycle is decided in connection.py.
+Decides the options of listening sockets, that a socket which an earlier server left in the file system is replaced,
+which connections are accepted, which are closed, and how the server ends. Two tasks serve every connection: the
+sweeper, which compares deadlines a few times a second, and the poller. The request/response cycle and the poller are in
+connection.py.
 
 Ending has three steps. From `part` on responses carry `Connection: close`, while new connections are still served:
 health probes detect that the server stops. `drain` stops accepting, closes connections without a request, and lets
 requests in flight finish; past its deadline the rest is cut. `serve` returns when the last connection is gone.
 
-Does not know Starlette or models. Called by the command line.
+Does not know Starlette or models. Called by the command line, which opens the listening sockets before models are
+loaded, so that a port in use is reported at once.
 """
 
 from __future__ import annotations
@@ -16,24 +18,25 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import os
 import socket
 import ssl
+import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Final
 
 import trio
 from starlette.types import ASGIApp
 from trio.lowlevel import wait_readable
 
-from flowserve.http.server.connection import Connection, DirectRoute, Phase, ServerContext
-from flowserve.http.server.limits import Limits
-from flowserve.http.server.listeners import close_listeners
-from flowserve.http.server.poller import Poller
+from flowserve.http.server.connection import Connection, InferenceHandler, Phase, Poller, ServerContext
+from flowserve.http.server.request_parser import Limits
 from flowserve.http.server.tls import Terminator
 from flowserve.memory.pool import Pool
 
 _OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_BACKLOG: Final = 2048
 _ACCEPT_PAUSE_S: Final = 0.1
 _SWEEP_S_MAX: Final = 0.5
 _SWEEP_S_MIN: Final = 0.01
@@ -41,18 +44,10 @@ _SWEEP_S_MIN: Final = 0.01
 _log = logging.getLogger("flowserve.http")
 
 
-@dataclass(frozen=True, slots=True)
-class ServerStatistics:
-    """A snapshot. `running` are connections whose request is being responded to."""
-
-    connections: int
-    idle: int
-    running: int
-
-
 class Server:
     """Serves `app`, and in front of it the requests of the route `direct`, on any number of listeners. Large bodies are
-    received into buffers of `pool`. `tls`: the certificate shown to clients, None for plain HTTP.
+    received into buffers of `pool`. `tls`: the certificate shown to clients, None for plain HTTP. `connections`: those
+    that are open, by file descriptor.
     """
 
     def __init__(
@@ -61,18 +56,18 @@ class Server:
         limits: Limits | None = None,
         pool: Pool | None = None,
         tls: ssl.SSLContext | None = None,
-        direct: DirectRoute | None = None,
+        direct: InferenceHandler | None = None,
     ) -> None:
         limits = limits or Limits()
         self.pool = pool or Pool()
         self._context = ServerContext(app, direct, limits, self.pool, _sweep_interval(limits))
         self._tls = Terminator(tls, limits) if tls is not None else None
-        self._connections: dict[int, Connection] = {}  # by file descriptor
+        self.connections: dict[int, Connection] = {}
         self._accepting = trio.CancelScope()
         self._drain_deadline = math.inf
         self._is_empty = trio.Event()  # set when the last connection goes, once none is accepted any more
         self._poller = Poller(
-            self._connections,
+            self.connections,
             direct.begin_events if direct is not None else _ignore,
             direct.end_events if direct is not None else _ignore,
         )
@@ -97,11 +92,11 @@ class Server:
                                 accepting.start_soon(self._accept, listener, tasks, name="http listener")
                             task_status.started()
                     close_listeners(listeners)
-                    if self._connections:
+                    if self.connections:
                         await self._is_empty.wait()
                 housekeeping.cancel_scope.cancel()
         finally:
-            for connection in list(self._connections.values()):
+            for connection in list(self.connections.values()):
                 connection.close()
             close_listeners(listeners)
             self._poller.close()
@@ -115,13 +110,8 @@ class Server:
         self._drain_deadline = min(self._drain_deadline, trio.current_time() + within_s)
         self._context.is_ending = self._context.is_draining = True
         self._accepting.cancel()
-        for connection in list(self._connections.values()):
+        for connection in list(self.connections.values()):
             connection.close_if_idle()
-
-    def statistics(self) -> ServerStatistics:
-        """The current state of the connections."""
-        phases = [connection.phase for connection in self._connections.values()]
-        return ServerStatistics(len(phases), phases.count(Phase.IDLE), phases.count(Phase.RUNNING))
 
     async def _accept(self, listener: socket.socket, tasks: trio.Nursery) -> None:
         while True:
@@ -145,7 +135,7 @@ class Server:
                 self._open(Connection(self._context, plain, client, self._forget))
 
     def _open(self, connection: Connection) -> None:
-        self._connections[connection.sock.fileno()] = connection
+        self.connections[connection.sock.fileno()] = connection
         try:
             self._poller.watch(connection)
         except OSError as error:
@@ -154,9 +144,9 @@ class Server:
 
     def _forget(self, connection: Connection) -> None:
         """A connection is about to close its socket."""
-        del self._connections[connection.sock.fileno()]
+        del self.connections[connection.sock.fileno()]
         self._poller.forget(connection)
-        if not self._connections and self._context.is_draining:
+        if not self.connections and self._context.is_draining:
             self._is_empty.set()
 
     async def _sweep(self) -> None:
@@ -164,7 +154,7 @@ class Server:
             await trio.sleep(self._context.sweep_s)
             self._context.now = now = trio.current_time()
             is_over = now >= self._drain_deadline
-            for connection in list(self._connections.values()):
+            for connection in list(self.connections.values()):
                 if is_over or (now >= connection.deadline and connection.phase is not Phase.RUNNING):
                     connection.expire()
 
@@ -176,3 +166,66 @@ def _ignore() -> None:
 def _sweep_interval(limits: Limits) -> float:
     shortest = min(limits.header_timeout_s, limits.body_timeout_s, limits.write_timeout_s, limits.idle_timeout_s)
     return min(max(shortest / 4, _SWEEP_S_MIN), _SWEEP_S_MAX)
+
+
+def open_listeners(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets for every address of `host`; `port` 0 picks one, the same for all. Raises OSError if one
+    cannot be opened."""
+    listeners: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            listener = socket.socket(family, kind, protocol)
+            listeners.append(listener)
+            listener.setblocking(False)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            chosen = port or listeners[0].getsockname()[1]
+            listener.bind((address[0], chosen, *address[2:]))
+            listener.listen(_BACKLOG)
+    except OSError:
+        close_listeners(listeners)
+        raise
+    return listeners
+
+
+def open_unix_listener(path: str) -> socket.socket:
+    """A listening socket at `path`, for this user and group only. A socket that an earlier server left there is
+    removed; one with a server behind it, or a file, is not. Raises OSError.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.setblocking(False)
+        _remove_stale(path)
+        before = os.umask(0o117)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(before)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket without a server behind it. Anything else stays, and binding reports it."""
+    if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+
+
+def close_listeners(sockets: Sequence[socket.socket]) -> None:
+    """Close listening sockets, and remove those of the file system. Harmless when they are closed."""
+    for sock in sockets:
+        if sock.family == socket.AF_UNIX and sock.fileno() >= 0:
+            with suppress(OSError):
+                os.unlink(sock.getsockname())
+        sock.close()

@@ -17,12 +17,12 @@ from typing import Final
 import trio
 
 from flowserve.errors import Invalid
-from flowserve.http.server.limits import Limits
-from flowserve.http.server.response_head import refusal
+from flowserve.http.server.connection import refusal
+from flowserve.http.server.request_parser import Limits
 
 PLAIN: Final = "this port speaks HTTPS, and the request came in plain HTTP: begin the URL with https://"
 _PIECE_BYTES: Final = 65536
-_LAST_WORDS_S: Final = 1.0  # time for a client to read them before the connection is closed
+_REFUSAL_READ_S: Final = 1.0  # time for a client to read them before the connection is closed
 
 _log = logging.getLogger("flowserve.http")
 
@@ -101,6 +101,6 @@ class Terminator:
 async def _refuse_plain(transport: trio.SocketStream) -> None:
     await transport.send_all(refusal(400, PLAIN))
     await transport.send_eof()
-    with trio.move_on_after(_LAST_WORDS_S):  # unread input would reset the connection when it is closed
+    with trio.move_on_after(_REFUSAL_READ_S):  # unread input would reset the connection when it is closed
         while await transport.receive_some(_PIECE_BYTES):
             pass

@@ -5,6 +5,10 @@ to one in flight waits for that response. Other requests enter within the limits
 refused. All requests end at their deadline. Most deployments have neither limits nor a cache, and then no controller. A
 call from another model never waits here, since it might wait for its own caller: it counts, and enters at once.
 
+Decides the key of a cached response too (128 bits over all that a response may depend on), and that the least recently
+used responses are evicted first, by bytes. A cached response owns its memory, so that it keeps no block of a batch
+alive, and is read-only.
+
 Does not know batches or workers. Waiting requests are held by the scheduler like all others in flight, so that
 cancellation, shutdown and deadlines need no second implementation. Called by the engine.
 
@@ -16,40 +20,131 @@ kept, the first request in that order has no response yet.
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import count
-from typing import Any
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+import numpy as np
 
 from flowserve.config.parameters import AdmissionOptions
 from flowserve.errors import FlowserveError, TooLarge, Unavailable
 from flowserve.graph.types import ModelKey
+from flowserve.memory import raw
+from flowserve.memory.tensor import WHOLE, Tensor
 from flowserve.observe.statistics import REJECTED, Statistics
-from flowserve.runtime.admission.response_cache import (
-    CachedResponse,
-    ResponseCache,
-    array_bytes,
-    cache_key,
-    cached_copy,
-)
 from flowserve.scheduling.call_graph import Called
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.scheduler import Scheduler
+from flowserve.values import Array, Request
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+# The size of an entry besides its tensors (key, records, array headers), so that small responses are bounded too.
+ENTRY_BYTES: Final = 512
+
+
+class LruCache(Generic[K, V]):
+    """Values by key, of at most `capacity` bytes in total; the least recently used is evicted first.
+
+    Invariant: `nbytes` is the sum over all values, and at most `capacity`.
+    """
+
+    __slots__ = ("_entries", "capacity", "nbytes")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.nbytes = 0
+        self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
+
+    def get(self, key: K) -> V | None:
+        """The value of `key`, which becomes the most recently used; None if there is none."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        self._entries.move_to_end(key)
+        return entry[0]
+
+    def put(self, key: K, value: V, nbytes: int) -> bool:
+        """Replace the value of `key`. False, with nothing changed, for a value larger than the capacity."""
+        if nbytes > self.capacity:
+            return False
+        former = self._entries.pop(key, None)
+        if former is not None:
+            self.nbytes -= former[1]
+        while self.nbytes + nbytes > self.capacity:
+            _, (_, freed) = self._entries.popitem(last=False)
+            self.nbytes -= freed
+        self._entries[key] = value, nbytes
+        self.nbytes += nbytes
+        return True
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class CachedResponse(NamedTuple):
+    """The tensors of a response by output, and the parameters of a plain model's response."""
+
+    tensors: Mapping[str, Tensor]
+    parameters: Mapping[str, Any] | None
+
+
+ResponseCache = LruCache[bytes, CachedResponse]
+
+
+def cache_key(served: tuple[str, int, int], request: Request, outputs: tuple[str, ...]) -> bytes:
+    """A 128-bit digest of all that a response depends on: the load of the deployment (`served`), the requested outputs,
+    the name, data type, shape and contents of each input, and the parameters and sequence fields, which a model may
+    read. Ids, priorities and timeouts are not part of it.
+    """
+    digest = blake2b(digest_size=16)
+    facts = [*served, outputs, request.sequence_id, request.sequence_start, request.sequence_end]
+    digest.update(repr((facts, sorted(request.parameters.items()))).encode())
+    for name in sorted(request.inputs):
+        array = request.inputs[name]
+        contents = raw.flat_bytes(array).data
+        digest.update(repr((name, array.dtype.str, array.shape, len(contents))).encode())
+        digest.update(contents)
+    return digest.digest()
+
+
+def cached_copy(
+    tensors: Mapping[str, Tensor], parameters: Mapping[str, Any] | None = None
+) -> tuple[CachedResponse, int]:
+    """A read-only copy of a response that owns its memory, and its bytes."""
+    copies = {}
+    total = ENTRY_BYTES + sum([len(key) + len(str(value)) for key, value in (parameters or {}).items()])
+    for name, tensor in tensors.items():
+        copy = np.array(tensor.array, order="C")
+        copy.flags.writeable = False
+        copies[name] = Tensor(copy) if tensor.stop == WHOLE else Tensor(copy, 0, len(copy))
+        total += array_bytes(copy)
+    return CachedResponse(copies, parameters), total
+
+
+def array_bytes(array: Array) -> int:
+    """The bytes of an array; for strings including their contents."""
+    if not array.dtype.hasobject:
+        return array.nbytes
+    return array.nbytes + sum([len(each) for each in array.ravel().tolist()])
+
 
 log = logging.getLogger("flowserve.runtime")
 
 _loads = count(1)
 
 
+@dataclass(slots=True, eq=False)
 class _Leader:
     """The state of a request in flight whose response other requests wait for."""
 
-    __slots__ = ("followers", "key", "lookup_ns")
-
-    def __init__(self, key: bytes, lookup_ns: int) -> None:
-        self.key = key
-        self.lookup_ns = lookup_ns
-        self.followers: list[Flow] = []
+    key: bytes
+    lookup_ns: int
+    followers: list[Flow] = field(default_factory=list)
 
 
 class AdmissionController:
@@ -83,7 +178,7 @@ class AdmissionController:
         self.nbytes = 0
         self._sizes: dict[Flow, int] = {}  # of the requests inside
         self._waiting: deque[tuple[Flow, int]] = deque()
-        self._leaders: dict[bytes, Flow] = {}
+        self._leaders: dict[bytes, _Leader] = {}
         self._leading: dict[Flow, _Leader] = {}
         self._following: set[Flow] = set()
         self._keeps_order = keeps_order and cache is not None
@@ -223,18 +318,24 @@ class AdmissionController:
         if response is not None:
             self._hit(flow, response, began_ns)
             return True
-        leader = self._leaders.get(key)
-        if leader is not None and not may_follow:
-            self._statistics.missed(self._clock() - began_ns)
+        lookup_ns = self._clock() - began_ns
+        if not may_follow and key in self._leaders:
+            self._statistics.missed(lookup_ns)
             return False
-        if leader is not None:
-            self._leading[leader].followers.append(flow)
-            self._following.add(flow)
-            self._scheduler.hold(flow)
-            self._limit_time(flow)
+        if self._lead(flow, key, lookup_ns):
+            return False
+        self._scheduler.hold(flow)
+        self._limit_time(flow)
+        return True
+
+    def _lead(self, flow: Flow, key: bytes, lookup_ns: int) -> bool:
+        """Whether the request is the leader of equal ones; else it follows theirs."""
+        leader = self._leaders.get(key)
+        if leader is None:
+            self._leaders[key] = self._leading[flow] = _Leader(key, lookup_ns)
             return True
-        self._leaders[key] = flow
-        self._leading[flow] = _Leader(key, self._clock() - began_ns)
+        leader.followers.append(flow)
+        self._following.add(flow)
         return False
 
     def _hit(self, flow: Flow, response: CachedResponse, began_ns: int) -> None:
@@ -292,25 +393,12 @@ class AdmissionController:
         if leader is None:
             return
         self._leaders.pop(leader.key, None)
-        if passing_on:
-            followers = [follower for follower in leader.followers if not follower.done]
-            is_failure = flow.error is not None
-            for follower in followers:
-                self._following.discard(follower)
-                self._run_follower(follower, leader.key, may_lead=not is_failure)
-
-    def _run_follower(self, follower: Flow, key: bytes, *, may_lead: bool) -> None:
-        if may_lead:
-            first = self._leaders.get(key)
-            if first is not None:
-                self._leading[first].followers.append(follower)
-                self._following.add(follower)
-                return
-            self._leaders[key] = follower
-            self._leading[follower] = _Leader(key, 0)
-        # It was admitted already, so it waits and is not refused.
-        self._waiting.append((follower, self._request_bytes(follower)))
-        self._admit_waiting()
+        for follower in [each for each in leader.followers if passing_on and not each.done]:
+            self._following.discard(follower)
+            if flow.error is not None or self._lead(follower, leader.key, 0):
+                # It was admitted already, so it waits and is not refused.
+                self._waiting.append((follower, self._request_bytes(follower)))
+                self._admit_waiting()
 
     def _answer_known(self) -> None:
         """Complete the first requests in order whose responses are known. Not reentrant: each `leave` calls it."""

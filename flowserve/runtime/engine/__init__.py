@@ -2,5 +2,5 @@
 
 Decides when the scheduler runs, executes its decisions (run batches, deliver responses, report refusals) and does the
 accounting. It does not know protocols, files of models, or how a worker executes a batch. Called by http, grpc and
-`runtime.embedding`; entry points: `engine.Engine`, `opening.open_engine`.
+`runtime.embedding`; entry points: `engine.Engine`, `engine.open_engine`.
 """

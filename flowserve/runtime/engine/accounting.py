@@ -18,7 +18,7 @@ from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, REJECTED, Sta
 from flowserve.observe.traffic import REQUEST, EdgeTraffic, NodeTraffic, share
 from flowserve.runtime.clock import wall_clock_ms
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import TOOK_NOTHING, Flow, Ticket, longer
+from flowserve.scheduling.flow import TOOK_NOTHING, Flow, Ticket
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.streaming.iterations import StreamFlow
 
@@ -32,13 +32,14 @@ def record_batch(
     batch: Batch,
     outcome: Results | FlowserveError,
     now_ns: int,
-    input_bytes: Sequence[int] | None = None,
+    input_bytes: Sequence[int] = (),
+    regathered: Sequence[int] = (),
 ) -> None:
-    """Record one batch that ran, and its durations in the flows of ensembles. `input_bytes`: of each input, where the
-    tensors are not in the flows.
+    """Record one batch that ran, and its durations in the flows of ensembles. `input_bytes`: of each input, if the
+    outcome does not have them. `regathered`: as `find_regathered` found it.
     """
     tickets = batch.tickets
-    present = who_stayed(statistics, tickets) if statistics.left else tickets
+    present = present_tickets(statistics, tickets) if statistics.left else tickets
     if not isinstance(outcome, Results):
         statistics.failed(len(present), _waited(present, now_ns), BACKEND)
         statistics.note_error(str(outcome), wall_clock_ms())
@@ -71,11 +72,7 @@ def record_batch(
     if count == 1 or [ticket.node for ticket in tickets].count(first.node) == count:
         flow = first.flow
         node: NodeTraffic = flow.owner.traffic[first.node.index]
-        node.ran(batch.rows, outcome.placed)
-        if input_bytes is not None or (node.is_fixed and not any(outcome.copied)):
-            node.took_in(batch.rows, input_bytes, outcome.copied)
-        else:
-            _carry(node, tickets, batch.rows, outcome.copied, outcome.taken, is_mixed=False)
+        node.ran(batch.rows, outcome.placed, outcome.taken or input_bytes, outcome.copied, regathered)
         if not flow.plan.graph.is_ensemble:
             return
     else:
@@ -83,70 +80,54 @@ def record_batch(
         members = [ticket for ticket in tickets if ticket.flow.plan.graph.is_ensemble]
     before = after = None
     for ticket in members:
-        flow = ticket.flow
+        flow = ticket.flow.whole
         if flow.took is not before or ticket.queued_ns != queued_ns or after is None:
             before, queued_ns = flow.took, ticket.queued_ns
-            after = longer(before, started_ns - queued_ns, input_ns, infer_ns, output_ns)
+            waited, gathered, inferred, read = before
+            after = waited + started_ns - queued_ns, gathered + input_ns, inferred + infer_ns, read + output_ns
         flow.took = after
 
 
-def record_stages(batch: Batch, made: Sequence[Results], error: FlowserveError | None, now_ns: int) -> int:
-    """Record what the stages of a batch's route made, one after the other. Returns when the last of them was over."""
-    route = batch.route
+def record_stages(
+    batch: Batch, made: Sequence[Results], has_failed: bool, now_ns: int, regathered: Sequence[int]
+) -> None:
+    """Record what the stages of a batch's route made, one after the other. `has_failed`: the stage after them failed.
+    `regathered`: of the first stage.
+    """
+    route, tickets, rows = batch.route, batch.tickets, batch.rows
     assert route is not None
     since_ns = batch.started_ns
     last = len(made) - 1
     for i, results in enumerate(made):
-        is_over_ns = now_ns if i == last and error is None else results.computed_ns
-        statistics: Statistics = route.queues[i].observer
-        if not i:
-            record_batch(statistics, batch, results, is_over_ns)
-        else:
+        is_over_ns = results.computed_ns if i < last or has_failed else now_ns
+        statistics: Statistics = route.queues[i].statistics
+        sizes = results.taken
+        if i and not sizes:
             sizes = []
             for of, j in route.reads[i - 1]:
-                source = made[of]
-                sizes.append(source.placed[j] if source.placed and not source.outputs else _output_bytes(source, j))
-            if statistics.left or results.errors:
-                stage = batch.stage(i)
-                stage.begin_at(since_ns)
-                record_batch(statistics, stage, results, is_over_ns, sizes)
-            else:
-                _record_stage(statistics, batch, route.nodes[i].index, results, since_ns, is_over_ns, sizes)
+                sizes.append(made[of].placed[j])  # a comprehension is one more call
+        if not i:
+            record_batch(statistics, batch, results, is_over_ns, (), regathered)
+        elif statistics.left or results.errors:
+            stage = batch.stage(i)
+            stage.begin_at(since_ns)
+            record_batch(statistics, stage, results, is_over_ns, sizes, range(len(sizes)))
+        else:  # as `record_batch`, for a stage without failures, which is queued and started at `since_ns`
+            input_ns, infer_ns = results.gathered_ns - since_ns, results.computed_ns - results.gathered_ns
+            output_ns = is_over_ns - results.computed_ns
+            count, total_ns = len(tickets), is_over_ns - since_ns
+            statistics.ran(rows or 1, count, total_ns, 0, input_ns, infer_ns, output_ns, is_over_ns)
+            traffic: NodeTraffic = tickets[0].flow.owner.traffic[route.nodes[i].index]
+            # All inputs come from this batch.
+            traffic.ran(rows, results.placed, sizes, results.copied, range(len(sizes)))
+            before = after = None
+            for ticket in tickets:
+                flow = ticket.flow.whole
+                if flow.took is not before or after is None:
+                    before = flow.took
+                    after = before[0], before[1] + input_ns, before[2] + infer_ns, before[3] + output_ns
+                flow.took = after
         since_ns = results.computed_ns
-    return since_ns
-
-
-def _record_stage(
-    statistics: Statistics,
-    batch: Batch,
-    node: int,
-    results: Results,
-    since_ns: int,
-    now_ns: int,
-    sizes: Sequence[int],
-) -> None:
-    """As `record_batch`, for a later stage of a route without failures: it is queued and started at `since_ns`."""
-    tickets = batch.tickets
-    rows, count = batch.rows, len(tickets)
-    input_ns, infer_ns = results.gathered_ns - since_ns, results.computed_ns - results.gathered_ns
-    output_ns = now_ns - results.computed_ns
-    statistics.ran(rows or 1, count, now_ns - since_ns, 0, input_ns, infer_ns, output_ns, now_ns)
-    traffic: NodeTraffic = tickets[0].flow.owner.traffic[node]
-    traffic.ran(rows, results.placed)
-    traffic.took_in(rows, sizes, results.copied)
-    before = after = None
-    for ticket in tickets:
-        flow = ticket.flow
-        if flow.took is not before or after is None:
-            before = flow.took
-            after = longer(before, 0, input_ns, infer_ns, output_ns)
-        flow.took = after
-
-
-def _output_bytes(results: Results, j: int) -> int:
-    if results.outputs:
-        return sum([tensor.nbytes for tensor in results.outputs[j] if tensor is not None])
-    return results.placed[j] if results.placed else 0
 
 
 def record_finished(flows: Sequence[Flow], now_ns: int) -> None:
@@ -165,18 +146,21 @@ def record_finished(flows: Sequence[Flow], now_ns: int) -> None:
         if flow.error is not None:
             statistics.failed(1, total_ns, OTHER)  # the model whose step it was has counted the reason
             continue
-        here = _rows_of(flow)
+        # How many inferences the request counts for.
+        here = len(next(iter(flow.request.inputs.values()), ())) or 1 if flow.plan.graph.max_batch_size else 1
         if flow.owner is not owner or flow.took is not took or here != rows:
-            _record_totals(owner, rows, totals, took, now_ns)
+            if totals:
+                _record_totals(owner, rows, totals, took, now_ns)
             owner, took, rows, totals = flow.owner, flow.took, here, []
         totals.append(total_ns)
-    _record_totals(owner, rows, totals, took, now_ns)
+    if totals:
+        _record_totals(owner, rows, totals, took, now_ns)
 
 
 def _record_totals(owner: Any, rows: int, totals: Sequence[int], took: Sequence[int], now_ns: int) -> None:
     if len(totals) == 1:
         owner.statistics.ran(rows, 1, totals[0], *took, now_ns)
-    elif totals:
+    else:
         owner.statistics.ran_apart(rows, totals, *took, now_ns)
 
 
@@ -185,11 +169,6 @@ def record_late(flow: Flow, *, is_running: bool, scheduler: Scheduler, now_ns: i
     statistics: Statistics = flow.owner.statistics
     if not (is_running and leave_batch(flow, statistics, scheduler)):
         statistics.failed(1, now_ns - flow.arrived_ns, REJECTED)
-
-
-def _rows_of(flow: Flow) -> int:
-    """How many inferences a request counts for."""
-    return len(next(iter(flow.request.inputs.values()), ())) or 1 if flow.plan.graph.max_batch_size else 1
 
 
 def record_refused(statistics: Statistics, ticket: Ticket, error: FlowserveError, now_ns: int) -> None:
@@ -210,7 +189,7 @@ def leave_batch(flow: Flow, statistics: Statistics, scheduler: Scheduler) -> boo
     return False
 
 
-def who_stayed(statistics: Statistics, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+def present_tickets(statistics: Statistics, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
     """The tickets of a batch that is over whose callers are still there. The others are counted already."""
     left = statistics.left
     gone = left.intersection([ticket.flow for ticket in tickets])
@@ -252,28 +231,22 @@ def _share_out(batch: Batch, results: Results) -> None:
         rows = sum([ticket.rows for ticket in tickets])
         node: NodeTraffic = tickets[0].flow.owner.traffic[tickets[0].node.index]
         node.ran(batch.rows, share(results.placed, rows, batch.rows))
-        _carry(node, tickets, rows, share(results.copied, rows, batch.rows), (), is_mixed=True)
+        taken, copied = share(results.taken, rows, batch.rows), share(results.copied, rows, batch.rows)
+        for edge in node.edges:
+            nbytes = rows * edge.row_bytes or taken[edge.input]  # the tensors are not in the flows any more
+            edge.carried(nbytes, copied[edge.input] if copied else 0, out_of_one=False)
 
 
-def _carry(
-    node: NodeTraffic,
-    tickets: Sequence[Ticket],
-    rows: int,
-    copied: Sequence[int],
-    taken: Sequence[int],
-    *,
-    is_mixed: bool,
-) -> None:
-    """Record the bytes that these `tickets`, with so many rows, took over each edge into their node. `taken` are those
-    of each input, () if they have to be computed from the tensors.
+def find_regathered(batch: Batch, copied: Sequence[int]) -> Sequence[int]:
+    """The inputs that came from one batch of another node, and were copied all the same. Called before the inputs of
+    the batch are released. `copied`: the copied bytes of each input.
     """
-    for edge in node.edges:
-        nbytes = rows * edge.row_bytes
-        if not nbytes:
-            nbytes = taken[edge.input] if taken else sum([tensor.nbytes for tensor in _tensors(tickets, edge.input)])
-        more = copied[edge.input] if copied else 0
-        may_be_one = more > 0 and not is_mixed and edge.producer != REQUEST
-        edge.carried(nbytes, more, out_of_one=may_be_one and _came_out_of_one_batch(edge, tickets))
+    tickets = batch.tickets
+    node: NodeTraffic = tickets[0].flow.owner.traffic[tickets[0].node.index]
+    if not node.is_fed:
+        return ()
+    edges = [edge for edge in node.edges if copied[edge.input] and edge.producer != REQUEST]
+    return [edge.input for edge in edges if _came_out_of_one_batch(edge, tickets)]
 
 
 def _came_out_of_one_batch(edge: EdgeTraffic, tickets: Sequence[Ticket]) -> bool:

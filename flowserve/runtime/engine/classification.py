@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from flowserve.errors import Invalid
-from flowserve.runtime.engine.deployment import Deployment
+from flowserve.runtime.engine.deployments import Deployment
 from flowserve.values import BY_NUMPY, Array, DType, Response
 
 ELEMENTS_MAX: Final = 1_000_000  # of one row, and classes of all: ranking is work for the loop

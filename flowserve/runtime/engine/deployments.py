@@ -1,37 +1,57 @@
-"""Deployments by name, with their states and counters.
+"""Deployments by name, with their states and counters, and whether a request fits one.
 
-Decides how a name and a version are resolved to a deployment, the error if there is none, when a server is ready, and
-which parts of a loaded model belong to its deployment (its queues, its admission control, its counters). Does not
-know how models are loaded, nor how requests run. Used on the event loop's thread, by the engine, loading and front
-ends.
+A deployment is one servable version of one name: its configuration, its graph, its admission control and its counters.
+Decides how a name and a version are resolved to a deployment, the error if there is none, when a server is ready, which
+parts of a loaded model belong to its deployment (its queues, its admission control, its counters), and how a request
+becomes a flow there.
+
+Decides also the order and the texts of the checks of a request (Triton's), and how named arrays become the first slots
+of a flow (`Validator`). A request is checked once, so that all later code relies on it. Valid requests are checked in
+one pass without texts; one that fails is checked again, slowly, for the text of its error.
+
+Does not know how models are loaded, nor how requests run. Used on the event loop's thread, by the engine, loading and
+front ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final, NoReturn
+from weakref import ref
 
 from flowserve.config.parameters import admission_options
 from flowserve.config.suggest import meant
 from flowserve.config.types import ModelConfig
-from flowserve.errors import Invalid, NotFound, Unavailable
+from flowserve.errors import Invalid, NotFound, Unavailable, Unsupported
+from flowserve.graph.plan import Plan, make_plan
 from flowserve.graph.types import GRAPH, Graph, ModelKey
 from flowserve.memory.arena import Arena
 from flowserve.memory.devices import lost
-from flowserve.observe.statistics import Statistics, rows_as_json
-from flowserve.observe.summary import summarising
-from flowserve.runtime.admission.controller import AdmissionController
-from flowserve.runtime.admission.response_cache import LruCache, ResponseCache
+from flowserve.memory.tensor import Tensor
+from flowserve.observe.statistics import Statistics, rows_as_json, summarising
+from flowserve.observe.traffic import NodeTraffic, node_traffics
+from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache
 from flowserve.runtime.clock import ClockNs, wall_clock_ns
-from flowserve.runtime.engine.deployment import NO_LABELS, Deployment, Entry
 from flowserve.runtime.engine.generations import Generations
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.workers.local import LocalWorker
+from flowserve.runtime.workers.policies import keeps_order
 from flowserve.runtime.workers.process import ProcessWorker
-from flowserve.runtime.workers.queues import keeps_order
 from flowserve.runtime.workers.supervisor import Supervisor
 from flowserve.scheduling.batch import ModelQueue
+from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.scheduler import Scheduler
+from flowserve.scheduling.sequence.batcher import Sequences
+from flowserve.scheduling.streaming.iterations import InflightSlots, StreamFlow, WholeFlow
+from flowserve.values import BY_NUMPY, Array, Request, TensorSpec, fits, shape_text
+
+_PLANS_MAX: Final = 64
+# Triton's text, as its HTTP endpoint begins it.
+ONE_ANSWER: Final = "HTTP end point doesn't support models with decoupled transaction policy"
+MakeFlow = Callable[..., Flow]
+NO_LABELS: Final[Mapping[str, Sequence[str]]] = {}
 
 
 class Deployments:
@@ -53,7 +73,7 @@ class Deployments:
         self.entries: dict[str, Entry] = {}
         self.is_draining = False
         self.not_loaded: Collection[str] = ()  # models in the repository that can be loaded
-        self._is_loaded = False
+        self.is_loaded = False  # True: loading is over, and the state of each entry decides readiness
         self._statistics: dict[ModelKey, Statistics] = {}
         self._make_statistics = summarising(clock) if options.summaries else Statistics
         self._cache: ResponseCache | None = None if options.cache_bytes is None else LruCache(options.cache_bytes)
@@ -70,7 +90,7 @@ class Deployments:
         """Whether every deployment that should serve is ready, and the server is not stopping. Those are the
         deployments that the server was started with and all that have been ready since, except the unloaded ones.
         """
-        if not self._is_loaded or self.is_draining:
+        if not self.is_loaded or self.is_draining:
             return False
         return not self._options.strict_readiness or all(
             entry.state == "READY" and not any(map(self.outage, entry.ready.values()))
@@ -122,10 +142,7 @@ class Deployments:
         if name in self.not_loaded:
             load = f"a client's load_model('{name}') or POST /v2/repository/models/{name}/load loads it"
             return f" (it is in the model repository, but not loaded: {load})"
-        return meant(name, self._served())
-
-    def _served(self) -> Iterator[str]:
-        return (name for name, entry in self.entries.items() if entry.ready)
+        return meant(name, (name for name, entry in self.entries.items() if entry.ready))
 
     def index(self, ready_only: bool = False) -> list[dict[str, str]]:
         """Rows of the repository index: one per loaded version, one per name that has none."""
@@ -179,9 +196,9 @@ class Deployments:
         former, latest = entry.ready, entry.latest
         entry.ready = {graph.version: self._deployment(config, graph, versions, labels) for graph in graphs}
         for version, deployment in entry.ready.items():
-            elder = former.get(version, latest)
-            if elder is not None:
-                deployment.replaces(elder)
+            predecessor = former.get(version, latest)
+            if predecessor is not None:
+                deployment.replaces(predecessor)
         entry.versions = versions
         entry.state, entry.reason, entry.is_wanted = "READY", "", True
 
@@ -225,10 +242,6 @@ class Deployments:
             if version not in versions:
                 self._statistics.pop(ModelKey(entry.name, version), None)
 
-    def loaded(self) -> None:
-        """Loading is over; from now on the state of each entry decides readiness."""
-        self._is_loaded = True
-
 
 def _is_version(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 20  # int() has a limit of its own, far beyond
@@ -254,3 +267,282 @@ def _arena_of(graph: Graph, queues: Sequence[ModelQueue]) -> Arena | None:
         return None
     workers = queues[readers.pop()].instances
     return workers[0].packer.arena if workers and isinstance(workers[0], ProcessWorker) else None
+
+
+class Deployment:
+    """A version that serves. `inputs` and `outputs` are its specs by name, in the configuration's order."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        graph: Graph,
+        statistics: Statistics,
+        versions: list[int],
+        queues: tuple[ModelQueue, ...],
+        pins: frozenset[object] = frozenset(),
+        labels: Mapping[str, Sequence[str]] = NO_LABELS,
+    ) -> None:
+        self.name = graph.name
+        self.version = graph.version
+        self.config = _as_it_responds(config, graph)
+        self.graph = graph
+        self.plan: Plan = make_plan(graph)
+        self._plans: dict[tuple[str, ...], Plan] = {}
+        self.queues = queues  # of each node's model
+        self.keeps_order = any(queue.order is not None for queue in queues)
+        self.pins = pins  # keep what those queues run on (generations.py) for as long as this deployment is referenced
+        self.validator = Validator(graph)
+        self.is_decoupled = graph.is_decoupled
+        self.sequences = tuple(queue.bound for queue in queues if isinstance(queue.bound, Sequences))
+        self.predecessor: Deployment | None = None  # that it replaced, while sequences that began there go on
+        self.admission: AdmissionController | None = None  # where requests are limited or cached
+        # Where a large request is best received: the memory of the process that reads it. None: anywhere.
+        self.arena: Arena | None = None
+        self.statistics = statistics
+        self.traffic: tuple[NodeTraffic, ...] = node_traffics(graph)
+        # How a request becomes a flow, by what its graph needs. `make_flow` is for one response, `make_stream` for any.
+        self.make_flow, self.make_stream = _flow_makers(graph, self.plan, self.traffic)
+        statistics.nodes = self.traffic  # of the newest graph; requests on an older one finish on that one's
+        self.platform = config.platform or config.backend
+        self.versions = versions  # all ready versions of the name, shared between its deployments
+        self.inputs: Mapping[str, TensorSpec] = {spec.name: spec for spec in graph.inputs}
+        self.outputs: Mapping[str, TensorSpec] = {spec.name: spec for spec in graph.outputs}
+        self.labels = labels  # of outputs that have some: what each index of the output means
+        self.output_slot = {spec.name: self.plan.output_slots[i] for i, spec in enumerate(graph.outputs)}
+        # Of the outputs whose shape the client sees otherwise than their producer; mostly none.
+        self.output_conversions = {
+            graph.outputs[edge.input].name: edge.conversion
+            for edge in graph.edges
+            if edge.consumer == GRAPH and edge.conversion is not None
+        }
+
+    def deployment_of(self, request: Request) -> Deployment:
+        """Where a request runs: that of a sequence where the sequence began, every other one here."""
+        if request.sequence_id and not request.sequence_start:
+            place: Deployment | None = self
+            while place is not None:
+                if place.continues_sequence(request):
+                    return place
+                place = place.predecessor
+        return self
+
+    def continues_sequence(self, request: Request) -> bool:
+        """Whether a request belongs to a sequence that is open here."""
+        return not request.sequence_start and any(one.is_live(request.sequence_id) for one in self.sequences)
+
+    def replaces(self, predecessor: Deployment | None) -> None:
+        """From now on requests come here; sequences that have begun there, or in what that replaced, go on until the
+        last of them has ended.
+        """
+        while predecessor is not None and (
+            predecessor.queues == self.queues or not any(one.live for one in predecessor.sequences)
+        ):
+            predecessor = predecessor.predecessor
+        self.predecessor = predecessor
+        for sequences in () if predecessor is None else predecessor.sequences:
+            sequences.on_quiet.append(partial(_look_again, ref(self)))  # which may be replaced itself by then
+
+    def plan_for(self, outputs: tuple[str, ...]) -> Plan:
+        """The plan without the steps that no requested output needs. `outputs` are names of outputs."""
+        if not self.graph.is_ensemble or len(set(outputs)) == len(self.graph.outputs):
+            return self.plan
+        plan = self._plans.get(outputs)
+        if plan is None:
+            if len(self._plans) >= _PLANS_MAX:  # clients choose outputs in any order and number
+                self._plans.clear()
+            plan = self._plans[outputs] = make_plan(self.graph, outputs)
+        return plan
+
+
+def _as_it_responds(config: ModelConfig, graph: Graph) -> ModelConfig:
+    """An ensemble is decoupled if one of its steps is, regardless of its own file; its metadata say so."""
+    if not (graph.is_ensemble and graph.is_decoupled):
+        return config
+    return replace(config, json={**config.json, "model_transaction_policy": {"decoupled": True}})
+
+
+def _flow_makers(graph: Graph, plan: Plan, gauges: Sequence[NodeTraffic]) -> tuple[MakeFlow, MakeFlow]:
+    nesting = plan.nesting
+    if nesting is None and not graph.is_decoupled:
+        return Flow, Flow
+    shared = InflightSlots(nesting.limits, gauges) if nesting is not None and nesting.is_shared else None
+
+    def make(kind: type[StreamFlow], plan: Plan, *arguments: Any) -> Flow:
+        if plan.nesting is None:
+            return Flow(plan, *arguments)
+        return kind(plan, *arguments, shared=shared, gauges=gauges)
+
+    def refuse(*_: Any) -> Flow:
+        how = "generate_stream asks for a stream of answers, as do gRPC's ModelStreamInfer and an engine's stream()"
+        raise Unsupported(f"{ONE_ANSWER}: '{graph.name}' may answer any number of times; {how}")
+
+    return (refuse if graph.is_decoupled else partial(make, WholeFlow)), partial(make, StreamFlow)
+
+
+def _look_again(place: ref[Deployment]) -> None:
+    """Sequences that a deployment kept its predecessor for have ended."""
+    deployment = place()
+    if deployment is not None:
+        deployment.replaces(deployment.predecessor)
+
+
+@dataclass(slots=True)
+class Entry:
+    """The entry of one name: its ready versions, or why it has none. `state` is its state in the repository index.
+
+    A `reason` beside ready versions is why they could not be replaced. `is_wanted`: the server is not ready without it.
+    """
+
+    name: str
+    state: str = "LOADING"
+    reason: str = ""
+    is_wanted: bool = False
+    ready: dict[int, Deployment] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def latest(self) -> Deployment | None:
+        return self.ready[self.versions[-1]] if self.versions else None
+
+
+class Validator:
+    """Checks the requests of one graph. `outputs`: the names of all its outputs."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._specs = graph.inputs
+        self._index = {spec.name: i for i, spec in enumerate(graph.inputs)}
+        self._max_rows = graph.max_batch_size
+        self._required = sum(not spec.optional for spec in graph.inputs)
+        self._output_names = frozenset(spec.name for spec in graph.outputs)
+        self.outputs = tuple(spec.name for spec in graph.outputs)
+        # Compared per input: numpy dtype, dims where all are fixed (else None), dims, whether all are -1.
+        self._wanted: list[tuple[Any, tuple[int, ...] | None, tuple[int, ...], bool]] = [
+            (spec.dtype.numpy, None if spec.is_variable else spec.dims, spec.dims, set(spec.dims) == {-1})
+            for spec in graph.inputs
+        ]
+
+    def validate(self, request: Request) -> list[Tensor | None]:
+        """The request's inputs in the graph's order, None for an optional one left out. Raises `Invalid` with
+        Triton's text.
+        """
+        inputs = request.inputs
+        index = self._index
+        max_rows = self._max_rows
+        if len(inputs) != len(index) and (len(inputs) < self._required or len(inputs) > len(index)):
+            self._explain(request)
+        if request.outputs is not None and not self._output_names.issuperset(request.outputs):
+            self._explain(request)
+        tensors: list[Tensor | None] = [None] * len(index)
+        rows = -1
+        for name, array in inputs.items():
+            i = index.get(name, -1)
+            if i < 0:
+                self._explain(request)
+            dtype, fixed, dims, takes_any = self._wanted[i]
+            shape = array.shape
+            if max_rows:
+                here = shape[0] if shape else -1
+                if rows != here:
+                    if rows != -1 or here > max_rows:
+                        self._explain(request)
+                    rows = here
+                shape = shape[1:]
+            found = array.dtype
+            # Comparing two types costs as much as everything else here, and mostly they are one object.
+            if (found is not dtype and found != dtype) or (
+                shape != fixed if fixed is not None else len(shape) != len(dims) or not (takes_any or fits(shape, dims))
+            ):
+                self._explain(request)
+            tensors[i] = Tensor(array, 0, rows) if max_rows else Tensor(array)
+        if rows < 0 and max_rows and inputs:
+            self._explain(request)
+        if len(inputs) != len(index):
+            for spec in self._specs:
+                if not spec.optional and spec.name not in inputs:
+                    self._explain(request)
+        return tensors
+
+    def _explain(self, request: Request) -> NoReturn:
+        """Triton's order: outputs, number of inputs, names, batch, type, shape."""
+        name = self._graph.name
+        for output in request.outputs or ():
+            if output not in self._output_names:
+                hint = meant(output, self.outputs)
+                _refuse(request, f"unexpected inference output '{output}' for model '{name}'{hint}")
+        total, given = len(self._specs), len(request.inputs)
+        if not self._required <= given <= total:
+            if self._required == total:
+                self._refuse_missing(request, f"expected {total} inputs")
+            self._refuse_missing(request, f"expected number of inputs between {self._required} and {total}")
+        for unknown in request.inputs:
+            if unknown not in self._index:
+                hint = meant(unknown, [one for one in self._index if one not in request.inputs])
+                _refuse(request, f"unexpected inference input '{unknown}' for model '{name}'{hint}")
+        if self._missing(request):
+            # Triton only counts, so that an optional input can hide a required one that is missing.
+            self._refuse_missing(request, f"expected {self._required} required inputs")
+        if self._graph.max_batch_size:
+            self._check_batch(request)
+        for one, array in request.inputs.items():
+            self._check_tensor(request, self._specs[self._index[one]], array)
+        raise AssertionError(f"a request for '{name}' was refused and nothing is wrong with it")
+
+    def _missing(self, request: Request) -> list[str]:
+        return [spec.name for spec in self._specs if not spec.optional and spec.name not in request.inputs]
+
+    def _refuse_missing(self, request: Request, wanted: str) -> NoReturn:
+        unknown = [name for name in request.inputs if name not in self._index]
+        also = f" It has no input(s) [{_names(unknown)}]." if unknown else ""
+        _refuse(
+            request,
+            f"{wanted} but got {len(request.inputs)} inputs for model '{self._graph.name}'. "
+            f"Got input(s) [{_names(list(request.inputs))}], but missing required input(s) "
+            f"[{_names(self._missing(request))}]. Please provide all required input(s).{also}",
+        )
+
+    def _check_batch(self, request: Request) -> None:
+        name, limit = self._graph.name, self._graph.max_batch_size
+        rows = -1
+        for given, array in request.inputs.items():
+            if array.ndim == 0:
+                self._check_tensor(request, self._specs[self._index[given]], array)
+            if rows not in (-1, array.shape[0]):
+                _refuse(request, f"input '{given}' batch size does not match other inputs for '{name}'")
+            rows = array.shape[0]
+        if rows > limit:
+            _refuse(request, f"inference request batch-size must be <= {limit} for '{name}'")
+
+    def _check_tensor(self, request: Request, spec: TensorSpec, array: Array) -> None:
+        name = self._graph.name
+        dtype = BY_NUMPY.get(array.dtype)
+        if dtype is not spec.dtype:
+            _refuse(
+                request,
+                f"inference input '{spec.name}' data-type is '{dtype or array.dtype}', "
+                f"but model '{name}' expects '{spec.dtype}'",
+            )
+        batching = self._graph.max_batch_size > 0
+        shape = array.shape[1:] if batching else array.shape
+        if (batching and array.ndim == 0) or not fits(shape, spec.dims):
+            note = (
+                ". NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
+                "prepended to each input shape. If you want to specify the full shape including the batch dim in your "
+                "input dims config, try setting max_batch_size to zero"
+                if batching
+                else ""
+            )
+            wanted = (-1, *spec.dims) if batching else spec.dims
+            _refuse(
+                request,
+                f"unexpected shape for input '{spec.name}' for model '{name}'. "
+                f"Expected {shape_text(wanted)}, got {shape_text(array.shape)}{note}",
+            )
+
+
+def _refuse(request: Request, text: str) -> NoReturn:
+    raise Invalid(f"[request id: {request.id or '<id_unknown>'}] {text}")
+
+
+def _names(names: Sequence[str]) -> str:
+    return ",".join(f"'{name}'" for name in names)

@@ -2,22 +2,25 @@
 
 Decides how a request becomes a flow and a finished flow a response, how a request is cancelled, and in which order the
 engine shuts down. Every request runs through `step`: the engine processes completed batches, asks the scheduler for
-decisions (scheduling/), executes them in order, and notifies the callers when no decision is left. Which deployments
-there are is decided in deployments.py, loading in loading/, running in workers/. Does not know HTTP. Used on the event
-loop's thread only.
+decisions (scheduling/), executes them in order, and notifies the callers when no decision is left. Also how a caller
+takes the responses of a stream (`ResponseIterator`), at which points observers are called (`Observer`), and on which
+tasks an engine lives (`open_engine`). Which deployments there are is decided in deployments.py, loading in loading/,
+running in workers/. Does not know HTTP. Used on the event loop's thread only.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, Protocol, Self
 
 import trio
-from trio.lowlevel import Abort, RaiseCancelT, current_task, reschedule, wait_task_rescheduled
+from trio.lowlevel import Abort, RaiseCancelT, Task, current_task, reschedule, wait_task_rescheduled
 
 from flowserve.backends.base import LoadedModel, Results
 from flowserve.errors import FlowserveError, Internal, ModelRaised, Unavailable
@@ -26,38 +29,51 @@ from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import CANCELED, OTHER, REJECTED
 from flowserve.runtime.clock import running_clock, wall_clock_ms
 from flowserve.runtime.engine.accounting import (
+    find_regathered,
     leave_batch,
+    present_tickets,
     record_batch,
     record_finished,
     record_late,
     record_refused,
     record_stages,
-    who_stayed,
 )
-from flowserve.runtime.engine.deployment import Deployment, MakeFlow
-from flowserve.runtime.engine.deployments import Deployments
+from flowserve.runtime.engine.deployments import Deployment, Deployments, MakeFlow
 from flowserve.runtime.engine.generations import Generation, Generations
-from flowserve.runtime.engine.observer import Observer
 from flowserve.runtime.engine.options import EngineOptions
-from flowserve.runtime.engine.ordered_wakeup import OrderedWakeup
-from flowserve.runtime.engine.responses import ResponseIterator
 from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.model_calls.calls import Calls
 from flowserve.runtime.model_calls.server_requests import ServerRequests
 from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.runtime.tracing.traces import Traces
-from flowserve.runtime.tracing.tracing import Tracing
-from flowserve.runtime.tracing.watch import Watch
-from flowserve.runtime.workers.base import Completions, Worker, WorkerContext, cannot_start, log_raised, reported
-from flowserve.runtime.workers.outcome import Outcome, Passed, Returned
+from flowserve.runtime.tracing.tracing import Tracing, Watch
+from flowserve.runtime.workers.base import (
+    Completions,
+    Outcome,
+    Passed,
+    Returned,
+    Worker,
+    WorkerContext,
+    cannot_start,
+    log_raised,
+    reported,
+)
 from flowserve.runtime.workers.parameters import NONE, of_ensemble, take_parameters
-from flowserve.runtime.workers.process import ProcessWorker
-from flowserve.runtime.workers.process_pool import ProcessPool
+from flowserve.runtime.workers.process import ProcessPool, ProcessWorker
 from flowserve.runtime.workers.streaming import ResponseStreams
 from flowserve.runtime.workers.supervisor import Supervisor, WarmUp
-from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batch import (
+    Batch,
+    Grant,
+    ModelQueue,
+    Notice,
+    Recall,
+    Responses,
+    Stop,
+    TicketRefused,
+    Withdrawn,
+)
 from flowserve.scheduling.call_graph import Called, CalledFlow
-from flowserve.scheduling.decisions import Grant, Notice, Recall, Refused, Responses, Stop, Withdrawn
 from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.queue import Batcher
 from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
@@ -69,9 +85,34 @@ log = logging.getLogger("flowserve.runtime")
 
 STOPPING: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 # Unfinished requests fail this long before the exit timeout, so that their callers still receive the error.
-LAST_WORDS_S: Final = 0.5
+FAILURE_MARGIN_S: Final = 0.5
+TRACES_S_MAX: Final = 5.0  # traces that are not written by then are lost
 # A step yields to the event loop after this time.
 STEP_NS_MAX: Final = 2_000_000
+
+
+class Observer(Protocol):
+    """Called on the event loop, in the middle of a step, such as tracing. An observer changes no result of a batch, nor
+    does its exception, which is logged. Observers are in a list of the engine, which is empty without tracing.
+    """
+
+    def queued(self, flow: Flow) -> None:
+        """A valid request was accepted, and is about to be given to admission control and the scheduler."""
+
+    def batched(self, batch: Batch, now_ns: int) -> None:
+        """A batch was formed, and is about to start. `batch.contexts` may be set here."""
+
+    def started(self, batch: Batch) -> None:
+        """A batch was given to its worker, and may have run there already."""
+
+    def computed(self, batch: Batch, outcome: Outcome, now_ns: int) -> None:
+        """A batch is back; the scheduler does not know it yet."""
+
+    def finished(self, flow: Flow) -> None:
+        """A request has finished with all its outputs; its caller has not been notified yet."""
+
+    def failed(self, flow: Flow) -> None:
+        """A request has failed with `flow.error`; its caller has not been notified yet."""
 
 
 class Engine:
@@ -91,6 +132,7 @@ class Engine:
         token = trio.lowlevel.current_trio_token()
         self.completions = Completions(token, self._step_now)
         self.streams = ResponseStreams(token, self.scheduler, self.clock, self.loop.wake)
+        self.post = self.streams.post  # runs a function on the event loop, after all earlier posts; on any thread
         self.server_requests = ServerRequests(self._is_served)
         self.calls = Calls(self, self.server_requests)
         self.context = WorkerContext(
@@ -104,7 +146,9 @@ class Engine:
         self.tracing = Tracing(self.scheduler, self.streams, self.observers, self.clock)
         self.traces = Traces(options.trace, self.tracing)
         self.stopping = trio.Event()  # for tasks that would go on for as long as a client listens
-        self._ordered_wakeup = OrderedWakeup()
+        # Tasks that wait for responses that keep an order, to be woken one after the other.
+        self._wake_in_order, self._ordered = trio.open_memory_channel[Task](math.inf)
+        self._records: list[Callable[[], object]] = []  # what happened in the step, to be counted at its end
         self._waiting: list[Flow] = []  # flows whose caller is to be notified at the end of the step
         # A number that grows; drawn while a request is parsed, it orders the requests of one loop iteration.
         self.next_stamp: Callable[[], int] = count(1).__next__
@@ -135,6 +179,8 @@ class Engine:
             now_ns = self.clock()
         if self._waiting:
             self._deliver()
+        if self._records:
+            self._account()
         return at_ns
 
     def _step_now(self) -> None:
@@ -144,17 +190,14 @@ class Engine:
     def _run(self, batch: Batch) -> None:
         """Start a batch. Where its worker runs it on the spot, it is back afterwards."""
         worker: Worker = batch.instance
+        if self.observers:
+            self._observe("batched", batch, self.clock())
         try:
-            for observer in self.observers:
-                observer.batched(batch, self.clock())
             outcome = worker.run(batch)
         except Exception as error:
             outcome = cannot_start(worker, batch, error)
-        try:
-            for observer in self.observers:
-                observer.started(batch)
-        except Exception:  # the batch is with its worker all the same
-            log.exception("observing the start of a batch of model '%s' failed", batch.queue.key.name)
+        if self.observers:
+            self._observe("started", batch)
         if outcome is not None:
             self.completions.waiting.append((batch, outcome))
 
@@ -166,57 +209,64 @@ class Engine:
             if worker.has_state:
                 outcome, again = worker.finish(batch, outcome)
             now_ns = self.clock()
-            for observer in self.observers:
-                observer.computed(batch, outcome, now_ns)
+            if self.observers:
+                self._observe("computed", batch, outcome, now_ns)
             if again:
                 # A flow whose caller left ends here: no later batch would remove it from the statistics.
-                who_stayed(batch.queue.observer, again)
+                present_tickets(batch.queue.statistics, again)
                 self.scheduler.reschedule(batch, again, now_ns)
-            if type(outcome) is Results:
-                record_batch(batch.queue.observer, batch, outcome, now_ns)
-                if outcome.parameters:
-                    outcome.errors = take_parameters(batch, outcome.parameters, outcome.errors)
-                self.scheduler.complete(batch, (outcome,), None, now_ns)
-            elif isinstance(outcome, Returned):
+            if isinstance(outcome, Returned):
                 self.streams.returned(batch, outcome)
+                return
+            error: FlowserveError | None = None
+            made: Sequence[Results] = ()  # of the stages of its route, one without a route
+            if isinstance(outcome, Results):
+                made = (outcome,)
             elif isinstance(outcome, Passed):
-                self._complete_route(batch, outcome, now_ns)
-            elif isinstance(outcome, FlowserveError):
-                self._fail(batch, batch, (), outcome, now_ns)
-        except Exception as error:
-            self._break_off(batch, error)
-
-    def _complete_route(self, batch: Batch, passed: Passed, now_ns: int) -> None:
-        made = passed.made
-        since_ns = record_stages(batch, made, passed.error, now_ns)
-        if made and made[-1].parameters:
-            last = batch.stage(len(made) - 1)
-            made[-1].errors = take_parameters(last, made[-1].parameters, made[-1].errors)
-        if passed.error is None:
-            self.scheduler.complete(batch, made, None, now_ns)
-        else:
-            stage = batch.stage(len(made))
+                made, error = outcome.made, outcome.error
+            else:
+                error = outcome
             if made:
-                stage.begin_at(since_ns)
-            self._fail(batch, stage, made, passed.error, now_ns)
+                regathered = find_regathered(batch, made[0].copied) if made[0].copied else ()  # with its inputs
+                if batch.route is None:
+                    record = partial(record_batch, batch.queue.statistics, batch, made[0], now_ns, (), regathered)
+                else:
+                    record = partial(record_stages, batch, made, error is not None, now_ns, regathered)
+                self._records.append(record)
+                last = made[-1]
+                if last.parameters:
+                    self._account()  # before they add errors
+                    last.errors = take_parameters(batch.stage(len(made) - 1), last.parameters, last.errors)
+            if error is None:
+                self.scheduler.complete(batch, made, None, now_ns)
+            else:
+                self._fail(batch, made, error, now_ns)
+            for results in made:
+                results.outputs = ()
+        except Exception as fault:
+            self._break_off(batch, fault)
 
-    def _fail(self, batch: Batch, stage: Batch, made: Sequence[Results], error: FlowserveError, now_ns: int) -> None:
-        """A batch failed, in this stage of its route where it has one."""
-        observer = stage.queue.observer
+    def _fail(self, batch: Batch, made: Sequence[Results], error: FlowserveError, now_ns: int) -> None:
+        """A batch failed, in the stage of its route after those that are `made`."""
+        stage = batch.stage(len(made))
+        if made:
+            self._account()
+            stage.begin_at(made[-1].computed_ns)
+        statistics = stage.queue.statistics
         told = reported(error)
         if self.scheduler.complete(batch, made, told, now_ns):
-            who_stayed(observer, stage.tickets)  # parts of it are tried again
+            present_tickets(statistics, stage.tickets)  # parts of it are tried again
             error.__cause__ = error.__context__ = None  # its frames hold the batch
             return
-        record_batch(observer, stage, told, now_ns)
+        record_batch(statistics, stage, told, now_ns)
         if isinstance(error, ModelRaised):
             log_raised(error, stage.queue.key.name, stage.instance.name)
 
     def _break_off(self, batch: Batch, error: Exception) -> None:
         """Handle an internal error in the completion of a batch; if it propagated, it would stop the server."""
         model, name = batch.queue.key.name, batch.instance.name
-        log.error("instance %s: what came of a batch cannot be taken in", name, exc_info=error)
-        what = f"what came of a batch cannot be taken in: {type(error).__name__}: {error}"
+        log.error("instance %s: the results of a batch cannot be processed", name, exc_info=error)
+        what = f"the results of a batch cannot be processed: {type(error).__name__}: {error}"
         try:
             self.scheduler.break_off(batch, Internal(f"model '{model}', instance '{name}': {what}"))
         except Exception:
@@ -224,10 +274,10 @@ class Engine:
 
     def _carry_out(self, notice: Notice) -> None:
         try:
-            if isinstance(notice, Refused):
-                record_refused(notice.queue.observer, notice.ticket, notice.error, self.clock())
+            if isinstance(notice, TicketRefused):
+                record_refused(notice.queue.statistics, notice.ticket, notice.error, self.clock())
             elif isinstance(notice, Withdrawn):
-                notice.queue.observer.failed(1, 0, CANCELED)
+                notice.queue.statistics.failed(1, 0, CANCELED)
             elif isinstance(notice, Responses):
                 self._has_responses(notice.stream)
             elif isinstance(notice, Grant):
@@ -259,8 +309,8 @@ class Engine:
                 self._waiting.append(flow)
             has_failed = has_failed or flow.error is not None
             try:
-                for observer in self.observers:
-                    (observer.finished if flow.error is None else observer.failed)(flow)
+                if self.observers:
+                    self._observe("finished" if flow.error is None else "failed", flow)
                 admission = flow.owner.admission
                 is_counted = False
                 if admission is not None:
@@ -275,7 +325,7 @@ class Engine:
             except Exception:  # it concerns one request; the others are accounted for and delivered
                 log.exception("accounting for a request of '%s' failed", flow.plan.graph.name)
         if uncounted:
-            record_finished(uncounted, now_ns)
+            self._records.append(partial(record_finished, uncounted, now_ns))
         if has_failed and self.calls:  # running steps of these flows may have called other models
             self.calls.sweep()
 
@@ -289,6 +339,23 @@ class Engine:
                     waiter(flow)
                 except Exception:  # it concerns one caller; the others are notified
                     log.exception("delivering a response of '%s' failed", flow.plan.graph.name)
+
+    def _account(self) -> None:
+        """Write the statistics of batches and requests. At the end of a step: responses do not wait for it."""
+        records, self._records = self._records, []
+        for record in records:
+            try:
+                record()
+            except Exception:  # nothing but a figure depends on it
+                log.exception("accounting for a batch failed")
+
+    def _observe(self, point: str, *arguments: Any) -> None:
+        """Call all observers at this point. Their exceptions change nothing."""
+        for observer in [*self.observers]:
+            try:
+                getattr(observer, point)(*arguments)
+            except Exception:
+                log.exception("an observer failed at '%s'", point)
 
     def _release_stages(self, batch: Batch, stages: Sequence[int]) -> None:
         self.scheduler.release_stages(batch, stages)
@@ -306,7 +373,7 @@ class Engine:
         flow = self.submit(deployment, request, make)
         if not flow.done:
             task = current_task()
-            wake = self._ordered_wakeup.wake if deployment.keeps_order else reschedule
+            wake = self._wake_in_order.send_nowait if deployment.keeps_order else reschedule
             flow.waiter = lambda _: wake(task)
 
             def leave(_: RaiseCancelT) -> Abort:
@@ -357,19 +424,19 @@ class Engine:
         deployment: Deployment,
         request: Request,
         make: MakeFlow | None = None,
-        take: Callable[[Any], None] | None = None,
+        enqueue: Callable[[Any], None] | None = None,
     ) -> Flow:
         """Begin one request without waiting for it. It may be done at once; otherwise `flow.waiter`, where it is set,
-        is called with the flow when it is. `take` queues it; the server's own requests pass their own, which is
+        is called with the flow when it is. `enqueue` queues it; the server's own requests pass their own, which is
         accepted during a drain too.
 
         Raises Invalid for a request that does not fit the deployment, TooLarge and Unavailable for one that is not
         admitted, and Unsupported for a deployment that may respond any number of times, unless `make` is its
         `make_stream`.
         """
-        if deployment.elder is not None:
+        if deployment.predecessor is not None:
             deployment = deployment.deployment_of(request)
-        if self.deployments.is_draining and take is None and not deployment.goes_on(request):
+        if self.deployments.is_draining and enqueue is None and not deployment.continues_sequence(request):
             deployment.statistics.failed(1, 0, REJECTED)
             raise Unavailable(STOPPING)
         validator = deployment.validator
@@ -391,15 +458,15 @@ class Engine:
             request.timeout_us * 1000,
         )
         flow.wanted = request.outputs or validator.outputs
-        for observer in self.observers:
-            observer.queued(flow)
+        if self.observers:
+            self._observe("queued", flow)
         admission = deployment.admission
         if admission is None:
-            (take or self.scheduler.submit)(flow)
-        elif take is None:
+            (enqueue or self.scheduler.submit)(flow)
+        elif enqueue is None:
             admission.enter(flow)
         else:
-            admission.call(flow, take)  # type: ignore[arg-type]  # `make` made it for that
+            admission.call(flow, enqueue)  # type: ignore[arg-type]  # `make` made it for that
         self.loop.wake()
         return flow
 
@@ -421,10 +488,6 @@ class Engine:
         if self.calls:
             self.calls.sweep()
         self.loop.wake()
-
-    def drop_responses(self, flow: Flow) -> None:
-        """The responses of a flow that is over and were not taken are not wanted any more."""
-        self.scheduler.cancel(flow)
 
     def response(self, flow: Flow) -> Response:
         """The response of a finished flow. Raises the error of its steps."""
@@ -451,15 +514,6 @@ class Engine:
         """A caller took a response: models that wait for that may go on."""
         if self.scheduler.streams.is_due:
             self.loop.wake()
-
-    # ------------------------------------------------------------------ for models that call others
-
-    def post(self, what: Callable[[], None]) -> None:
-        """Run `work` on the event loop, after all earlier posts. On any thread."""
-        self.streams.post(what)
-
-    def _is_served(self, name: str, version: str) -> bool:
-        return not self.deployments.outage(self.deployments.find(name, version))
 
     # ------------------------------------------------------------------ beginning and ending
 
@@ -490,31 +544,41 @@ class Engine:
             batcher,
             workers,
             is_pure=model.is_pure,
-            observer=self.deployments.statistics_of(key),
+            statistics=self.deployments.statistics_of(key),
             needs=needs,
             keeps_order=keeps_order,
             route_group=groups.pop() if len(groups) == 1 and not execution_timeout_ns else None,
         )
         self.scheduler.add(queue)
         self.generations.add(Generation(queue, [*workers, *passive], model, files))
-        mortals = [worker for worker in workers if isinstance(worker, ProcessWorker)]
-        self.supervisor.watch(queue, mortals, execution_timeout_ns, warm_up)
+        in_processes = [worker for worker in workers if isinstance(worker, ProcessWorker)]
+        self.supervisor.watch(queue, in_processes, execution_timeout_ns, warm_up)
 
     def _forget(self, queue: ModelQueue) -> None:
         """Nothing reaches the queue any more; its instances are about to be closed."""
         self.scheduler.remove(queue)
         self.supervisor.release(queue)
 
+    def _is_served(self, name: str, version: str) -> bool:
+        return not self.deployments.outage(self.deployments.find(name, version))
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Everything that goes on in the background, for ever. Ends only by cancellation."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.loop.run, name="steps")
-            nursery.start_soon(self._ordered_wakeup.run, name="ordered wake-up")
+            nursery.start_soon(self._wake_ordered, name="ordered wake-up")
             nursery.start_soon(self.generations.run, name="closing of models")
             await nursery.start(self.supervisor.run)
             if self.processes is not None:
                 await nursery.start(self.processes.run)
             task_status.started()
+
+    async def _wake_ordered(self) -> None:
+        """Wake each task in a loop iteration of its own (`receive` ends one): trio runs the tasks that are ready in one
+        iteration in any order.
+        """
+        async for task in self._ordered:
+            reschedule(task)
 
     def refuse_new(self) -> None:
         """From now on requests are refused, but for those of sequences that are open. Not ready any more."""
@@ -523,9 +587,7 @@ class Engine:
 
     async def sequences_over(self, deadline: float) -> None:
         """Wait until no sequence is open, or the loop's time reaches `deadline`. After `refuse_new`."""
-        with trio.move_on_at(deadline):
-            while self.scheduler.open_sequences:  # noqa: ASYNC110  # as in `drain`
-                await trio.sleep(0.01)
+        await _poll(lambda: not self.scheduler.open_sequences, deadline)
 
     async def drain(self, deadline: float) -> list[str]:
         """Refuse new requests, wait until none is in flight or the loop's time reaches `deadline`. A moment before that
@@ -535,7 +597,7 @@ class Engine:
         """
         self.refuse_new()
         left_s = max(deadline - trio.current_time(), 0)
-        if await self._emptied(deadline - min(LAST_WORDS_S, left_s / 5)):
+        if await _poll(lambda: not self.scheduler.in_flight, deadline - min(FAILURE_MARGIN_S, left_s / 5)):
             return []
         running = self.busy()
         self.scheduler.fail_all(STOPPING)
@@ -546,13 +608,6 @@ class Engine:
     def busy(self) -> list[str]:
         """The instances that compute elsewhere than on the event loop, also those whose callers have all left."""
         return [worker.name for worker in self.generations.workers() if worker.running is not None]
-
-    async def _emptied(self, deadline: float) -> bool:
-        with trio.move_on_at(deadline):
-            # Polled, because the hot path should pay for no "last one left" event and this happens once in a life.
-            while self.scheduler.in_flight:  # noqa: ASYNC110
-                await trio.sleep(0.01)
-        return not self.scheduler.in_flight
 
     async def close(self, deadline: float) -> list[str]:
         """Close every instance, those that still run last and only until `deadline`. Returns the ones that did not
@@ -565,8 +620,129 @@ class Engine:
         return await self.generations.close(deadline)
 
 
+async def _poll(is_over: Callable[[], bool], deadline: float) -> bool:
+    """Wait until `is_over`, or the loop's time reaches `deadline`. Returns the last answer. Polled, because the hot
+    path should pay for no event "the last one left", and this happens once in a life.
+    """
+    with trio.move_on_at(deadline):
+        while not is_over():  # noqa: ASYNC110
+            await trio.sleep(0.01)
+    return is_over()
+
+
 def _own(error: FlowserveError, deployment: Deployment) -> FlowserveError:
     """An error of the caller's own: one failure may be raised in many tasks, and tracebacks must not pile up on it."""
     text = f"in ensemble '{deployment.name}', {error}{error.lineage}" if deployment.graph.is_ensemble else str(error)
     deployment.statistics.note_error(text, wall_clock_ms())
     return type(error)(text)
+
+
+class ResponseIterator:
+    """The responses to one request, one after the other, as its caller takes them: an async iterator, and a context
+    manager: leaving it withdraws a request that is not over.
+
+    Raises the error of the request after the responses before it. For one task. A response that is not taken is
+    backpressure: a decoupled model waits in its send once enough of them are not taken. A request to a deployment that
+    responds once has one response.
+    """
+
+    def __init__(self, engine: Engine, flow: Flow, watch: Watch | None = None) -> None:
+        self._engine = engine
+        self._flow = flow
+        self._watch = watch  # where the request is traced
+        self._is_taken = False  # the response of a flow that has one only
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """No more responses are wanted. Harmless at the end."""
+        if not self._flow.done:
+            self._engine.withdraw(self._flow)
+        else:
+            self._engine.scheduler.cancel(self._flow)  # the responses that were not taken are dropped
+        if self._watch is not None:
+            self._watch.close()
+
+    def __aiter__(self) -> ResponseIterator:
+        return self
+
+    async def __anext__(self) -> Response:
+        flow = self._flow
+        while True:
+            if isinstance(flow, StreamFlow):
+                response = flow.take()
+                if response is not None:
+                    self._engine.taken()
+                    return self._engine.response_from(response)
+            elif flow.done and not self._is_taken:
+                self._is_taken = True
+                return self._engine.response(flow)
+            if flow.done:
+                if flow.error is not None:
+                    self._engine.response(flow)  # raises it
+                raise StopAsyncIteration
+            await self._wait()
+
+    async def _wait(self) -> None:
+        task = current_task()
+        self._flow.waiter = lambda _: reschedule(task)
+
+        def stop_waiting(_: RaiseCancelT) -> Abort:
+            self._flow.waiter = None
+            return Abort.SUCCEEDED
+
+        await wait_task_rescheduled(stop_waiting)
+
+
+@asynccontextmanager
+async def open_engine(
+    options: EngineOptions,
+    *,
+    on_close: Callable[[list[str]], None] | None = None,
+    exit_timeout_s: float = 30.0,
+    deadline: Callable[[], float] = lambda: math.inf,
+) -> AsyncIterator[Engine]:
+    """An engine that runs, empty until something is loaded into it. Leaving the block closes every instance, for
+    `exit_timeout_s` at most, and not past `deadline()`, read at that time on the loop's clock: a server that has
+    drained requests before has less time left.
+    """
+    async with _machinery() as machinery:
+        engine = Engine(options)
+        await machinery.start(engine.run)
+        if engine.processes is None:
+            log.info("Python models run on threads and share one process: processes of their own need Linux 5.3")
+        try:
+            yield engine
+        finally:
+            with trio.CancelScope(shield=True):
+                hung = await engine.close(min(trio.current_time() + exit_timeout_s, deadline()))
+                with trio.move_on_after(TRACES_S_MAX):
+                    await trio.to_thread.run_sync(engine.traces.close, abandon_on_cancel=True)
+                if on_close is not None:
+                    on_close(hung)
+                if engine.processes is not None:
+                    await engine.processes.close()
+
+
+@asynccontextmanager
+async def _machinery() -> AsyncIterator[trio.Nursery]:
+    """A nursery for tasks that go on until the block ends, also where it is cancelled from outside: closing needs
+    them. An exception of one of them still ends the block.
+    """
+
+    async def work(task_status: trio.TaskStatus[trio.Nursery]) -> None:
+        async with trio.open_nursery() as machinery:
+            machinery.cancel_scope.shield = True
+            task_status.started(machinery)
+            await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        machinery = await nursery.start(work)
+        try:
+            yield machinery
+        finally:
+            machinery.cancel_scope.cancel()

@@ -42,7 +42,7 @@ class Generation:
         self.closed = trio.Event()
         self._model: LoadedModel | None = model
         self._files = files
-        self._open = list(self.workers)
+        self.open = list(self.workers)  # those that are not closed yet
         self._is_closing = False
         self._watch: weakref.ref[Pin] | None = None
 
@@ -51,10 +51,6 @@ class Generation:
         pin, self.pin = self.pin, None
         assert pin is not None, "a generation is retired once"
         self._watch = weakref.ref(pin, lambda _: over(self))
-
-    def still_open(self) -> list[str]:
-        """The names of the instances that are not closed yet."""
-        return [worker.name for worker in self._open]
 
     async def close(self) -> None:
         """Close every instance, then the model. Called again, it waits for the first call to be through."""
@@ -72,7 +68,7 @@ class Generation:
 
     async def _close_worker(self, worker: Worker) -> None:
         await _in_thread_of_its_own(worker.close)
-        self._open.remove(worker)
+        self.open.remove(worker)
 
 
 class Generations:
@@ -121,7 +117,7 @@ class Generations:
             async with trio.open_nursery() as nursery:
                 for generation in everything:
                     nursery.start_soon(generation.close)
-        return sorted(name for generation in everything for name in generation.still_open())
+        return sorted(worker.name for generation in everything for worker in generation.open)
 
     def _is_unused(self, generation: Generation) -> None:
         # Wherever the last reference was dropped: a worker thread, or the collector in the middle of anything.

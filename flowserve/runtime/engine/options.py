@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flowserve.config.instances import NO_GPUS, Gpus
+from flowserve.config.types import NO_GPUS, Gpus
 from flowserve.runtime.tracing.traces import TraceOptions
 from flowserve.runtime.workers.factory import PYTHON_EXECUTION
-from flowserve.scheduling.backoff import DELAYS, Delays
+from flowserve.runtime.workers.supervisor import DELAYS, Delays
 from flowserve.scheduling.rate_limit.limiter import Available
 
 

@@ -1,57 +1,170 @@
-"""The channel to one worker process: its socket, and which shared memory each side knows.
+"""The sockets of worker processes, and which shared memory each side knows.
+
+Decides how the engine learns that a worker process sent something (`Readiness`): all sockets are in one epoll set, and
+trio waits for that set. A wait of trio's own for each socket would cost a task switch and two system calls for each
+message; here one wait serves all sockets that became ready, in that order, as one batch of events, and a few times over
+the sockets that became ready meanwhile.
+
+Decides that messages leave in their order: at once, or as soon as the process reads again (`Outbox`).
 
 Decides how messages are sent and read, when memory is announced to the process, and when a block is free again: one of
 the process's own when its last reader is gone (the process learns that with its next batch, without an extra message),
 one that the process reads when its batch is back or, where its model holds an input, when the model has let go of it. A
-channel lives as long as its process; an instance that is started again gets a new one.
+`Channel` lives as long as its process; an instance that is started again gets a new one.
 
-Does not know what a batch is, nor what the end of a process means. Used by workers/ on the
-event loop, except that leases may end on any thread.
+Does not know what a batch is, nor what the end of a process means. Used by workers/, and `Readiness` and `Outbox` by
+model_calls/, on the event loop, except that leases may end on any thread.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
-from flowserve.backends.worker.protocol import (
-    ANCILLARY_BYTES,
-    ATTACH,
-    CALLS,
-    END,
-    GONE,
-    MESSAGE_BYTES_MAX,
-    PEER,
-    SEGMENT,
-    SHOW,
-    SPILLED,
-    SPILLED_OUT,
-    descriptors,
-    pack,
-    unpack,
-)
-from flowserve.backends.worker.run_message import News, RunMessage
-from flowserve.errors import Internal
+from trio.lowlevel import wait_readable
+
+from flowserve.backends.worker import protocol
+from flowserve.backends.worker.protocol import ANCILLARY_BYTES, MESSAGE_BYTES_MAX, descriptors, pack, unpack
 from flowserve.memory.arena import BlockAddress
 from flowserve.memory.segment import PAGE, Lease, Segment
-from flowserve.runtime.ipc.decoder import NO_DESCRIPTOR, Garbled
-from flowserve.runtime.ipc.encoder import InputPacker, Packed
-from flowserve.runtime.ipc.outbox import Outbox
-from flowserve.runtime.ipc.poller import Readiness
+from flowserve.runtime.ipc.tensors import NO_DESCRIPTOR, Garbled, InputPacker, Packed
+from flowserve.runtime.loop import StepLoop
 
 log = logging.getLogger("flowserve.runtime")
-
-# A message: its kind, its words (the first of which is not for the reader), its text.
-Message = tuple[int, Sequence[int], bytes]
-
-
+# Taken at once; the rest follows in the next iteration. Without a limit epoll allocates room for a thousand each time.
+_EVENTS_MAX: Final = 64
+# Descriptors that became ready while others were read are served in the same iteration, so many times; then the rest of
+# the server runs.
+_ROUNDS_MAX: Final = 4
 _EARLY_MAX: Final = 1000
 _MSG_CTRUNC: Final = int(socket.MSG_CTRUNC)  # an operation on the enumeration's member takes microseconds
 _MSG_CMSG_CLOEXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
+# A message: its kind, its words (the first of which is not for the reader), its text.
+Message = tuple[int, Sequence[int], bytes]
+_NO_UPDATE: Final[protocol.MemoryUpdate] = ((), ())
+
+
+class Readiness:
+    """Calls back on the event loop's thread. Linux only."""
+
+    def __init__(self, loop: StepLoop) -> None:
+        self._loop = loop
+        self._epoll = select.epoll()
+        self._ready: dict[int, tuple[Callable[[], None], Callable[[Exception], None]]] = {}
+        self._writable: dict[int, Callable[[], None]] = {}
+
+    def watch(self, descriptor: int, ready: Callable[[], None], broke: Callable[[Exception], None]) -> None:
+        """From now on `ready()` is called whenever `descriptor` is readable or at its end. Raises OSError where no more
+        can be watched. `broke` is called with an exception of `ready`, or of a callback of `when_writable`; after that
+        nothing is called for this descriptor any more.
+        """
+        self._epoll.register(descriptor, select.EPOLLIN)
+        self._ready[descriptor] = ready, broke
+
+    def when_writable(self, descriptor: int, call: Callable[[], None]) -> None:
+        """Call this once, as soon as a watched descriptor is writable."""
+        self._writable[descriptor] = call
+        self._epoll.modify(descriptor, select.EPOLLIN | select.EPOLLOUT)
+
+    def forget(self, descriptor: int) -> None:
+        """Before the descriptor is closed. Harmless where it is not watched, and when `run` has ended."""
+        self._writable.pop(descriptor, None)
+        if self._ready.pop(descriptor, None) is not None and not self._epoll.closed:
+            self._epoll.unregister(descriptor)
+
+    async def run(self) -> None:
+        """Wait and call, for ever. Ends only by cancellation."""
+        try:
+            while True:
+                await wait_readable(self._epoll.fileno())
+                for _ in range(_ROUNDS_MAX):
+                    events = self._epoll.poll(0, _EVENTS_MAX)
+                    if not events:
+                        break
+                    self._loop.begin_events()
+                    for number, event in events:
+                        watched = self._ready.get(number)  # one before it may have had it forgotten
+                        if watched is None:
+                            continue
+                        ready, broke = watched
+                        try:
+                            if event & select.EPOLLOUT:
+                                self._epoll.modify(number, select.EPOLLIN)
+                                self._writable.pop(number)()
+                            if event & ~select.EPOLLOUT:
+                                ready()
+                        except Exception as error:  # a fault about one descriptor must not stop the others
+                            log.exception("reading from a worker process failed")
+                            self.forget(number)
+                            broke(error)
+                    self._loop.end_events()
+        finally:
+            self._epoll.close()
+
+
+class Outbox:
+    """The unsent messages of one non-blocking socket that `readiness` watches."""
+
+    def __init__(self, sock: socket.socket, readiness: Readiness) -> None:
+        self._socket = sock
+        self._readiness = readiness
+        self._unsent: deque[tuple[bytes, int]] = deque()
+
+    def send(self, message: bytes, fd: int = -1) -> None:
+        """Send this, with a descriptor where one is given, which is closed then. Dropped where the process has closed
+        its end: the reader of the socket learns of that.
+        """
+        if self._unsent:
+            self._unsent.append((message, fd))
+            return
+        try:
+            if fd < 0:
+                self._socket.send(message)
+            else:
+                self._send(message, fd)
+        except BlockingIOError:
+            self._unsent.append((message, fd))
+            self._readiness.when_writable(self._socket.fileno(), self._send_unsent)
+        except ConnectionError:
+            pass
+
+    def clear(self) -> None:
+        """Drop the unsent messages."""
+        for _, fd in self._unsent:
+            if fd >= 0:
+                os.close(fd)
+        self._unsent.clear()
+
+    def _send_unsent(self) -> None:
+        while self._unsent:
+            message, fd = self._unsent.popleft()
+            try:
+                self._send(message, fd)
+            except BlockingIOError:
+                self._unsent.appendleft((message, fd))
+                self._readiness.when_writable(self._socket.fileno(), self._send_unsent)
+                return
+            except ConnectionError:
+                self.clear()
+
+    def _send(self, message: bytes, fd: int) -> None:
+        if fd < 0:
+            self._socket.send(message)
+            return
+        try:
+            socket.send_fds(self._socket, [message], [fd])
+        except BlockingIOError:
+            raise
+        except OSError:
+            os.close(fd)
+            raise
+        os.close(fd)
 
 
 class Unseen(Exception):
@@ -61,13 +174,13 @@ class Unseen(Exception):
 class Channel:
     """One worker process's socket and memory.
 
-    `number`: the process's own, which also numbers its memory (`Job.number`). `homes`: its blocks that have no reader
-    any more. `attached`: the numbers of the segments that it has mapped.
+    `number`: the process's own, which also numbers its memory (`Job.number`). `free_blocks`: its blocks that have no
+    reader any more. `attached`: the numbers of the segments that it has mapped.
     """
 
     def __init__(self, sock: socket.socket, number: int, model: str, readiness: Readiness) -> None:
         self.number = number
-        self.homes: deque[BlockAddress] = deque()
+        self.free_blocks: deque[BlockAddress] = deque()
         self.is_closed = False
         self.on_calls: Callable[[int], None] | None = None  # takes the socket on which the model calls others
         self._socket = sock
@@ -83,23 +196,17 @@ class Channel:
 
     # ------------------------------------------------------------------ to the process
 
-    def run(self, message: RunMessage, packed: Packed, packer: InputPacker) -> None:
-        """Start a batch in the process. Raises Internal if a fact about its requests cannot be encoded, and MemoryError
-        for lack of memory or descriptors.
-        """
-        try:
-            written = message.encode()
-        except ValueError:
-            written = b""  # raised in here, the error would hold these frames, and the batch, by its context
-        if not written:
-            raise Internal("a request holds a parameter that is no text, number or boolean")
-        if len(written) > MESSAGE_BYTES_MAX:
-            written = pack(SPILLED, packer.spill(written, packed))
+    def run(self, message: bytes, packed: Packed, packer: InputPacker) -> None:
+        """Start a batch in the process. Raises MemoryError for lack of memory or descriptors."""
+        if len(message) > MESSAGE_BYTES_MAX:
+            message = pack(protocol.SPILLED, packer.spill(message, packed))
         for segment in packed.segments:
             if segment.number not in self.attached:
-                self.tell(pack(ATTACH, (segment.number,)), _for_reading(segment))
+                self.tell(
+                    pack(protocol.ATTACH, (segment.number,)), descriptor(segment.open_for_reading, "shared memory")
+                )
                 self.has_attached(segment)
-        self._outbox.send(written)
+        self._outbox.send(message)
 
     def tell(self, message: bytes, fd: int = -1) -> None:
         """Send a message, with a descriptor where one is given, which is closed then. Dropped where the process has
@@ -112,36 +219,36 @@ class Channel:
 
     def end(self) -> None:
         """Ask the process to finalise its model and leave. On any thread, when nothing else is sent any more."""
-        self._socket.send(pack(END, ()))
+        self._socket.send(pack(protocol.END, ()))
 
-    def news(self) -> News:
-        """The notices for the process with its next batch. Requests missing descriptors again."""
+    def take_update(self) -> protocol.MemoryUpdate:
+        """What the process learns about memory with its next batch. Requests missing descriptors again."""
         for number in self._unseen:
-            self.tell(pack(SHOW, (number,)))
-        if not self.homes and not self._ended:
-            return _NO_NEWS
-        homes, ended = [], []  # on other threads more may be added meanwhile
-        while self.homes:
-            homes.append(self.homes.popleft())
+            self.tell(pack(protocol.SHOW, (number,)))
+        if not self.free_blocks and not self._ended:
+            return _NO_UPDATE
+        free_blocks, ended = [], []  # on other threads more may be added meanwhile
+        while self.free_blocks:
+            free_blocks.append(self.free_blocks.popleft())
         while self._ended:
             ended.append(self._ended.popleft())
-        return News(homes, ended)
+        return free_blocks, ended
 
-    def put_back(self, news: News) -> None:
-        """Restore notices that were not sent to the process."""
-        self.homes.extend(news.homes)
-        self._ended.extend(news.ended)
+    def restore_update(self, update: protocol.MemoryUpdate) -> None:
+        """It was not sent to the process: the next batch takes it."""
+        self.free_blocks.extend(update[0])
+        self._ended.extend(update[1])
 
     def introduce(self, peer: Channel) -> None:
         """Give the process the server's end of another process's socket, once. It closes those of processes that have
         ended.
         """
         if peer.number not in self._peers:
-            fd = _duplicate(peer._socket)
+            fd = descriptor(partial(os.dup, peer._socket.fileno()), "a socket")
             gone = [number for number, one in self._peers.items() if one.is_closed]
             for number in gone:
                 del self._peers[number]
-            self.tell(pack(PEER, (peer.number, *gone)), fd)
+            self.tell(pack(protocol.PEER, (peer.number, *gone)), fd)
             self._peers[peer.number] = peer
 
     def has_attached(self, segment: Segment) -> None:
@@ -173,9 +280,9 @@ class Channel:
                     self._take_descriptor(message, descriptors(ancillary))
                     continue
                 kind, words, _ = message
-                if kind == SPILLED_OUT:
+                if kind == protocol.SPILLED_OUT:
                     return unpack(self._spilled(*words[1:]))
-                if kind == GONE:
+                if kind == protocol.GONE:
                     self._take_gone(words[1:])
                 else:
                     return message
@@ -195,19 +302,15 @@ class Channel:
         except KeyError:
             if number not in self._unseen:
                 raise
-            self.homes.append((number, offset))
+            self.free_blocks.append((number, offset))
             raise Unseen(f"what model '{self._model}' answered cannot be read: {NO_DESCRIPTOR}") from None
         if offset % PAGE or offset + nbytes > segment.size:
             raise Garbled(f"a block at {offset} of {nbytes} bytes in a segment of {segment.size}")
-        return Lease(segment, offset, nbytes, self.homes.append, (number, offset))
+        return Lease(segment, offset, nbytes, self.free_blocks.append, (number, offset))
 
     def knows(self, number: int) -> bool:
         """Whether the process announced this segment."""
         return number in self._segments or number in self._unseen
-
-    def segment(self, number: int) -> Segment | None:
-        """The process's own segment with that number, where the server has it."""
-        return self._segments.get(number)
 
     def hold(self, batch: int, memory: Sequence[Any]) -> None:
         """The model goes on reading this memory until the process sends GONE for that batch."""
@@ -231,9 +334,9 @@ class Channel:
         kind, words, _ = message
         taken = [*fds]
         try:
-            if kind == SEGMENT:
+            if kind == protocol.SEGMENT:
                 self._show(words[1], taken)
-            elif kind == CALLS and taken and self.on_calls is not None:
+            elif kind == protocol.CALLS and taken and self.on_calls is not None:
                 self.on_calls(taken.pop())
             elif not taken:
                 raise Garbled(NO_DESCRIPTOR)
@@ -272,18 +375,9 @@ class Channel:
         return b"" if block is None else block.view().tobytes()
 
 
-_NO_NEWS = News()
-
-
-def _for_reading(segment: Segment) -> int:
+def descriptor(make: Callable[[], int], what: str) -> int:
+    """A new descriptor for a process. Raises MemoryError if there is none: that is no error of the process's socket."""
     try:
-        return segment.open_for_reading()
-    except OSError as error:  # the error does not concern the process
-        raise MemoryError(f"shared memory cannot be shown: {error.strerror}") from error
-
-
-def _duplicate(sock: socket.socket) -> int:
-    try:
-        return os.dup(sock.fileno())
+        return make()
     except OSError as error:
-        raise MemoryError(f"a socket cannot be shown: {error.strerror}") from error
+        raise MemoryError(f"{what} cannot be shown: {error.strerror}") from error

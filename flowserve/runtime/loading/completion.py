@@ -14,18 +14,16 @@ from typing import Any, Final
 
 from flowserve.backends import registry
 from flowserve.backends.base import Backend, CompletesInProcess, ModelFiles, Remote, UsesGpus, Verifies
-from flowserve.backends.worker import task
+from flowserve.backends.worker.protocol import RUN_TASK
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import Completion, ModelConfig
 from flowserve.errors import FlowserveError, Problem, Problems, Unsupported
-from flowserve.repository.environment import environment_of
 from flowserve.repository.layout import ModelFolder
-from flowserve.repository.read import refusals
-from flowserve.runtime.processes.children import Child, SpawnChild
+from flowserve.repository.read import environment_of, refusals
+from flowserve.runtime.processes.children import Child, SpawnChild, task_result
 from flowserve.runtime.processes.environments import Environment
-from flowserve.runtime.processes.task_results import task_result
 from flowserve.runtime.workers.factory import PROCESS, execution_of
-from flowserve.runtime.workers.process_pool import ProcessPool
+from flowserve.runtime.workers.process import ProcessPool
 
 NO_SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {}
 DEFAULT_BATCH: Final = "default-max-batch-size"
@@ -69,7 +67,7 @@ class Completer:
         try:
             environment_of(config, folder.path)  # report its problems even if it is not needed yet
         except Problems as wrong:
-            raise Problems([*wrong.problems, *_other_problems(backend, config, folder, files)]) from None
+            raise Problems([*wrong.problems, *problems_of_files(backend, config, folder, version)]) from None
 
         def complete_remotely(remote: Remote) -> Any:
             environment = processes.environments.enter(config, folder.path)
@@ -88,7 +86,7 @@ class Completer:
 
     def _run(self, spawn: SpawnChild, model: str, remote: Remote) -> Any:
         """Run `remote` in a new process. Blocks. Raises its error, or ModelFailed with how the process ended."""
-        child = spawn("auto_complete_config", task.ENTRY, pickle.dumps(remote), log_name=model)
+        child = spawn("auto_complete_config", RUN_TASK, pickle.dumps(remote), log_name=model)
         self._running[child] = model
         try:
             return task_result(child)
@@ -111,13 +109,13 @@ def _backend_of(config: ModelConfig) -> Backend:
         raise Problems([Problem(str(error), config.source.place("backend"), UNKNOWN_BACKEND, hint)]) from error
 
 
-def _other_problems(backend: Backend, config: ModelConfig, folder: ModelFolder, files: ModelFiles) -> Sequence[Problem]:
-    """Further problems of a model whose environment is invalid."""
+def problems_of_files(backend: Backend, config: ModelConfig, folder: ModelFolder, version: int) -> Sequence[Problem]:
+    """The problems that the backend finds in a version's files without loading them."""
     try:
         if isinstance(backend, Verifies):
-            backend.verify(config, files)
+            backend.verify(config, _files(folder, version))
     except FlowserveError as error:
-        return refusals(error, folder, files.version, config, registry.default_files())
+        return refusals(error, folder, version, config, registry.default_files())
     return ()
 
 

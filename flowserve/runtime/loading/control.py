@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Generic, Literal, TypeVar
+from typing import Final, TypeVar
 
 import trio
 
@@ -22,11 +22,10 @@ from flowserve.repository.override import Override, check_name
 from flowserve.repository.snapshot import FolderWatch, Settled
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.engine.generations import Generation
-from flowserve.runtime.loading.load_threads import HANG_AFTER_S
-from flowserve.runtime.loading.loader import Loader
-from flowserve.runtime.loading.operations import Operations, not_polled
+from flowserve.runtime.loading.loader import HANG_AFTER_S, Loader
+from flowserve.runtime.loading.operations import Mode, Operations, not_polled
 from flowserve.runtime.loading.registry import LoadEvent, Registry, Report
-from flowserve.runtime.model_calls.repository_calls import NOT_ALLOWED
+from flowserve.runtime.model_calls.server_requests import NOT_ALLOWED
 
 log = logging.getLogger("flowserve.load")
 
@@ -40,7 +39,7 @@ T = TypeVar("T")
 class ControlOptions:
     """`load`: the names to load at the start in mode explicit, or ("*",). `poll_s`: the poll interval in seconds."""
 
-    mode: Literal["none", "poll", "explicit"] = "none"
+    mode: Mode = "none"
     load: tuple[str, ...] = ()
     poll_s: float = 15.0
 
@@ -69,25 +68,14 @@ class Control:
     def __init__(
         self, engine: Engine, repositories: Sequence[Path], options: ControlOptions, nursery: trio.Nursery
     ) -> None:
+        self.is_explicit = options.mode == "explicit"  # whether clients may load and unload models
         self._engine = engine
         self._options = options
         self._nursery = nursery
         loader = Loader(engine)
         repositories = [path.absolute() for path in repositories]  # models may change the working directory
         self._registry = Registry(engine, loader, _log_event)
-        self._operations = Operations(
-            engine,
-            self._registry,
-            loader,
-            repositories,
-            is_lasting=options.mode != "none",
-            takes_steps=options.mode == "explicit",
-        )
-
-    @property
-    def is_explicit(self) -> bool:
-        """Whether clients may load and unload models."""
-        return self._options.mode == "explicit"
+        self._operations = Operations(engine, self._registry, loader, repositories, options.mode)
 
     async def start(self, report: Report) -> dict[str, str]:
         """Load the models that the mode selects; `report` receives each event. Returns the failures: reasons by name.
@@ -98,7 +86,7 @@ class Control:
         for warning in found.warnings:
             log.warning("%s", warning)
         names = [*found.duplicates, *(folder.name for folder in found.folders)]
-        if self._options.mode == "explicit" and self._options.load != (ALL,):
+        if self.is_explicit and self._options.load != (ALL,):
             names = list(self._options.load)
         elif not names:
             log.warning("there is no model here: a repository is a folder of models' folders")
@@ -114,7 +102,7 @@ class Control:
             errors = await self._operations.bring_up(dict.fromkeys(names))
         finally:
             self._registry.report = _log_event
-        self._engine.deployments.loaded()
+        self._engine.deployments.is_loaded = True
         return {name: str(error) for name, error in sorted(errors.items())}
 
     async def load(self, name: str, override: Override | None = None, *, loads: str = "") -> None:
@@ -157,21 +145,10 @@ class Control:
     ) -> None:
         """Run a method of this class as a task. `answered` receives None, or the error."""
 
-        async def carry_out() -> None:
-            try:
-                await operation()
-            except FlowserveError as error:
-                answered(error.with_traceback(None))
-            except trio.Cancelled:
-                answered(Unavailable(LOADS_STOPPED))
-                raise
-            else:
-                answered(None)
+        def ended(result: object) -> None:
+            answered(result.with_traceback(None) if isinstance(result, FlowserveError) else None)
 
-        if self._nursery.cancel_scope.cancel_called:
-            answered(Unavailable(LOADS_STOPPED))
-        else:
-            self._nursery.start_soon(carry_out)
+        self._start(operation, ended)
 
     async def index(self, *, ready_only: bool = False) -> list[dict[str, str]]:
         """Rows of the repository index; in mode explicit, a model that was never loaded has only a name."""
@@ -183,11 +160,9 @@ class Control:
             log.warning("%s", error)
             return self._engine.deployments.index()
         rows = self._engine.deployments.index()  # read last: a load that starts in between must be in one of the two
-        names = {
-            *found.duplicates,
-            *(folder.name for folder in found.folders),
-        } - self._engine.deployments.entries.keys()
-        return sorted([*rows, *({"name": name} for name in names)], key=lambda row: row["name"])
+        names = {*found.duplicates, *(folder.name for folder in found.folders)}
+        rows += [{"name": name} for name in names - self._engine.deployments.entries.keys()]
+        return sorted(rows, key=lambda row: row["name"])
 
     def stop(self) -> None:
         """The server ends: all loads in progress fail, and later ones are refused."""
@@ -206,25 +181,39 @@ class Control:
 
     async def _to_the_end(self, operation: Callable[[], Awaitable[T]]) -> T:
         """Run an operation to its end even if the caller is cancelled: a partial load would have no owner."""
-        outcome: _OperationResult[T] = _OperationResult()
+        results: list[T | FlowserveError] = []
+        done = trio.Event()
+
+        def ended(result: T | FlowserveError) -> None:
+            results.append(result)
+            done.set()
+
+        self._start(operation, ended)
+        await done.wait()
+        (result,) = results
+        if isinstance(result, FlowserveError):
+            raise result
+        return result
+
+    def _start(self, operation: Callable[[], Awaitable[T]], ended: Callable[[T | FlowserveError], None]) -> None:
+        """Run an operation as a task. `ended` receives its result or its error, also if the server stops."""
 
         async def carry_out() -> None:
+            result: T | FlowserveError = Unavailable(LOADS_STOPPED)
             try:
-                outcome.values = [await operation()]
+                result = await operation()
             except FlowserveError as error:
-                outcome.error = error
+                result = error
             except Exception as error:
                 log.exception("loading or unloading failed")
-                outcome.error = Internal(f"{type(error).__name__}: {error}")
+                result = Internal(f"{type(error).__name__}: {error}")
             finally:
-                outcome.done.set()
+                ended(result)
 
-        if not self._nursery.cancel_scope.cancel_called:
+        if self._nursery.cancel_scope.cancel_called:
+            ended(Unavailable(LOADS_STOPPED))
+        else:
             self._nursery.start_soon(carry_out)
-            await outcome.done.wait()
-        for value in outcome.values:
-            return value
-        raise outcome.error
 
     async def _take_out(
         self, name: str, *, dependents: bool, loads: str = "", is_gone: bool = False
@@ -261,17 +250,15 @@ class Control:
         """Load changed models before removed ones are unloaded, so that an ensemble whose step was renamed stays
         served; unless a load hangs.
         """
-        is_up = trio.Event()
         self._operations.give_up(settled.changed)
         bring_up = partial(self._operations.bring_up, dict.fromkeys(sorted(settled.changed)))
-        self._nursery.start_soon(self._carry_on, bring_up, is_up)
         with trio.move_on_after(HANG_AFTER_S):
-            await is_up.wait()
+            await self._to_the_end(partial(self._carry_on, bring_up))
         for name in sorted(settled.gone):
             if not watch.was_seen(name):  # it may exist again
                 self._nursery.start_soon(self._carry_on, partial(self._take_out, name, dependents=False, is_gone=True))
 
-    async def _carry_on(self, operation: Callable[[], Awaitable[object]], over: trio.Event | None = None) -> None:
+    async def _carry_on(self, operation: Callable[[], Awaitable[object]]) -> None:
         """Run an operation without a caller: its errors are logged."""
         try:
             await operation()
@@ -279,18 +266,6 @@ class Control:
             log.error("%s; what is loaded serves on", error)
         except Exception:
             log.exception("following the repository failed")
-        finally:
-            if over is not None:
-                over.set()
-
-
-class _OperationResult(Generic[T]):
-    """The result of an operation. `values` has one element, or none if the operation failed."""
-
-    def __init__(self) -> None:
-        self.done = trio.Event()
-        self.values: list[T] = []
-        self.error: FlowserveError = Unavailable(LOADS_STOPPED)
 
 
 def _log_event(event: LoadEvent) -> None:

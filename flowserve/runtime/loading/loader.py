@@ -1,9 +1,12 @@
 """Reads and loads one model: from its folder to open instances.
 
-Decides which work blocks and runs on threads (load_threads.py), that a model is loaded with all its versions or not at
-all, and what a load depends on from models that are loaded with it, which share the cores and the rate limiter's
-resources. `operations.py` and `registry.py` decide which models are loaded and when they are put in force. Does not
-know how files are read (repository/), nor how models compute (backends/).
+Decides which work blocks and runs on threads, that a model is loaded with all its versions or not at all, and what a
+load depends on from models that are loaded with it, which share the cores and the rate limiter's resources.
+`operations.py` and `registry.py` decide which models are loaded and when they are put in force. Does not know how files
+are read (repository/), nor how models compute (backends/).
+
+Decides too that a few loads run at once, since they share the cores. A load that takes longer than `patience_s` is
+either waiting or hanging, and its slot is given to the next one. The total number of threads is bounded.
 """
 
 from __future__ import annotations
@@ -11,37 +14,80 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import trio
 
 from flowserve.backends import registry
 from flowserve.backends.base import LoadedModel, ModelFiles
-from flowserve.config.instances import instances_of
-from flowserve.config.types import ModelConfig
+from flowserve.config.types import ModelConfig, instances_of
 from flowserve.config.unsupported import unused_cache, unused_environment
 from flowserve.errors import FlowserveError, Internal
 from flowserve.graph.types import ModelKey
 from flowserve.repository.layout import ModelFolder
-from flowserve.repository.read import ReadModel, read_model, read_steps
+from flowserve.repository.read import ReadModel, examine, read_steps
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.loading.completion import Completer
-from flowserve.runtime.loading.load_threads import HANG_AFTER_S, LoadThreads
 from flowserve.runtime.loading.warmup import read_samples, warm_up
 from flowserve.runtime.processes.environments import Environment
-from flowserve.runtime.workers.affinity import queue_for
 from flowserve.runtime.workers.base import Worker
 from flowserve.runtime.workers.factory import PROCESS, execution_of, execution_timeout_ns, worker_maker
+from flowserve.runtime.workers.policies import (
+    asks_for_resources,
+    keeps_order,
+    needs_of,
+    queue_for,
+    refuse_what_never_runs,
+)
 from flowserve.runtime.workers.process import ProcessWorker
-from flowserve.runtime.workers.queues import keeps_order
-from flowserve.runtime.workers.resources import asks_for_resources, needs_of, refuse_what_never_runs
 from flowserve.runtime.workers.state import IterativeAdapter, SequenceAdapter
 
 log = logging.getLogger("flowserve.load")
 
+AT_ONCE: Final = 4  # as tritonserver's default
+HANG_AFTER_S: Final = 5.0
+THREADS_MAX: Final = 64
+
 T = TypeVar("T")
+
+
+class LoadThreads:
+    """At most `at_once` threads that have run for less than `patience_s` seconds; THREADS_MAX in total."""
+
+    def __init__(self, at_once: int = AT_ONCE, patience_s: float = HANG_AFTER_S) -> None:
+        self._slots = trio.Semaphore(at_once)
+        self._threads = trio.CapacityLimiter(THREADS_MAX)
+        self._patience_s = patience_s
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run blocking `work` on a thread once a slot is free; returns or raises its result. A cancelled caller
+        abandons the thread.
+        """
+        await self._slots.acquire()
+        slot = ExitStack()
+        slot.callback(self._slots.release)  # once, however often the slot is closed
+        values: list[T] = []
+        raised: Exception | None = None
+
+        async def lose_patience() -> None:
+            await trio.sleep(self._patience_s)
+            slot.close()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lose_patience)
+            try:
+                values.append(await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._threads))
+            except Exception as error:  # raised below: a nursery would wrap it
+                raised = error
+            finally:
+                slot.close()
+            nursery.cancel_scope.cancel()
+        if raised is not None:
+            raise raised
+        return values[0]
 
 
 class Loader:
@@ -64,7 +110,7 @@ class Loader:
         self._entered.pop(folder.name, None)
         try:
             read = await self._in_thread(
-                lambda: read_model(
+                lambda: examine(
                     folder,
                     registry.default_files(),
                     self._complete,
@@ -72,7 +118,7 @@ class Loader:
                     config_json=config_json,
                     config_name=self._engine.options.model_config_name,
                     served=served,
-                )
+                ).valid()
             )
         except FlowserveError:
             self._entered.pop(folder.name, None)
@@ -91,26 +137,15 @@ class Loader:
             abandon_on_cancel=True,
         )
 
-    def context(self, models: Iterable[ReadModel]) -> LoadContext:
-        """The load context of these, which are all models that this server will have."""
-        runs_at_once: Counter[str] = Counter()
-        claiming = []
-        for read in models:
-            runs_at_once[read.config.backend] += len(instances_of(read.config)) * len(read.versions)
-            if self._engine.limiter is not None and asks_for_resources(read.config):
-                claiming.append(read.config)
-        return LoadContext(runs_at_once, claiming)
-
     async def load(self, read: ReadModel, context: LoadContext) -> dict[int, Loaded]:
         """Open every version of a plain model, or none: a version that fails closes the others, as on Triton."""
         loaded: dict[int, Loaded] = {}
-        runs_at_once = context.runs_at_once[read.config.backend]
         try:
             if self._engine.limiter is not None:
                 refuse_what_never_runs(self._engine.limiter, read.config, context.claiming)
             environment = await self._enter(read)
             for version in read.versions:
-                loaded[version] = await self._load_version(read, version, runs_at_once, environment)
+                loaded[version] = await self._load_version(read, version, context, environment)
         except FlowserveError:
             await self.drop(loaded)
             raise
@@ -148,7 +183,7 @@ class Loader:
         return await self._in_thread(lambda: processes.environments.enter(config, read.folder.path))
 
     async def _load_version(
-        self, read: ReadModel, version: int, runs_at_once: int, environment: Environment | None
+        self, read: ReadModel, version: int, context: LoadContext, environment: Environment | None
     ) -> Loaded:
         """Load the model and open its instances. If one fails, closes all."""
         config = read.config
@@ -156,7 +191,7 @@ class Loader:
         backend = registry.find(config.backend)
         execution = execution_of(config, self._engine.options.python_execution)
         settings = self._engine.options.backend_settings.get(config.backend, {})
-        options = {**settings, "execution": execution, "runs_at_once": str(runs_at_once)}
+        options = {**settings, "execution": execution, "runs_at_once": str(context.runs_at_once[config.backend])}
         state = None
         inner = config
         if config.sequence is not None:
@@ -215,8 +250,7 @@ class Loader:
             raise Internal(f"{type(error).__name__}: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class LoadContext:
+class LoadContext(NamedTuple):
     """What the load of a model depends on from the others, computed once for all that are loaded together.
 
     `runs_at_once`: the number of instances of each backend, which share the cores. `claiming`: the configurations that
@@ -232,8 +266,7 @@ class PendingReads:
     waits for a read that hangs.
     """
 
-    def __init__(self, loader: Loader, others: Iterable[ReadModel], names: Iterable[str]) -> None:
-        self._loader = loader
+    def __init__(self, others: Iterable[ReadModel], names: Iterable[str]) -> None:
         self._read = {read.config.name: read for read in others}
         self._reading = set(names)
         self._is_over = trio.Event()  # when `_reading` is empty
@@ -256,7 +289,11 @@ class PendingReads:
             with trio.move_on_after(HANG_AFTER_S):
                 await self._is_over.wait()
         if self._context is None:
-            self._context = self._loader.context(self._read.values())
+            self._context = LoadContext(
+                Counter(), [one.config for one in self._read.values() if asks_for_resources(one.config)]
+            )
+            for read in self._read.values():
+                self._context.runs_at_once[read.config.backend] += len(instances_of(read.config)) * len(read.versions)
         return self._context
 
 

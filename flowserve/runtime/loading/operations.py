@@ -1,54 +1,129 @@
 """One operation on model names from beginning to end: load names with their steps, or unload them.
 
-Decides which steps a load includes, that operations on one name wait for each other, which models are loaded at the
-same time and replaced together, and that a model is read from files that did not change in between. `registry.py`
-decides what a replacement means for other models; `control.py` decides which operations are permitted.
+Decides which steps a load includes, which models are loaded at the same time and replaced together, and that a model is
+read from files that did not change in between. `registry.py` decides what a replacement means for other models;
+`control.py` decides which operations are permitted.
+
+Decides too which operation is next: operations on the same name run one after the other, in order of arrival. An
+operation takes all its names at once and waits for every earlier operation that holds one of them, so two operations
+cannot deadlock. The exception is an operation that a model starts while it is loaded itself: if its load would wait for
+it, the operation is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 import trio
+from trio.lowlevel import ParkingLot
 
-from flowserve.errors import FlowserveError, Invalid
-from flowserve.repository.layout import FoundModels, ModelFolder, find_models, look_again, why_missing
+from flowserve.errors import FlowserveError, Invalid, Unavailable
+from flowserve.repository.layout import FoundModels, ModelFolder, find_models, model_folder_at, why_missing
 from flowserve.repository.override import Override, write_files
 from flowserve.repository.snapshot import Stamp, digest, stamp
 from flowserve.runtime.clock import SECOND_NS
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.engine.generations import Generation
 from flowserve.runtime.loading.loader import Loader, PendingReads
-from flowserve.runtime.loading.name_locks import NameLock, NameLocks
 from flowserve.runtime.loading.registry import Built, LoadEvent, RegisteredModel, Registry
+
+INSIST_S: Final = 0.5
+
+
+class NameLock:
+    """One queued or running operation. `names`: the names that it still holds; the names of a group are released
+    together. `within`: the name whose own operation continues only after this one, "" for none.
+    """
+
+    def __init__(self, names: Collection[str], within: str = "") -> None:
+        self.names = set(names)
+        self.groups: list[frozenset[str]] = [frozenset(names)]
+        self.within = within
+        self.is_waiting = True
+
+
+class NameLocks:
+    """The queue of operations. Used on one trio thread."""
+
+    def __init__(self) -> None:
+        self._queue: list[NameLock] = []
+        self._moved = ParkingLot()  # of the operations that wait
+
+    @asynccontextmanager
+    async def take(
+        self, names: Collection[str], within: str = "", insist: Callable[[], object] = lambda: None
+    ) -> AsyncIterator[NameLock]:
+        """Hold `names` exclusively inside the block, except names that `done` released. While another operation holds
+        one of them, `insist` is called every INSIST_S seconds. Raises Unavailable on a deadlock: the operation on
+        `within` waits for this one.
+        """
+        lock = NameLock(names, within)
+        self._queue.append(lock)
+        try:
+            if within and self._waits_for_itself(lock):
+                raise Unavailable(f"model '{within}' is being loaded, and this would have to wait for it")
+            while any(before.names & lock.names for before in self._queue[: self._queue.index(lock)]):
+                insist()
+                with trio.move_on_after(INSIST_S):
+                    await self._moved.park()
+            lock.is_waiting = False
+            yield lock
+        finally:
+            self._queue.remove(lock)
+            self._moved.unpark_all()
+
+    def done(self, lock: NameLock, names: Collection[str]) -> None:
+        """Release these names of the operation."""
+        lock.names -= set(names)
+        self._moved.unpark_all()
+
+    def _waits_for_itself(self, lock: NameLock) -> bool:
+        """Whether `lock` waits, directly or not, for the operation that waits for it."""
+        todo = [*self._waited_for(lock)]
+        seen = set(todo)
+        while todo:
+            before, group = todo.pop()
+            if lock.within in group:
+                return True
+            more = [*self._waited_for(before)] if before.is_waiting else []
+            for one in self._queue:
+                if one.within in group:  # finishes after all of `group`
+                    more += [*self._waited_for(one), *((one, whole & one.names) for whole in one.groups)]
+            todo += [pair for pair in more if pair not in seen]
+            seen.update(more)
+        return False
+
+    def _waited_for(self, lock: NameLock) -> Iterator[tuple[NameLock, frozenset[str]]]:
+        for before in self._queue[: self._queue.index(lock)]:
+            shared = before.names & lock.names
+            yield from ((before, group & before.names) for group in before.groups if group & shared)
+
 
 READS_MAX: Final = 3  # attempts to read a folder that changes in between
 T = TypeVar("T")
 Wanted = Mapping[str, Override | None]
+Mode = Literal["none", "poll", "explicit"]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A name to load. `steps`: the steps in its configuration. `files`: the private folder with the files of the load
-    call. `digest`: of its folder, "" if it is never compared.
+    """A name to load. `steps`: the steps in its configuration. `config`: the configuration of the load call, "" for the
+    folder's own. `files`: the private folder with the files of the load call. `digest`: of its folder, "" if it is
+    never compared.
     """
 
     name: str
     folder: ModelFolder
     steps: frozenset[str]
-    override: Override | None
+    config: str
     files: object
     digest: str
     is_explicit: bool
-
-    @property
-    def config(self) -> str:
-        """The configuration of the load call, "" for the folder's own."""
-        return self.override.config if self.override is not None else ""
 
 
 # The result of looking up a name. None: its files are those that are served already.
@@ -58,26 +133,19 @@ LookupResult = Candidate | FlowserveError | None
 class Operations:
     """Used on the engine's thread only.
 
-    `is_lasting`: loaded models will be compared with their folders again. `takes_steps`: loading an ensemble loads its
-    steps too.
+    `mode`: the control mode. Unless it is none, loaded models will be compared with their folders again; if it is
+    explicit, loading an ensemble loads its steps too.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        registry: Registry,
-        loader: Loader,
-        repositories: Sequence[Path],
-        *,
-        is_lasting: bool,
-        takes_steps: bool,
+        self, engine: Engine, registry: Registry, loader: Loader, repositories: Sequence[Path], mode: Mode
     ) -> None:
         self._engine = engine
         self._registry = registry
         self._loader = loader
         self._repositories = tuple(repositories)
-        self._is_lasting = is_lasting
-        self._takes_steps = takes_steps
+        self._is_lasting = mode != "none"
+        self._takes_steps = mode == "explicit"
         self._locks = NameLocks()
 
     async def find(self, only: Collection[str] | None = None) -> FoundModels:
@@ -88,7 +156,9 @@ class Operations:
 
     async def stamps(self) -> dict[str, Stamp]:
         """The stamp of every model's folder. Raises as `find` does."""
-        return await _in_thread(lambda: _stamps(find_models(self._repositories)))
+        found = await self.find()
+        twice = dict.fromkeys(found.duplicates, (("in two repositories", 0, 0, 0, 0),))
+        return twice | await _in_thread(lambda: {folder.name: stamp(folder.path) for folder in found.folders})
 
     async def bring_up(self, wanted: Wanted, *, within: str = "") -> dict[str, FlowserveError]:
         """Load these names and their steps. Returns the errors by name. `within`: the model whose own load makes this
@@ -114,15 +184,16 @@ class Operations:
         # Repeatedly: a load in progress has several stages, each of which may hang.
         insist = partial(self._loader.give_up, name, "it was unloaded while it was loading")
         names = {name}
+        known, made_of = self._registry.known, self._registry.made_of
         while True:
             async with self._locks.take(names, within, insist):
-                more = self._registry.goes_with(name) if dependents else frozenset()
+                more = made_of.goes_with(name, lambda step: known[step].is_explicit) if dependents else frozenset()
                 if more <= names:
                     return await self._registry.take_out({name, *more})
             names |= more
 
     async def _look_up_all(self, wanted: Wanted) -> dict[str, LookupResult]:
-        """Look up `wanted` and, if `takes_steps`, their steps in the repository."""
+        """Look up `wanted` and, in mode explicit, their steps in the repository."""
         seen: dict[str, LookupResult] = {}
         looked_for: set[str] = set()
 
@@ -168,27 +239,25 @@ class Operations:
             if not private:
                 path = next(iter(contents))
                 inside = f"1/{path.rpartition('/')[2]}"
-                raise NoSuchModel(
-                    name, f"no file of the call is in a version folder: not 'file:{path}', but 'file:{inside}'"
-                )
+                why = f"no file of the call is in a version folder: not 'file:{path}', but 'file:{inside}'"
+                raise NoSuchModel(f"{not_polled(name)}: {why}")
             folder = private[0]
         if folder is None:
-            raise NoSuchModel(name, await _in_thread(lambda: why_missing(self._repositories, name)))
+            why = await _in_thread(lambda: why_missing(self._repositories, name))
+            raise NoSuchModel(f"{not_polled(name)}: {why}")
         mark = ""
         if self._is_lasting and files is None:
             mark, folder = await _digest(folder)
         before = self._registry.known.get(name)
         if override is None and before is not None and before.digest == mark != "" and self._registry.is_serving(name):
             return None
-        steps = await self._loader.steps(folder, override.config if override is not None else "")
+        config = override.config if override is not None else ""
+        steps = await self._loader.steps(folder, config)
         is_explicit = is_explicit or (before is not None and before.is_explicit)
-        return Candidate(name, folder, steps, override, files, mark, is_explicit)
+        return Candidate(name, folder, steps, config, files, mark, is_explicit)
 
     async def _carry_out(
-        self,
-        lock: NameLock,
-        wanted: Wanted,
-        seen: Mapping[str, LookupResult],
+        self, lock: NameLock, wanted: Wanted, seen: Mapping[str, LookupResult]
     ) -> dict[str, FlowserveError]:
         errors: dict[str, FlowserveError] = {}
         candidates: dict[str, Candidate] = {}
@@ -200,8 +269,7 @@ class Operations:
             else:
                 self._fail(name, one, errors)
         steps = {name: one.steps for name, one in candidates.items()}
-        others = (known.read for known in self._registry.known.values())
-        reads = PendingReads(self._loader, others, candidates)
+        reads = PendingReads((known.read for known in self._registry.known.values()), candidates)
         together = [*self._registry.made_of.groups(steps)]
         lock.groups = [*map(frozenset, together), *([frozenset(lock.names)] if lock.names - candidates.keys() else [])]
         async with trio.open_nursery() as nursery:
@@ -211,11 +279,7 @@ class Operations:
         return errors
 
     async def _carry_out_group(
-        self,
-        lock: NameLock,
-        group: Sequence[Candidate],
-        reads: PendingReads,
-        errors: dict[str, FlowserveError],
+        self, lock: NameLock, group: Sequence[Candidate], reads: PendingReads, errors: dict[str, FlowserveError]
     ) -> None:
         """Load models connected by containment. They are put in force together, when all are ready; a model that was
         not served before, so that nothing depends on it, as soon as it is ready itself.
@@ -266,8 +330,7 @@ class Operations:
         try:
             read = await self._loader.read(folder, candidate.config, self._registry.last.get(candidate.name))
             reads.done(candidate.name, read)
-            mark = "" if candidate.override is not None else mark
-            known = RegisteredModel(read, mark, candidate.files, candidate.is_explicit)
+            known = RegisteredModel(read, "" if candidate.config else mark, candidate.files, candidate.is_explicit)
             if read.config.is_ensemble:
                 return Built(known)
             context = await reads.context()
@@ -295,24 +358,16 @@ class Operations:
 class NoSuchModel(Invalid):
     """No repository has a model with that name."""
 
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"{not_polled(name)}: {why}")
-
 
 def not_polled(name: str) -> str:
     """Triton's text for a name that cannot be read at all."""
     return f"failed to load '{name}', failed to poll from model repository"
 
 
-def _stamps(found: FoundModels) -> dict[str, Stamp]:
-    twice = dict.fromkeys(found.duplicates, (("in two repositories", 0, 0, 0, 0),))
-    return {**twice, **{folder.name: stamp(folder.path) for folder in found.folders}}
-
-
 async def _digest(folder: ModelFolder) -> tuple[str, ModelFolder]:
     """The digest of a folder, then its contents: a change between the two shows in the next digest."""
     try:
-        return await _in_thread(lambda: (digest(folder.path), look_again(folder)))
+        return await _in_thread(lambda: (digest(folder.path), model_folder_at(folder.path)))
     except OSError as error:
         raise Invalid(f"{folder.name}: cannot be read: {error.strerror}") from None
 

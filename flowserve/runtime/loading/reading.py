@@ -1,13 +1,19 @@
-"""Reads a repository without serving it, for commands that only check or draw.
+"""Reads and checks a repository without serving it, for commands that only check or draw.
 
 Decides that reading goes as far as possible: an error in one deployment hides no error in another, nor a further error
 in the same one; that problems do not depend on the GPUs of this machine; and where models' own code runs if it is
 needed to complete a configuration.
+
+Decides too what can be verified without loading a model and without running code, so that its problems are those that
+loading it would report: that each version's file matches the configuration, and that the files next to it (warm-up
+samples, initial states of sequences) hold enough data. A backend decides what it checks and what it needs for that; a
+backend without checks accepts every file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,26 +21,20 @@ from pathlib import Path
 import trio
 
 from flowserve.backends import registry
-from flowserve.config.error_cascade import UNWRITTEN, broken_fields
-from flowserve.config.instances import ASSUMED
-from flowserve.config.types import ModelConfig
-from flowserve.errors import FlowserveError, Place, Problem, Problems
-from flowserve.render.facts import Facts, gather_facts
+from flowserve.config.load import UNWRITTEN, broken_fields
+from flowserve.config.types import ASSUMED, ModelConfig
+from flowserve.errors import FlowserveError, Place, Problem, Problems, problems_of
 from flowserve.repository.layout import find_models
 from flowserve.repository.read import Complete, Examined, ReadModel, examine
 from flowserve.repository.resolve import Resolution, resolve
 from flowserve.runtime.clock import running_clock
-from flowserve.runtime.loading.completion import Completer, complete
+from flowserve.runtime.loading.completion import Completer, complete, problems_of_files
 from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.runtime.workers.factory import PROCESS
-from flowserve.runtime.workers.process_pool import ProcessPool
+from flowserve.runtime.workers.process import ProcessPool
 
 Check = Callable[[ReadModel], None]  # raises FlowserveError
-
-
-def accept(read: ReadModel) -> None:
-    """No check beyond the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +49,17 @@ class Reading:
 
     def only(self, name: str) -> Reading:
         """The reading of one deployment. `configs` stays complete, since it includes those of its steps."""
-        resolution = self.resolution
-        return Reading(
-            self.configs,
-            Resolution(
-                tuple(model for model in resolution.models if model == name),
-                tuple(ensemble for ensemble in resolution.ensembles if ensemble == name),
-                {one: graphs for one, graphs in resolution.graphs.items() if one == name},
-                {one: failure for one, failure in resolution.failed.items() if one == name},
-            ),
-            tuple(warning for warning in self.warnings if warning[0] == name),
+        whole = self.resolution
+        resolution = Resolution(
+            tuple(model for model in whole.models if model == name),
+            tuple(ensemble for ensemble in whole.ensembles if ensemble == name),
+            {one: graphs for one, graphs in whole.graphs.items() if one == name},
+            {one: failure for one, failure in whole.failed.items() if one == name},
         )
-
-    def facts(self) -> Facts:
-        """The facts about the models that pictures show."""
-        return gather_facts(self.configs.values())
+        return Reading(self.configs, resolution, tuple(warning for warning in self.warnings if warning[0] == name))
 
 
-def read_apart(repositories: Sequence[Path], config_name: str = "", check: Check = accept) -> Reading:
+def read_apart(repositories: Sequence[Path], config_name: str = "", check: Check = lambda read: None) -> Reading:
     """As `read_repositories`, with models' own code in separate processes, as in a server: code that crashes or hangs
     ends with the command. For programs without an event loop. Without support for processes, as `read_repositories`.
     """
@@ -97,10 +90,10 @@ async def _read_apart(repositories: Sequence[Path], config_name: str, check: Che
 
 
 def read_repositories(
-    repositories: Sequence[Path], config_name: str = "", complete: Complete = complete, check: Check = accept
+    repositories: Sequence[Path], config_name: str = "", complete: Complete = complete, check: Check = lambda read: None
 ) -> Reading:
     """Read and compile all deployments. `config_name`: the named configuration to use. `check` refuses models with a
-    valid configuration whose files are invalid (verification.py). Blocks. Raises FlowserveError if a repository itself
+    valid configuration whose files are invalid (`verify`). Blocks. Raises FlowserveError if a repository itself
     cannot be read.
     """
     found = find_models([path.absolute() for path in repositories])  # models may change the working directory
@@ -136,9 +129,8 @@ def _checked(seen: Examined, check: Check) -> Sequence[Problem]:
     try:
         check(seen.read)
     except FlowserveError as error:
-        found = error.problems if isinstance(error, Problems) else (Problem(str(error), error.place),)
         reported = seen.broken - {UNWRITTEN}
-        return [one for one in found if reported.isdisjoint(broken_fields([one], seen.read.config.source))]
+        return [one for one in problems_of(error) if reported.isdisjoint(broken_fields([one], seen.read.config.source))]
     return ()
 
 
@@ -160,3 +152,36 @@ def _with_wiring(
         if isinstance(known, Problems) and isinstance(found, Problems):
             failed[name] = _together([*known.problems, *found.problems])
     return replace(resolution, failed=failed)
+
+
+def verify(read: ReadModel) -> None:
+    """Blocks while files are read. Raises Problems with all problems."""
+    if read.config.is_ensemble:
+        return
+    problems: list[Problem] = []
+    inner = read.config  # the configuration that the backend receives
+    with _noting(problems, read.config, "model_warmup"):
+        if read.config.warmup:
+            from flowserve.runtime.loading.warmup import read_samples  # imports the engine; few models have samples
+
+            read_samples(read.config, read.folder.path)
+    with _noting(problems, read.config, "sequence_batching"):
+        if read.config.sequence is not None:
+            from flowserve.runtime.workers.state import SequenceAdapter
+
+            inner = SequenceAdapter(read.config, read.folder.path).inner
+        backend = registry.find(inner.backend)
+        for version in read.versions:
+            problems += problems_of_files(backend, inner, read.folder, version)
+    if problems:
+        raise Problems([*dict.fromkeys(problems)])  # versions often have the same problem
+
+
+@contextmanager
+def _noting(problems: list[Problem], config: ModelConfig, path: str) -> Iterator[None]:
+    """Collect problems; `path` is the field of a failure that names none."""
+    try:
+        yield
+    except FlowserveError as error:
+        place = config.source.place(path)
+        problems += [one if one.place else replace(one, place=place) for one in problems_of(error)]

@@ -16,10 +16,9 @@ import trio
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.graph.types import ModelKey
-from flowserve.repository.containment import Containment, steps_of
 from flowserve.repository.read import ReadModel, output_labels
-from flowserve.repository.resolve import Resolution, resolve
-from flowserve.runtime.engine.deployment import Entry
+from flowserve.repository.resolve import Containment, Resolution, resolve, steps_of
+from flowserve.runtime.engine.deployments import Entry
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.engine.generations import Generation
 from flowserve.runtime.loading.loader import Loaded, Loader
@@ -55,10 +54,6 @@ class RegisteredModel:
     files: object = None
     is_explicit: bool = True
 
-    @property
-    def name(self) -> str:
-        return self.read.config.name
-
 
 @dataclass(frozen=True, slots=True)
 class Built:
@@ -86,10 +81,6 @@ class Registry:
     def is_serving(self, name: str) -> bool:
         entry = self._engine.deployments.entries.get(name)
         return entry is not None and bool(entry.ready)
-
-    def goes_with(self, name: str) -> frozenset[str]:
-        """The steps of `name` that were loaded only because of it."""
-        return self.made_of.goes_with(name, lambda step: self.known[step].is_explicit)
 
     def loading(self, name: str, *, is_wanted: bool = False) -> None:
         """A name is being loaded. `is_wanted`: the server is not ready without it."""
@@ -120,7 +111,7 @@ class Registry:
         An ensemble that cannot be compiled does not replace one that is served.
         """
         async with self._one_by_one:
-            accepted = {one.known.name: one for one in built}
+            accepted = {one.known.read.config.name: one for one in built}
             refused: dict[str, FlowserveError] = {}
             while accepted:
                 resolution, affected = await self._resolve({name: one.known for name, one in accepted.items()})
@@ -152,10 +143,9 @@ class Registry:
                 self._engine.deployments.withdraw_name(name, UNLOADED)
                 entry = self._engine.deployments.entries[name]
                 entry.state, entry.is_wanted = "UNLOADING", False
+            # An unload of a step is intended, so readiness does not require its ensembles.
             for name in self._announce({}, resolution, affected):
-                self._engine.deployments.entries[
-                    name
-                ].is_wanted = False  # an unload of a step is intended, so readiness does not require its ensembles
+                self._engine.deployments.entries[name].is_wanted = False
             return retired
 
     async def unloaded(self, name: str, generations: Collection[Generation], *, is_gone: bool = False) -> None:
@@ -210,9 +200,8 @@ class Registry:
                 graphs = resolution.graphs[name].values()
                 labels = output_labels(next(iter(graphs)), lambda model: self.known[model].read.labels)
                 self._engine.deployments.announce(self.known[name].read.config, *graphs, labels=labels)
-                one = built.get(name)
-                seconds = 0.0 if one is None else one.seconds
-                for version in () if one is None else one.loaded:
+                seconds = built[name].seconds if name in built else 0.0
+                for version in built[name].loaded if name in built else ():
                     self._engine.deployments.statistics_of(ModelKey(name, version)).load_s = seconds
                 self.report(LoadEvent(name, "ready", seconds=seconds))
                 continue
@@ -226,5 +215,4 @@ class Registry:
 
     def _retire(self, name: str, keep: Collection[ModelKey]) -> list[Generation]:
         """Retire the current generations of a name, except `keep`, which have been replaced already."""
-        keys = self._keys.pop(name, [])
-        return [self._engine.generations.retire(key) for key in keys if key not in keep]
+        return [self._engine.generations.retire(key) for key in self._keys.pop(name, []) if key not in keep]

@@ -8,7 +8,7 @@ samples are written; `loader.py` decides when an instance is warmed up, and what
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,15 +17,14 @@ import trio
 
 from flowserve.config.types import ModelConfig, SequenceBatching, WarmupInput, WarmupSample
 from flowserve.errors import FlowserveError, Invalid
-from flowserve.graph.types import Graph, ModelKey, compile_model
-from flowserve.memory import bytes_codec
+from flowserve.graph.types import ModelKey, compile_model
+from flowserve.memory import raw
 from flowserve.memory.assemble import zeros
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import Statistics
 from flowserve.runtime.clock import SECOND_NS
-from flowserve.runtime.engine.deployment import Deployment
-from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.engine.responses import ResponseIterator
+from flowserve.runtime.engine.deployments import Deployment
+from flowserve.runtime.engine.engine import Engine, ResponseIterator
 from flowserve.runtime.workers.base import Worker
 from flowserve.runtime.workers.process import ProcessWorker
 from flowserve.runtime.workers.supervisor import end_overdue
@@ -41,10 +40,10 @@ _INTEGERS_BELOW: Final = 128  # fits every integer type
 _ALL_WITHIN_NS: Final = 3600 * SECOND_NS
 
 Tensors = Mapping[str, Array]
-Samples = Sequence[tuple[WarmupSample, Tensors]]
+Sample = tuple[WarmupSample, Tensors]
 
 
-def read_samples(config: ModelConfig, folder: Path) -> Samples:
+def read_samples(config: ModelConfig, folder: Path) -> Sequence[Sample]:
     """The tensors of one request of each sample. Blocks: files are read from `folder`/warmup.
 
     Raises Invalid if a file cannot be read or is too short.
@@ -57,45 +56,41 @@ def read_samples(config: ModelConfig, folder: Path) -> Samples:
 
 
 async def warm_up(
-    engine: Engine, worker: Worker, config: ModelConfig, version: int, samples: Samples, execution_timeout_ns: int = 0
+    engine: Engine,
+    worker: Worker,
+    config: ModelConfig,
+    version: int,
+    samples: Sequence[Sample],
+    execution_timeout_ns: int = 0,
 ) -> None:
     """Run every sample on an open instance. Raises an error of the type with which a sample failed.
 
     `execution_timeout_ns`: a process that takes longer for one batch is killed; 0: no limit.
     """
-    graph = compile_model(config, version)
-    for sample, tensors in samples:
-        for _ in range(sample.count):
-            error = await _run_once(engine, worker, graph, config, sample, tensors, execution_timeout_ns)
-            if error is not None:
-                raise type(error)(f"failed to run warmup sample '{sample.name}': {error}")
+    for sample in samples:
+        for _ in range(sample[0].count):
+            await _run_once(engine, worker, config, version, sample, execution_timeout_ns)
 
 
 async def _run_once(
-    engine: Engine,
-    worker: Worker,
-    graph: Graph,
-    config: ModelConfig,
-    sample: WarmupSample,
-    tensors: Tensors,
-    execution_timeout_ns: int,
-) -> FlowserveError | None:
-    """Run one batch of a sample's requests. Returns the first error."""
-    key = ModelKey(graph.name, graph.version)
-    uncounted = Statistics(key.name, key.version)
-    size = sample.batch_size
-    batcher = _WarmupQueue(BatchPolicy.simple(size, _ALL_WITHIN_NS), _states(config, tensors))
-    queue = ModelQueue(key, batcher, [worker], observer=uncounted)
-    deployment = Deployment(config, graph, uncounted, [graph.version], (queue,))
-    internal = _internal_inputs(config)
+    engine: Engine, worker: Worker, config: ModelConfig, version: int, sample: Sample, execution_timeout_ns: int
+) -> None:
+    """Run one batch of a sample's requests. Raises an error of the type of the first that failed."""
+    settings, tensors = sample
+    uncounted = Statistics(config.name, version)
+    batcher = _WarmupQueue(BatchPolicy.simple(settings.batch_size, _ALL_WITHIN_NS), _states(config, tensors))
+    queue = ModelQueue(ModelKey(config.name, version), batcher, [worker], statistics=uncounted)
+    deployment = Deployment(config, compile_model(config, version), uncounted, [version], (queue,))
+    sequence = config.sequence  # its controls and states are inputs that clients do not send
+    internal = {one.name for one in sequence.controls} | {one.input for one in sequence.states} if sequence else ()
     errors: list[FlowserveError] = []
 
     async def run_request() -> None:
         # Copies, since a model may write to its inputs.
         inputs = {name: array.copy() for name, array in tensors.items() if name not in internal}
         request = Request(inputs, stamp=engine.next_stamp())
-        if config.sequence is not None:
-            _set_sequence(request, config.sequence, tensors)
+        if sequence is not None:
+            _set_sequence(request, sequence, tensors)
         try:
             # Also while the server drains: accepted requests may wait for a restarted instance.
             flow = engine.submit(deployment, request, deployment.make_stream, engine.scheduler.submit)
@@ -112,12 +107,13 @@ async def _run_once(
             if execution_timeout_ns and isinstance(worker, ProcessWorker):
                 watch.start_soon(end_overdue, worker, execution_timeout_ns, engine.clock)
             async with trio.open_nursery() as nursery:
-                for _ in range(size):
+                for _ in range(settings.batch_size):
                     nursery.start_soon(run_request)
             watch.cancel_scope.cancel()
     finally:
         engine.scheduler.remove_when_idle(queue)
-    return errors[0] if errors else None
+    if errors:
+        raise type(errors[0])(f"failed to run warmup sample '{settings.name}': {errors[0]}")
 
 
 class _WarmupQueue(Queue):
@@ -133,13 +129,6 @@ class _WarmupQueue(Queue):
         ticket.sequence = RequestSequence(1)
         ticket.sequence.memory = self._memory
         super().put(ticket)
-
-
-def _internal_inputs(config: ModelConfig) -> Collection[str]:
-    """The control and state inputs of a sequence model, which clients do not send."""
-    if config.sequence is None:
-        return ()
-    return {one.name for one in config.sequence.controls} | {one.input for one in config.sequence.states}
 
 
 def _set_sequence(request: Request, sequence: SequenceBatching, tensors: Tensors) -> None:
@@ -188,10 +177,8 @@ def _array(sample: WarmupSample, name: str, given: WarmupInput, config: ModelCon
 def _random(dtype: DType, shape: tuple[int, ...]) -> Array:
     """Deterministic: floats from 0 to 1, integers from 0 to 127."""
     random = np.random.default_rng(0)
-    if dtype.numpy.kind in "iu":
-        return random.integers(_INTEGERS_BELOW, size=shape).astype(dtype.numpy)
-    if dtype is DType.BOOL:
-        return random.integers(2, size=shape).astype(dtype.numpy)
+    if dtype.numpy.kind in "iub":
+        return random.integers(2 if dtype is DType.BOOL else _INTEGERS_BELOW, size=shape).astype(dtype.numpy)
     return random.random(shape).astype(dtype.numpy)
 
 
@@ -205,7 +192,7 @@ def _from_file(sample: WarmupSample, name: str, given: WarmupInput, config: Mode
     count = math.prod(given.dims)
     if given.dtype is DType.BYTES:
         try:
-            return bytes_codec.decode(content, count, name=name, model=config.name)
+            return raw.decode_bytes(content, count, name=name, model=config.name)
         except Invalid as error:
             raise Invalid(f"{where}: file '{shown}': {error}") from error
     wanted = count * given.dtype.itemsize

@@ -15,11 +15,11 @@ import threading
 from array import array as number_array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, Protocol
 
-import numpy as np
 import trio
 
 from flowserve.backends.base import (
@@ -34,7 +34,7 @@ from flowserve.backends.base import (
     answer_or_raise,
 )
 from flowserve.errors import Cancelled, FlowserveError, Internal, Unsupported
-from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
+from flowserve.memory.pool import HOST
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.model_calls.server_requests import ServerRequests
 from flowserve.scheduling.batch import Batch
@@ -42,7 +42,7 @@ from flowserve.scheduling.call_graph import Called
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.streaming.iterations import StreamFlow
-from flowserve.values import Array, Request, Response
+from flowserve.values import Request, Response
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -53,12 +53,6 @@ _MANY_ANSWERS: Final = (
 )
 
 
-class FindsDeployments(Protocol):
-    """The deployments of an engine, by name (engine/deployments.py)."""
-
-    def find(self, name: str, version: str = "") -> Any: ...
-
-
 class CallableEngine(Protocol):
     """The part of the engine that this module uses."""
 
@@ -66,7 +60,7 @@ class CallableEngine(Protocol):
     scheduler: Scheduler
 
     @property
-    def deployments(self) -> FindsDeployments: ...
+    def deployments(self) -> Any: ...
     def call(self, batch: Batch | None, deployment: Any, request: Request, *, is_stream: bool) -> Called: ...
     def withdraw(self, flow: Flow) -> None: ...
     def response(self, flow: Flow) -> Response: ...
@@ -76,16 +70,14 @@ class CallableEngine(Protocol):
         """Do this on the event loop, after what was posted before. On any thread."""
 
 
+@dataclass(slots=True, eq=False)
 class PendingCall:
     """A call in progress: the batch that makes it, and the function that receives its responses."""
 
-    __slots__ = ("answered", "batch", "call", "flow")
-
-    def __init__(self, batch: Batch | None, call: BlsCall, answered: Callable[[Answer], None]) -> None:
-        self.batch = batch
-        self.call = call
-        self.answered = answered
-        self.flow: Called | None = None
+    batch: Batch | None
+    call: BlsCall
+    answered: Callable[[Answer], None]
+    flow: Called | None = None
 
 
 class Calls:
@@ -94,15 +86,12 @@ class Calls:
     def __init__(self, engine: CallableEngine, server_requests: ServerRequests) -> None:
         self.clock = engine.clock
         self.server_requests = server_requests
+        self.post = engine.post
         self._engine = engine
         self._pending: dict[Flow, PendingCall] = {}
 
     def __bool__(self) -> bool:
         return bool(self._pending)
-
-    def post(self, what: Callable[[], None]) -> None:
-        """Do this on the event loop, after what was posted before. On any thread."""
-        self._engine.post(what)
 
     def begin(self, pending: PendingCall) -> None:
         """Start a call. Its `batch` is the one that its instance runs, None if it runs none."""
@@ -166,12 +155,16 @@ class Calls:
 
     def _notify_call(self, flow: Flow, pending: PendingCall) -> None:
         if isinstance(flow, StreamFlow):
-            self._notify_responses(flow, pending)
+            # Responses are taken immediately, so that a model never waits for the model that called it.
+            while (answer := flow.take()) is not None:
+                pending.answered(self._engine.response_from(answer))
+            self._engine.taken()
             if flow not in self._pending:
                 return  # its caller has ended
         if not flow.done:
             # Responses are taken outside of the step: this frees slots, which the next step fills.
-            flow.waiter = self._notify_soon if isinstance(flow, StreamFlow) else self._notify
+            is_stream = isinstance(flow, StreamFlow)
+            flow.waiter = (lambda flow: self.post(partial(self._notify, flow))) if is_stream else self._notify
             return
         del self._pending[flow]
         self._over(pending)
@@ -184,15 +177,6 @@ class Calls:
             pending.answered(last)
         if pending.call.is_stream:
             pending.answered(None)
-
-    def _notify_soon(self, flow: Flow) -> None:
-        self.post(partial(self._notify, flow))
-
-    def _notify_responses(self, flow: StreamFlow, pending: PendingCall) -> None:
-        """Take responses immediately, so that a model never waits for the model that called it."""
-        while (answer := flow.take()) is not None:
-            pending.answered(self._engine.response_from(answer))
-        self._engine.taken()
 
     def _over(self, pending: PendingCall) -> None:
         if pending.batch is not None and pending.flow is not None:
@@ -221,7 +205,7 @@ class ThreadCaller:
                 f"model '{self._model}' cannot call model '{call.model}' while it runs on the event loop: nobody would "
                 'answer; use execution "thread" or "process"'
             )
-        call.request.inputs = {name: _copy(array) for name, array in call.request.inputs.items()}
+        call.request.inputs = {name: HOST.copy_of(array) for name, array in call.request.inputs.items()}
         pending = PendingCall(self._running(), call, lambda answer: answered(_own(answer)))
         self._calls.post(partial(self._calls.begin, pending))
         return lambda: self._calls.post(partial(self._calls.leave, pending))
@@ -275,13 +259,5 @@ def is_withdrawn(batch: Batch | None, member: int) -> bool:
 def _own(answer: Answer) -> Answer:
     """Copy a response's arrays, since other requests may read the same memory."""
     if isinstance(answer, Response):
-        answer.outputs = {name: _copy(array) for name, array in answer.outputs.items()}
+        answer.outputs = {name: HOST.copy_of(array) for name, array in answer.outputs.items()}
     return answer
-
-
-def _copy(array: Array) -> Array:
-    if array.dtype.hasobject or array.nbytes < POOLED_BYTES_MIN:
-        return np.array(array, order="C")
-    copy = HOST.take(array.nbytes).view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy

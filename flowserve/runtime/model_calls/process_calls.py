@@ -38,12 +38,11 @@ from flowserve.backends.worker.protocol import (
     unpack,
 )
 from flowserve.errors import FlowserveError, Internal
-from flowserve.memory import bytes_codec
+from flowserve.memory import raw
 from flowserve.memory.arena import Arena, BlockAddress, aligned
 from flowserve.memory.segment import PAGE, Lease, Segment
-from flowserve.runtime.ipc.decoder import NO_DESCRIPTOR, Garbled, OutputReader
-from flowserve.runtime.ipc.outbox import Outbox
-from flowserve.runtime.ipc.poller import Readiness
+from flowserve.runtime.ipc.channel import Outbox, Readiness, descriptor
+from flowserve.runtime.ipc.tensors import NO_DESCRIPTOR, Garbled, OutputReader
 from flowserve.runtime.model_calls.calls import Calls, PendingCall, is_withdrawn
 from flowserve.scheduling.batch import Batch
 from flowserve.values import BY_NUMBER, BY_NUMPY, Array, Request, TensorSpec
@@ -62,10 +61,10 @@ class CallingWorker(Protocol):
     def running(self) -> Batch | None: ...
     @property
     def loads(self) -> str: ...
-    def cut(self, number: int) -> None:
+    def end_route(self, number: int) -> None:
         """A call was made during this batch, which therefore leaves its route."""
 
-    def wrong(self, what: str) -> None:
+    def kill_for(self, what: str) -> None:
         """The process sent an invalid message, and is killed."""
 
 
@@ -115,41 +114,38 @@ class ProcessCalls:
 
     def _read(self) -> None:
         try:
-            while not self._is_closed and self._read_one():
-                pass
-        except EOFError:
-            self.close()
+            while not self._is_closed:
+                try:
+                    message, ancillary, flags, _ = self._socket.recvmsg(
+                        MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                    )
+                except BlockingIOError:
+                    return
+                except ConnectionError:
+                    message = b""
+                if not message:
+                    self.close()
+                    return
+                fds = descriptors(ancillary) if ancillary else []
+                try:
+                    if flags & socket.MSG_CTRUNC and not fds:
+                        raise Garbled(NO_DESCRIPTOR)
+                    self._take(message, fds)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
         except Garbled as error:
             self.close()
-            self._worker.wrong(str(error))
+            self._worker.kill_for(str(error))
+        except (struct.error, ValueError, LookupError, TypeError, RecursionError, FlowserveError) as error:
+            self._broke(error)
 
     def _broke(self, error: Exception) -> None:
-        """A fault of the server while reading: its calls would never be answered, so the process is killed."""
+        """An invalid message, or a fault of the server while reading: its calls would never be answered, so the process
+        is killed.
+        """
         self.close()
-        self._worker.wrong(f"{type(error).__name__}: {error}")
-
-    def _read_one(self) -> bool:
-        try:
-            message, ancillary, flags, _ = self._socket.recvmsg(
-                MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-            )
-        except BlockingIOError:
-            return False
-        except ConnectionError:
-            raise EOFError from None
-        if not message:
-            raise EOFError
-        fds = descriptors(ancillary) if ancillary else []
-        try:
-            if flags & socket.MSG_CTRUNC and not fds:
-                raise Garbled(NO_DESCRIPTOR)
-            self._take(message, fds)
-        except (struct.error, ValueError, LookupError, TypeError, RecursionError, FlowserveError) as error:
-            raise Garbled(f"{type(error).__name__}: {error}") from None
-        finally:
-            for fd in fds:
-                os.close(fd)
-        return True
+        self._worker.kill_for(f"{type(error).__name__}: {error}")
 
     def _take(self, message: bytes, fds: list[int]) -> None:
         kind, words, text = unpack(message)
@@ -188,7 +184,7 @@ class ProcessCalls:
             self._worker.running, BlsCall(model, version, request, bool(is_stream)), partial(self._respond, number)
         )
         if batch:
-            self._worker.cut(batch)
+            self._worker.end_route(batch)
         self._pending[number] = pending
         self._calls.begin(pending)
 
@@ -241,17 +237,14 @@ class ProcessCalls:
         if what == OPEN_FAMILY and isinstance(answer, int):
             self._families.add(answer)
         error = encode_error(answer) if isinstance(answer, FlowserveError) else None
-        home = [*self._come_home]
-        self._come_home.clear()
-        self._send(marshal.dumps((SERVER_REPLY, number, home, error, None if error else answer)))
+        self._send(marshal.dumps((SERVER_REPLY, number, self._free_blocks(), error, None if error else answer)))
 
     def _respond(self, number: int, answer: Answer) -> None:
         pending = self._pending.get(number)
         if pending is None:
             return
         is_last = answer is None or isinstance(answer, FlowserveError) or not pending.call.is_stream
-        home = [*self._come_home]
-        self._come_home.clear()
+        home = self._free_blocks()
         token, columns, error = 0, None, None
         if isinstance(answer, FlowserveError):
             error = encode_error(answer)
@@ -273,11 +266,15 @@ class ProcessCalls:
             del self._pending[number]
         self._send(message)
 
+    def _free_blocks(self) -> list[BlockAddress]:
+        """The blocks of the process that have no reader any more; on other threads more may be added meanwhile."""
+        return [self._come_home.popleft() for _ in range(len(self._come_home))]
+
     def _columns(self, outputs: Mapping[str, Array]) -> tuple[int, list[Any]]:
         """The outputs in the form of a message, and its token. Large outputs are in shared memory until the process
         acknowledges the token; 0: none are.
         """
-        flat = [bytes_codec.flat_bytes(array) for array in outputs.values()]
+        flat = [raw.flat_bytes(array) for array in outputs.values()]
         starts, size = [], 0
         for one in flat:
             starts.append(aligned(size))
@@ -305,12 +302,7 @@ class ProcessCalls:
         """
         if self._is_closed:
             return
-        fd = -1
-        if segment is not None:
-            try:
-                fd = segment.open_for_reading()
-            except OSError as error:  # not an error of the socket
-                raise MemoryError(f"shared memory cannot be shown: {error.strerror}") from error
+        fd = -1 if segment is None else descriptor(segment.open_for_reading, "shared memory")
         try:
             self._outbox.send(message, fd)
         except OSError:

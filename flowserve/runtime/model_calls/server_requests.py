@@ -1,20 +1,22 @@
-"""Requests of models to the server other than calls: load and unload models, readiness of a model, metrics.
+"""Requests to the server other than inference: load and unload models, readiness of a model, metrics.
 
-Decides which of these exist, that they follow the rules of the repository API, and that a load that would wait for the
-load of its own caller is refused. The caller may be third-party code in a process of its own, so all arguments are
-checked. `calls.py` and `process_calls.py` decide how the requests arrive.
+Decides which of these a model may make, which parameters a load or unload has in any protocol, their types, when it is
+allowed, and that a load that would wait for the load of its own caller is refused. The caller may be third-party code
+in a process of its own, so all arguments are checked. `calls.py` and `process_calls.py` decide how the requests of
+models arrive, the protocols how a parameter is encoded (base64 in JSON, a field of a message), loading/control.py what
+loading means. Called by http, grpc and the modules of this package.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeVar
 
 from flowserve.backends.base import IS_READY, LOAD, METRIC, METRIC_VALUE, OPEN_FAMILY, UNLOAD
-from flowserve.errors import FlowserveError, Internal, Invalid, NotFound, Unavailable
+from flowserve.errors import FlowserveError, Internal, Invalid, NotFound, Unavailable, Unsupported
 from flowserve.observe.model_metrics import Cells, ModelMetrics, cells_of, check_buckets, check_labels
-from flowserve.runtime.model_calls.repository_calls import CONFIG, RepositoryControl, allowed, override
+from flowserve.repository.override import Override
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -47,7 +49,13 @@ class ServerRequests:
         """
         try:
             if what in (LOAD, UNLOAD):
-                self._operate(what, *_checked(what, arguments), files=files, loads=loads, answered=answered)
+                name, detail = _checked(what, arguments)
+                control = allowed(self.control)
+                if what == LOAD:
+                    brought = override({**({CONFIG: detail} if detail else {}), **files})
+                    control.post(lambda: control.load(name, brought, loads=loads), answered)
+                else:
+                    control.post(lambda: control.retire(name, dependents=detail, loads=loads), answered)
                 return
             answer = self.is_ready(*_checked(what, arguments)) if what == IS_READY else self.answer(what, arguments)
         except FlowserveError as error:
@@ -83,16 +91,6 @@ class ServerRequests:
         except (NotFound, Unavailable):
             return False
 
-    def _operate(
-        self, what: str, name: str, detail: Any, *, files: Mapping[str, bytes], loads: str, answered: Answered
-    ) -> None:
-        control = allowed(self.control)
-        if what == LOAD:
-            brought = override({**({CONFIG: detail} if detail else {}), **files})
-            control.post(lambda: control.load(name, brought, loads=loads), answered)
-        else:
-            control.post(lambda: control.retire(name, dependents=detail, loads=loads), answered)
-
 
 def _checked(what: str, arguments: Sequence[Any]) -> Sequence[Any]:
     types = _TYPES.get(what)
@@ -101,3 +99,63 @@ def _checked(what: str, arguments: Sequence[Any]) -> Sequence[Any]:
     if len(arguments) != len(types) or not all(isinstance(*pair) for pair in zip(arguments, types, strict=True)):
         raise Invalid(f"what was asked ({what}) has arguments of other types")
     return arguments
+
+
+NOT_ALLOWED: Final = "explicit model load / unload is not allowed if polling is enabled"
+FILE: Final = "file:"
+CONFIG: Final = "config"
+UNLOAD_DEPENDENTS: Final = "unload_dependents"
+
+
+class RepositoryControl(Protocol):
+    """Executes these calls (loading/control.py)."""
+
+    def post(self, make: Callable[[], Awaitable[Any]], answered: Callable[[Any], None]) -> None: ...
+    def load(self, name: str, override: Override | None = None, *, loads: str = "") -> Awaitable[Any]: ...
+    def retire(self, name: str, *, dependents: bool = False, loads: str = "") -> Awaitable[Any]: ...
+
+
+C = TypeVar("C")
+
+
+def allowed(control: C | None) -> C:
+    """The control that executes these calls. Raises Unavailable for an engine without a repository."""
+    if control is None:
+        raise Unavailable(f"{NOT_ALLOWED}; this server was not started from a repository")
+    return control
+
+
+def one_of_several() -> Unsupported:
+    """The error for a call that names one of the server's repositories: they are served as one."""
+    return Unsupported("'repository_name' specification is not supported")
+
+
+def override(parameters: Mapping[str, Any]) -> Override | None:
+    """The configuration and files of a load call, files as bytes. None: the repository's files are used."""
+    files: dict[str, bytes] = {}
+    for key, value in parameters.items():
+        if key.startswith(FILE):
+            if not isinstance(value, bytes):
+                raise Invalid(f"the parameter '{key[:100]}' holds the file's contents, as bytes")
+            files[key.removeprefix(FILE)] = value
+        elif key != CONFIG:
+            raise _unknown(key)
+    config = parameters.get(CONFIG, "")
+    if not isinstance(config, str):
+        raise Invalid("the parameter 'config' is a string that holds the configuration as JSON")
+    return Override(config, files) if config or files else None
+
+
+def unload_dependents(parameters: Mapping[str, Any]) -> bool:
+    """Whether an unload call also unloads the model's steps."""
+    for key in parameters:
+        if key != UNLOAD_DEPENDENTS:
+            raise _unknown(key)
+    dependents = parameters.get(UNLOAD_DEPENDENTS, False)
+    if not isinstance(dependents, bool):
+        raise Invalid(f"the parameter '{UNLOAD_DEPENDENTS}' is true or false")
+    return dependents
+
+
+def _unknown(key: str) -> Invalid:
+    return Invalid(f"unexpected error on creating Triton parameter: {key[:100]!r} is not known here")

@@ -1,8 +1,10 @@
-"""Child processes from the server's side: how a process is started, and how its end is detected and described.
+"""Child processes from the server's side: their start, output and end, and the result of a task's process.
 
-Decides the text for how a process ended. Only its pidfd reports the end of a process: a process that it forked may keep
-its socket open, and a slow response is not an end. `forkservers.py` starts the processes that fork and reap;
-`child_log.py` reads the output. Does not know what runs in a child, nor what its end means for requests. Linux only.
+Decides the text for how a process ended; when its output is read, and how much of it is still read after it has ended;
+and that an incomplete result of a task fails with how the process ended. Only its pidfd reports the end of a process: a
+process that it forked may keep its socket open, and a slow response is not an end. `forkservers.py` starts the
+processes that fork and reap; `printed.py` splits the output into records and limits them; `backends/worker/main.py` is
+the code of a task's process. Does not know what runs in a child, nor what its end means for requests. Linux only.
 """
 
 from __future__ import annotations
@@ -16,17 +18,17 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from typing import Final, Protocol
+from contextlib import ExitStack, closing, suppress
+from typing import Any, Final, Protocol
 
 import trio
 
 from flowserve.backends.worker.forkserver import REPORT
-from flowserve.backends.worker.protocol import LOST_GPU
-from flowserve.errors import Unavailable
+from flowserve.backends.worker.protocol import LOST_GPU, MESSAGE_BYTES_MAX, parse_result
+from flowserve.errors import ModelFailed, Unavailable
 from flowserve.runtime.clock import ClockNs
-from flowserve.runtime.processes.child_log import ChildLog
-from flowserve.runtime.processes.forkservers import ForkServer, Interpreter, own_interpreter
+from flowserve.runtime.processes.forkservers import ForkServer, Interpreter
+from flowserve.runtime.processes.printed import OF_LINES, Printed, Record
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -50,7 +52,9 @@ REPORT_S_MAX: Final = 0.5
 # A process that closed its socket is about to end; if it lives on, it cannot be reached and is killed.
 EOF_GRACE_S: Final = 1.0
 
-OnEnd = Callable[["Child"], None]
+_READ_BYTES: Final = 65536
+# The bytes that are still read after a process has ended; processes that it started may keep its pipe and write on.
+_FINAL_OUTPUT_BYTES_MAX: Final = 1 << 20
 
 
 class Child:
@@ -71,7 +75,7 @@ class Child:
         self.log_fd = log_fd
         self.reports = reports
         self.ended = ""
-        self.on_end: OnEnd | None = None
+        self.on_end: Callable[[Child], None] | None = None
         self.why = ""  # why the server killed it, if it did
         self._is_over = threading.Event()
         self._hung_up = trio.Event()
@@ -134,7 +138,7 @@ class Children:
         self._token = trio.lowlevel.current_trio_token()
         self._lock = threading.Lock()  # guards `_forkservers`
         self._forkservers: weakref.WeakSet[ForkServer] = weakref.WeakSet()
-        self._own = self.forkserver(own_interpreter())
+        self._own = self.forkserver(Interpreter((sys.executable,), {}, is_own=True))
         self._nursery: trio.Nursery | None = None
         self.is_closed = False
         self._alive: set[Child] = set()
@@ -143,7 +147,7 @@ class Children:
 
     def forkserver(self, interpreter: Interpreter) -> ForkServer:
         """A new forkserver. It is referenced weakly; its owner must call `hang_up`."""
-        made = ForkServer(interpreter, self._listen_soon)
+        made = ForkServer(interpreter, lambda reports: self._token.run_sync_soon(self._listen, reports))
         with self._lock:
             self._forkservers.add(made)
         return made
@@ -213,9 +217,6 @@ class Children:
 
     # ------------------------------------------------------------------ starting
 
-    def _listen_soon(self, reports: socket.socket) -> None:
-        self._token.run_sync_soon(self._listen, reports)
-
     def _listen(self, reports: socket.socket) -> None:
         if self._nursery is not None:
             self._nursery.start_soon(self._read_reports, reports, name="forkserver")
@@ -252,7 +253,7 @@ class Children:
         self._reported = trio.Event()
 
     async def _watch(self, child: Child) -> None:
-        with ChildLog(child.log_fd, child.model, self._clock) as printed:
+        with closing(ChildLog(child.log_fd, child.model, self._clock)) as printed:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(printed.read, name=f"log of {child.name}")
                 nursery.start_soon(child.end_after_hanging_up, name=f"end of {child.name}")
@@ -281,3 +282,76 @@ def _how(status: int | None) -> str:
     if code == LOST_GPU:
         return "lost the GPU and ended: a kernel went astray, as the log says"
     return f"ended with exit status {code}"
+
+
+class ChildLog:
+    """Logs the output from `fd`, which it owns, under the name of `model`."""
+
+    def __init__(self, fd: int, model: str, clock: ClockNs) -> None:
+        self._fd = fd
+        self._log = logging.getLogger(f"flowserve.model.{model}")
+        self._printed = Printed()
+        self._clock = clock
+
+    def close(self) -> None:
+        os.close(self._fd)
+        self._write(self._printed.rest())
+
+    async def read(self) -> None:
+        """Read until the pipe is closed, or until cancelled."""
+        while True:
+            with trio.move_on_after(self._printed.wait_s) as timeout:
+                await trio.lowlevel.wait_readable(self._fd)
+            if timeout.cancelled_caught:
+                self._write(self._printed.wait_is_over())
+            elif not self._read_piece():
+                return
+
+    def read_rest(self) -> None:
+        """Read what is left in the pipe after the process has ended."""
+        with suppress(BlockingIOError):
+            for _ in range(0, _FINAL_OUTPUT_BYTES_MAX, _READ_BYTES):
+                if not self._read_piece():
+                    return
+
+    def _read_piece(self) -> int:
+        piece = os.read(self._fd, _READ_BYTES)
+        self._write(self._printed.take(piece, self._clock()))
+        return len(piece)
+
+    def _write(self, records: list[Record]) -> None:
+        for level, text in records:
+            self._log.log(level, "%s", text, extra={OF_LINES: "\n" in text})
+
+
+def task_result(child: Child) -> Any:
+    """The result of the task. Blocks until the process has ended. Raises the task's error, or ModelFailed with how the
+    process ended.
+    """
+    with child.socket:
+        message = _all_of(child)
+    try:
+        return parse_result(message)
+    except ValueError:
+        raise ModelFailed(child.how_it_ended()) from None
+
+
+def _all_of(child: Child) -> bytes:
+    """All bytes that the process sends until its end."""
+    poll = select.poll()
+    poll.register(child.socket, select.POLLIN)
+    poll.register(child.pidfd, select.POLLIN)
+    parts: list[bytes] = []
+    while True:
+        is_over = any(number == child.pidfd for number, _ in poll.poll())
+        try:
+            part = child.socket.recv(MESSAGE_BYTES_MAX)
+        except BlockingIOError:
+            if is_over:
+                return b"".join(parts)
+            continue
+        except ConnectionError:
+            part = b""
+        if not part:
+            return b"".join(parts)
+        parts.append(part)

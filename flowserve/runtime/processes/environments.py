@@ -1,7 +1,7 @@
 """Python environments of models: how one is created, which models share it, and when it is removed.
 
 Decides that an environment is unpacked and started once for all models that use it in its present state, and is removed
-with the last of them; and that its Python is started activated, as on Triton. `repository/environment.py` finds a
+with the last of them; and that its Python is started activated, as on Triton. `repository/read.py` finds a
 model's environment, `backends/worker/unpack.py` unpacks an archive.
 """
 
@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from flowserve.backends.base import Remote
-from flowserve.backends.worker import task, unpack
+from flowserve.backends.worker import unpack
+from flowserve.backends.worker.protocol import RUN_TASK
 from flowserve.config.parameters import ENVIRONMENT
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Invalid, Unavailable
-from flowserve.repository.environment import environment_of, python_in, unusable
-from flowserve.runtime.processes.children import Children, SpawnChild
-from flowserve.runtime.processes.forkservers import ForkServer, Interpreter
-from flowserve.runtime.processes.task_results import task_result
+from flowserve.repository.read import environment_of, python_in, unusable
+from flowserve.runtime.processes.children import Children, SpawnChild, task_result
+from flowserve.runtime.processes.forkservers import Interpreter
 from flowserve.temporary import UNPACKED, claim, give_up
 from flowserve.values import DType
 
@@ -71,9 +71,7 @@ class Environments:
     def __init__(self, children: Children) -> None:
         self._children = children
         self._changed = threading.Condition()
-        self._opening: set[Key] = (
-            set()
-        )  # environments that are being opened, each by one thread; the others wait for it
+        self._opening: set[Key] = set()  # being opened, each by one thread; the others wait for it
         self._known: weakref.WeakValueDictionary[Key, Environment] = weakref.WeakValueDictionary()
         self._coming: dict[str, Callable[[str], object]] = {}  # by model: aborts the opening in progress, with a reason
 
@@ -124,7 +122,8 @@ class Environments:
                 log.info("model '%s': unpacking %s", config.name, written)
                 folder = self._unpacked(config.name, path, undo)
             forkserver = self._children.forkserver(_interpreter(folder, python_in(folder)))
-            undo.callback(_end, forkserver)
+            undo.callback(forkserver.wait)
+            undo.callback(forkserver.hang_up)
             with self._ended_by(forkserver.hang_up, config.name):
                 facts = forkserver.start()
             log.info("model '%s' runs in Python %s of %s", config.name, facts["python"], written)
@@ -138,7 +137,7 @@ class Environments:
             raise Invalid(f"there is no folder that it can be unpacked into: {error.strerror}") from None
         undo.callback(give_up, folder, lock)
         job = pickle.dumps(Remote(unpack.ENTRY, (str(archive), folder)))
-        child = self._children.spawn("unpack", task.ENTRY, job, log_name=model)
+        child = self._children.spawn("unpack", RUN_TASK, job, log_name=model)
         with self._ended_by(lambda why: child.kill(why=why), model):
             task_result(child)
         return Path(folder)
@@ -196,11 +195,6 @@ def _key_of(path: Path) -> Key:
 def _stamp(path: Path) -> tuple[int, ...]:
     found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _end(forkserver: ForkServer) -> None:
-    forkserver.hang_up()
-    forkserver.wait()
 
 
 def _in_a_thread(end: Callable[[], object]) -> None:

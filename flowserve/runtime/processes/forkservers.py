@@ -88,11 +88,6 @@ class Interpreter:
         return {name: value for name, value in together.items() if value is not None}
 
 
-def own_interpreter() -> Interpreter:
-    """The server's own interpreter."""
-    return Interpreter((sys.executable,), {}, is_own=True)
-
-
 class ForkServer:
     """The forkserver of one interpreter; started at its first use, and again after it has ended. On any thread; every
     method blocks.
@@ -134,7 +129,7 @@ class ForkServer:
     def _running(self) -> _Process:
         self._refuse_where_closed()
         process = self._process
-        if process is not None and process.has_ended():
+        if process is not None and process.popen.poll() is not None:
             log.error("the process that starts models has ended, and all of them with it; starting another")
             process.hang_up()
             process = None
@@ -181,7 +176,7 @@ class _Process:
                 "environment": {name: os.environ.get(name) for name in _ONE_THREAD},
             }
             try:
-                self._process = subprocess.Popen(
+                self.popen = subprocess.Popen(
                     [*interpreter.command, "-c", _BOOTSTRAP, json.dumps(settings)],
                     pass_fds=fds,
                     stdin=subprocess.DEVNULL,
@@ -196,24 +191,17 @@ class _Process:
                 self._close_stderr()
                 raise Unavailable(f"its Python does not start: {error.strerror}") from None
 
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
     def wait_ready(self) -> None:
         """Wait until it has sent its facts. Raises Unavailable if it ends before."""
         try:
-            self.facts = self._facts()
+            word, _ = self._receive()
+            if not word:
+                raise Unavailable(f"its Python does not start{self._stderr_tail()}")
+            self.facts = json.loads(word)
+            if "error" in self.facts:
+                raise Unavailable(self.facts["error"])
         finally:
             self._close_stderr()
-
-    def _facts(self) -> Mapping[str, Any]:
-        word, _ = self._receive()
-        if not word:
-            raise Unavailable(f"its Python does not start{self._stderr_tail()}")
-        facts: dict[str, Any] = json.loads(word)
-        if "error" in facts:
-            raise Unavailable(facts["error"])
-        return facts
 
     def order(self, name: str, entry: str, fds: tuple[int, int, int]) -> tuple[int, int, socket.socket]:
         try:
@@ -258,14 +246,14 @@ class _Process:
         """Kill a process that did not become ready, with its group: the activation script may have started others."""
         self.hang_up()
         self.reports.close()
-        if self._process.returncode is None:  # until it is reaped, its group's number is not reused
+        if self.popen.returncode is None:  # until it is reaped, its group's number is not reused
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+                os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
 
     def wait_or_kill(self) -> None:
         try:
-            self._process.wait(FORKSERVER_END_S_MAX)
+            self.popen.wait(FORKSERVER_END_S_MAX)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.popen.kill()
+            self.popen.wait()

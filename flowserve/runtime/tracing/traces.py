@@ -1,8 +1,9 @@
 """Which requests are traced by the settings or by a timeline, and where their traces go.
 
 Decides that front ends call `sample` for each request while `is_on` and not otherwise; listeners are notified when
-`is_on` changes. A request that is selected several times is traced once. observe/trace_settings.py decides what the
-settings mean, tracing.py what a trace records.
+`is_on` changes; how many requests a timeline's window holds, and how long its unfinished requests are waited for after
+its end. A request that is selected several times is traced once. observe/trace_settings.py decides what the settings
+mean, tracing.py what a trace records, observe/timeline.py draws a window.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import trio
+
 from flowserve.errors import Unavailable
 from flowserve.observe.otel import Spans
 from flowserve.observe.trace import Trace, is_sampled, trace_id_for
 from flowserve.observe.trace_file import TraceFile
 from flowserve.observe.trace_settings import OPENTELEMETRY, TRITON, TraceChoice, TraceSampler, TraceSettings
 from flowserve.runtime.clock import wall_clock_ns
-from flowserve.runtime.tracing.tracing import Tracing
-from flowserve.runtime.tracing.watch import TraceSink, Watch
-from flowserve.runtime.tracing.window import Window
+from flowserve.runtime.tracing.tracing import TraceSink, Tracing, Watch
 
 WINDOWS_MAX: Final = 4  # each may hold many traces
+TRACES_MAX: Final = 10_000  # requests; a full window ends
+SETTLE_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +145,42 @@ class Traces:
             self.is_on = is_on
             for listener in self._listeners:
                 listener(is_on)
+
+
+class Window:
+    """The traced requests that began in one window."""
+
+    def __init__(self) -> None:
+        self.traces: list[Trace] = []
+        self._watches: list[Watch] = []
+        self._full = trio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        return len(self._watches) < TRACES_MAX
+
+    def begun(self, watch: Watch) -> None:
+        """Add a request."""
+        self._watches.append(watch)
+        if not self.is_open:
+            self._full.set()
+
+    async def wait(self, seconds: float, stopping: trio.Event) -> None:
+        """Wait until `seconds` have passed, the window is full, or the server is `stopping`."""
+        with trio.move_on_after(seconds):
+            async with trio.open_nursery() as nursery:
+
+                async def until(event: trio.Event) -> None:
+                    await event.wait()
+                    nursery.cancel_scope.cancel()
+
+                nursery.start_soon(until, self._full)
+                nursery.start_soon(until, stopping)
+
+    async def settle(self) -> int:
+        """Wait until all requests have finished, at most SETTLE_TIMEOUT_S. Returns the number of unfinished ones."""
+        with trio.move_on_after(SETTLE_TIMEOUT_S):
+            # Polled: this runs once per window, and requests need not notify it.
+            while not all(watch.is_closed for watch in self._watches):  # noqa: ASYNC110
+                await trio.sleep(0.02)
+        return sum(not watch.is_closed for watch in self._watches)

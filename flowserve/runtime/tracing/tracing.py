@@ -1,73 +1,143 @@
-"""Records the steps of traced requests.
+"""Records the steps of traced requests, and why each waited before its batch was formed.
 
-Decides what a trace contains of each step. While a flow made through a `Watch` (watch.py) is in flight, this is one
-of the engine's observers and sees every batch begin and end; otherwise requests cost nothing here. observe/trace.py
-defines a trace. Changes nothing that runs, except the trace contexts of batches.
+Decides what a trace contains of each step, which tensors are copied into it, and the reason for the time in which only
+the rules of its queue kept a ticket waiting (observe/trace.py has the texts). While a flow made through a `Watch` is in
+flight, this is one of the engine's observers and sees every batch begin and end; otherwise requests cost nothing here.
+observe/trace.py defines a trace. Changes nothing that runs, except the trace contexts of batches.
+
+A front end requests a `Watch`, makes the request's flow through it, marks the points that the request reaches in the
+front end, and closes it in any case. Tensors in device memory are recorded without their data, since a trace must not
+cause a transfer.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
 
+import numpy as np
+
 from flowserve.backends.base import Results
 from flowserve.errors import FlowserveError, InstanceDied
+from flowserve.memory.tensor import Tensor
 from flowserve.observe.trace import (
+    ADMISSION,
+    AGAIN,
     BACKEND_OUTPUT,
+    CLOSED,
+    DELAYED,
+    FULL,
+    HANDOVER,
+    INFLIGHT,
+    LIMITER,
     QUEUE_INPUT,
+    SAME_REQUEST,
+    SEND,
+    SEQUENCE,
+    SIZED,
+    TURN,
+    BusyPeriods,
     Execution,
+    TensorSeen,
     Trace,
     TracedStep,
+    Wait,
+    add,
+    divided,
     new_span_id,
     traceparent_of,
 )
-from flowserve.observe.waits import (
-    ADMISSION,
-    AGAIN,
-    HANDOVER,
-    INFLIGHT,
-    SAME_REQUEST,
-    SEND,
-    TURN,
-    BusyPeriods,
-    Wait,
-    add,
-)
 from flowserve.runtime.clock import ClockNs
-from flowserve.runtime.tracing.reasons import is_held, passed_on_ns, ready_ns, shares_slots, waits_in_queue
-from flowserve.runtime.tracing.tensors import traced_inputs, traced_tensors
-from flowserve.runtime.tracing.watch import TraceSink, Watch
-from flowserve.runtime.workers.outcome import Outcome, Passed
+from flowserve.runtime.workers.base import Outcome, Passed
 from flowserve.runtime.workers.streaming import ResponseStreams
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.queue import Queue
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.streaming.iterations import Iteration, Source, StreamFlow
+from flowserve.values import BY_NUMPY, Array, Request, TensorSpec
 
 log = logging.getLogger("flowserve.runtime")
 
 TRACED_STEPS_MAX: Final = 10_000  # of one request; later steps are only counted
+TRACED_ELEMENTS_MAX: Final = 100_000  # a larger tensor is recorded without its data
 _KEPT_MAX: Final = 1024
 
+FlowFactory = Callable[..., Flow]
+TraceSink = Callable[[Trace], None]
 
+
+class Watch:
+    """Created by `Tracing.watch`. `sinks` are called with the trace when it is closed."""
+
+    __slots__ = ("_flow", "_has_tensors", "_marks", "_parent", "_sinks", "_trace_id", "_tracing", "trace")
+
+    def __init__(
+        self, tracing: Tracing, sinks: Sequence[TraceSink], parent: str, *, has_tensors: bool, trace_id: int
+    ) -> None:
+        self._tracing = tracing
+        self._sinks = sinks
+        self._parent = parent
+        self._has_tensors = has_tensors
+        self._trace_id = trace_id
+        self._marks: list[tuple[str, int]] = []
+        self._flow: Flow | None = None
+        self.trace: Trace | None = None  # None until it is submitted
+
+    def make(self, make: FlowFactory) -> FlowFactory:
+        """A function that makes the traced flow in place of `make`."""
+
+        def traced(*facts: Any) -> Flow:
+            flow = self._flow = make(*facts)
+            self.trace = self._tracing.begin(flow, self._parent, has_tensors=self._has_tensors, trace_id=self._trace_id)
+            return flow
+
+        return traced
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its trace is complete."""
+        return not self._sinks
+
+    def mark(self, name: str) -> None:
+        """Record that the request has reached this point of the front end."""
+        self._marks.append((name, self._tracing.clock()))
+
+    def settle(self) -> None:
+        """Complete the recording: the request is over or was never submitted. No effect if called again."""
+        if self._flow is not None:
+            self._tracing.end(self._flow)
+            self._flow = None
+
+    def close(self) -> None:
+        """Pass the trace to the sinks: the front end has finished too. No effect if called again."""
+        self.settle()
+        sinks, self._sinks = self._sinks, ()
+        if self.trace is None:
+            return
+        self.trace.marks += self._marks
+        self._marks = []
+        for one in sinks:
+            one(self.trace)
+
+
+@dataclass(slots=True, eq=False)
 class _Live:
     """A trace in progress. `attempts`: the last step of each ticket. For decoupled steps, `over`: the end times of the
     nodes of each iteration, `begun`: the start time of each iteration, `paused`: since when models wait in a send.
     """
 
-    __slots__ = ("attempts", "begun", "has_tensors", "held", "over", "paused", "trace", "would_wait")
-
-    def __init__(self, trace: Trace, *, would_wait: bool, has_tensors: bool) -> None:
-        self.trace = trace
-        self.would_wait = would_wait  # for admission
-        self.has_tensors = has_tensors
-        self.attempts: dict[Ticket, TracedStep] = {}
-        self.held: list[TracedStep] = []  # steps whose responses waited for earlier requests
-        self.over: dict[tuple[Flow, int], int] = {}
-        self.begun: dict[Flow, int] = {}
-        self.paused: dict[Ticket, int] = {}
+    trace: Trace
+    would_wait: bool  # for admission
+    has_tensors: bool
+    attempts: dict[Ticket, TracedStep] = field(default_factory=dict)
+    held: list[TracedStep] = field(default_factory=list)  # steps whose responses waited for earlier requests
+    over: dict[tuple[Flow, int], int] = field(default_factory=dict)
+    begun: dict[Flow, int] = field(default_factory=dict)
+    paused: dict[Ticket, int] = field(default_factory=dict)
 
     def forget(self, stream: StreamFlow) -> None:
         """Drop finished iterations once there are many, since their number is unbounded."""
@@ -77,19 +147,30 @@ class _Live:
             self.begun = {one: ns for one, ns in self.begun.items() if one in here}
             self.attempts = {one: step for one, step in self.attempts.items() if one.flow in here}
 
+    def ready_ns(self, flow: Flow, n: int, queued_ns: int) -> int:
+        """When the inputs of a step of node n were complete: before `queued_ns` if steps in flight are limited."""
+        if not isinstance(flow, Iteration):
+            return queued_ns
+        moments = [self.begun[flow]] if flow in self.begun else []
+        for edge in flow.plan.graph.edges:
+            at: Iteration | None = flow
+            while edge.consumer == n and at is not None:
+                if (at, edge.producer) in self.over:
+                    moments.append(self.over[at, edge.producer])
+                at = at.parent
+        return min(max(moments, default=queued_ns), queued_ns)
 
+
+@dataclass(slots=True, eq=False)
 class _Running:
-    """A traced batch that was started: the members that are traced, the execution of each stage, and the span ids of
-    the members there.
+    """A traced batch that was started: the members that are traced, the execution of each stage, the span ids of the
+    members there, and their steps in the first stage.
     """
 
-    __slots__ = ("executions", "members", "spans", "steps")
-
-    def __init__(self, members: Sequence[tuple[int, _Live]], executions: Sequence[Execution]) -> None:
-        self.members = members
-        self.executions = executions
-        self.spans: list[dict[int, int]] = [{} for _ in executions]
-        self.steps: list[tuple[int, _Live, Ticket, TracedStep]] = []  # of the first stage
+    members: Sequence[tuple[int, _Live]]
+    executions: Sequence[Execution]
+    spans: Sequence[dict[int, int]]
+    steps: list[tuple[int, _Live, Ticket, TracedStep]] = field(default_factory=list)
 
 
 class Tracing:
@@ -129,7 +210,7 @@ class Tracing:
         would_wait = admission is not None and admission.would_wait(flow)
         self._live[flow] = _Live(trace, would_wait=would_wait, has_tensors=has_tensors)
         if has_tensors:
-            trace.tensors += traced_inputs(request)
+            trace.tensors += _traced_inputs(request)
         for queue in flow.queues:
             if queue not in self._busy:
                 periods = self._busy[queue] = BusyPeriods()
@@ -157,7 +238,7 @@ class Tracing:
         if live.has_tensors and flow.done and flow.error is None and not has_left and not flow.owner.is_decoupled:
             specs, slots = flow.owner.outputs, flow.owner.output_slot
             made = [flow.tensors[slots[name]] for name in flow.wanted]
-            trace.tensors += traced_tensors(BACKEND_OUTPUT, [specs[name] for name in flow.wanted], made)
+            trace.tensors += _traced_tensors(BACKEND_OUTPUT, [specs[name] for name in flow.wanted], made)
         if flow.error is not None:
             trace.error = str(flow.error)
         elif has_left:
@@ -170,7 +251,7 @@ class Tracing:
         for step in trace.steps:
             step.ended_ns = step.ended_ns or trace.ended_ns
         for step in live.held:
-            step.held_back(passed_on_ns(trace, step.node.index))
+            step.held_back(_passed_on_ns(trace, step.node.index))
         if not self._live:
             self._observers.remove(self)
             self._streams.observer = None
@@ -245,21 +326,16 @@ class Tracing:
             )
             for stage in stages
         ]
-        running = self._running[batch] = _Running(members, executions)
-        joined = [(m, live) for m, live in members if live.trace.trace_id]
-        if joined:
-            running.spans = [{m: new_span_id() for m, _ in joined} for _ in stages]
+        trace_ids = {m: live.trace.trace_id for m, live in members if live.trace.trace_id}  # that models may join
+        spans = [{m: new_span_id() for m in trace_ids} for _ in stages]
+        running = self._running[batch] = _Running(members, executions, spans)
         running.steps = self._take(batch, running, 0, now_ns)
-        if joined:
-            batch.contexts = [self._contexts(batch, joined, spans) for spans in running.spans]
+        if trace_ids:
+            places = range(len(batch.tickets))
+            batch.contexts = [
+                [traceparent_of(trace_ids[m], ids[m]) if m in ids else "" for m in places] for ids in spans
+            ]
         batch.wants_outputs = any(live.has_tensors for _, live in members)
-
-    def _contexts(self, batch: Batch, joined: Sequence[tuple[int, _Live]], spans: Mapping[int, int]) -> Sequence[str]:
-        """The trace context of each member in one stage, "" for a member whose trace models may not join."""
-        contexts = [""] * len(batch.tickets)
-        for m, live in joined:
-            contexts[m] = traceparent_of(live.trace.trace_id, spans[m])
-        return contexts
 
     def _take(
         self, stage: Batch, running: _Running, i: int, now_ns: int
@@ -291,7 +367,7 @@ class Tracing:
             live.trace.steps.append(step)
             if live.has_tensors and not i:
                 given = [ticket.flow.tensors[slot] if slot >= 0 else None for slot in ticket.node.inputs]
-                step.tensors += traced_tensors(QUEUE_INPUT, node.inputs, given)
+                step.tensors += _traced_tensors(QUEUE_INPUT, node.inputs, given)
             taken.append((m, live, ticket, step))
         return taken
 
@@ -301,9 +377,10 @@ class Tracing:
             queued_ns = max(ticket.queued_ns, before.execution.ended_ns)
             return queued_ns, queued_ns
         flow, n = ticket.flow, ticket.node.index
-        if not live.trace.steps and shares_slots(flow, n) and self._ended_ns > flow.arrived_ns:
+        slots = flow.slots if isinstance(flow, StreamFlow) and flow.nesting.is_shared else None
+        if slots is not None and slots.limits[n] > 0 and not live.trace.steps and self._ended_ns > flow.arrived_ns:
             live.begun[flow] = flow.arrived_ns  # it was admitted when another request's step ended
-        return ready_ns(live.begun, live.over, flow, n, ticket.queued_ns), ticket.queued_ns
+        return live.ready_ns(flow, n, ticket.queued_ns), ticket.queued_ns
 
     def _note_stages(self, batch: Batch, running: _Running, passed: Passed, now_ns: int) -> None:
         """Record the stages of a batch that completed a route."""
@@ -320,7 +397,7 @@ class Tracing:
                 given = [made[of].outputs[j] for of, j in route.reads[i - 1] if made[of].outputs]
                 for m, live, _, step in steps:
                     if live.has_tensors and given:
-                        step.tensors += traced_tensors(QUEUE_INPUT, step.node.inputs, [column[m] for column in given])
+                        step.tensors += _traced_tensors(QUEUE_INPUT, step.node.inputs, [column[m] for column in given])
             is_last = i == len(outcomes) - 1
             over_ns = now_ns if is_last or not isinstance(outcome, Results) else outcome.computed_ns
             self._note(stage, running.executions[i], steps, outcome, over_ns)
@@ -343,6 +420,7 @@ class Tracing:
             execution.ran(stage.started_ns, outcome.gathered_ns, outcome.computed_ns, now_ns)
         # The padding rows of sequences were removed from the tickets.
         places = {ticket: m for m, ticket in enumerate(stage.tickets)}
+        order = stage.queue.order
         for _, live, ticket, step in steps:
             m = places.get(ticket, -1)
             add(step.waits, HANDOVER, execution.taken_ns, execution.started_ns)
@@ -351,10 +429,10 @@ class Tracing:
             if isinstance(outcome, Results) and m in outcome.errors:
                 step.error = str(outcome.errors[m])
             elif live.has_tensors and isinstance(outcome, Results) and m >= 0 and outcome.outputs:
-                step.tensors += traced_tensors(
+                step.tensors += _traced_tensors(
                     BACKEND_OUTPUT, step.node.outputs, [column[m] for column in outcome.outputs]
                 )
-            if is_held(stage, ticket):
+            if order is not None and any(one not in stage.tickets for one in order.ahead_of(ticket.flow.whole)):
                 live.held.append(step)
             if isinstance(ticket.flow, Iteration):
                 live.over[ticket.flow, ticket.node.index] = now_ns
@@ -395,3 +473,61 @@ class Tracing:
         since_ns = live.paused.pop(source, None)
         if since_ns is not None:
             add(live.attempts[source].pauses, SEND, since_ns, now_ns)
+
+
+def _passed_on_ns(trace: Trace, n: int) -> int:
+    """When the outputs of node n were passed on, to the steps that read them or to the caller."""
+    readers = {edge.consumer for edge in trace.graph.edges if edge.producer == n}
+    return min([step.ready_ns for step in trace.steps if step.node.index in readers], default=trace.ended_ns)
+
+
+def waits_in_queue(
+    scheduler: Scheduler, batch: Batch, queued_ns: int, taken_ns: int, periods: BusyPeriods
+) -> list[Wait]:
+    """Why a ticket waited in its queue between these times."""
+    queue = batch.queue
+    batcher = queue.batcher
+    busy = periods.after(queued_ns)
+    if queue.bound is not None:
+        return divided(queued_ns, taken_ns, busy, SEQUENCE)
+    otherwise = LIMITER if scheduler.rate_limit is not None and queue.needs else TURN
+    if not (isinstance(batcher, Queue) and batcher.delay_ns):
+        return divided(queued_ns, taken_ns, busy, otherwise)
+    due_ns = min(ticket.queued_ns for ticket in batch.tickets) + batcher.delay_ns
+    until_ns = max(min(due_ns, taken_ns), queued_ns)
+    return [
+        *divided(
+            queued_ns, until_ns, busy, DELAYED if batch.started_ns >= due_ns else _why_complete(batch, len(batcher))
+        ),
+        *divided(until_ns, taken_ns, busy, otherwise),
+    ]
+
+
+def _why_complete(batch: Batch, left: int) -> str:
+    """Why a batch was formed before its delay was over."""
+    if batch.rows >= batch.tickets[0].node.max_batch_size:
+        return FULL
+    return CLOSED if left else SIZED
+
+
+def _traced_tensors(
+    activity: str, specs: Sequence[TensorSpec], tensors: Sequence[Tensor | None]
+) -> Iterator[TensorSeen]:
+    """The tensors that are present, each with its spec."""
+    for spec, tensor in zip(specs, tensors, strict=True):
+        if tensor is not None:
+            array = None if tensor.place.is_gpu else _copy(tensor.array)
+            yield TensorSeen(activity, spec.name, spec.dtype.wire, tensor.shape, array)
+
+
+def _traced_inputs(request: Request) -> Iterator[TensorSeen]:
+    """The inputs of a request."""
+    for name, array in request.inputs.items():
+        if isinstance(array, np.ndarray):
+            wire = BY_NUMPY[array.dtype].wire
+            yield TensorSeen(QUEUE_INPUT, name, wire, array.shape, _copy(array))
+
+
+def _copy(array: Any) -> Array | None:
+    """A copy, since the memory is reused after the batch; None for a large array."""
+    return np.array(array) if array.size <= TRACED_ELEMENTS_MAX else None

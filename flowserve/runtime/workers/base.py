@@ -1,8 +1,8 @@
 """The interface of a worker: one instance of a model in its execution place.
 
-Decides nothing; this is the contract between the engine and the kinds of workers (local.py, gpu.py, process.py), and
-the records that travel between them. A worker runs one batch at a time. It does not know queues, flows' other steps or
-callers.
+Decides nothing; this is the contract between the engine and the kinds of workers (local.py, gpu.py, process.py), the
+records that travel between them, and the outcomes of batches. A worker runs one batch at a time. It does not know
+queues, flows' other steps or callers.
 """
 
 from __future__ import annotations
@@ -11,18 +11,98 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Protocol
 
 import trio
 
+from flowserve.backends.base import Results, Work
 from flowserve.errors import FlowserveError, Internal, ModelRaised
+from flowserve.memory.column import Column
+from flowserve.memory.tensor import Tensor
 from flowserve.runtime.clock import ClockNs
-from flowserve.runtime.workers.outcome import Outcome
-from flowserve.runtime.workers.state import StateAdapter
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Ticket
+from flowserve.values import Request
 
 log = logging.getLogger("flowserve.runtime")
+
+
+@dataclass(slots=True, eq=False)
+class Returned:
+    """The outcome of a decoupled model's batch: its instance is free. Its responses and its error, if it `has_failed`,
+    were reported separately. `rescheduled`: as in `Results`.
+    """
+
+    gathered_ns: int = 0
+    computed_ns: int = 0
+    has_failed: bool = False
+    rescheduled: Sequence[int] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Passed:
+    """The outcome of a batch with a route: `made[i]` are the results of stage i, for the completed stages. `error` is
+    the error of the stage after those; None if the batch passed all stages or returned early.
+    """
+
+    made: list[Results]
+    error: FlowserveError | None = None
+
+
+Outcome = Results | Returned | Passed | FlowserveError
+
+
+class StateAdapter:
+    """For a model without state: nothing is added to a batch, and nothing is kept."""
+
+    def work(self, tickets: Sequence[Ticket], *, may_write: bool = False) -> Work:
+        """The inputs of an instance for a batch that is about to start: its members' tensors as columns. `may_write`:
+        the tensors that it may write to are marked. No tensor is copied.
+        """
+        node = tickets[0].node
+        is_alike = True  # of one node, as nearly every batch
+        rows: list[int] = []
+        slots: list[list[Any]] = []
+        requests: list[Request] = []
+        wanted: list[tuple[str, ...]] = []
+        for ticket in tickets:
+            flow = ticket.flow
+            rows.append(ticket.rows)
+            slots.append(flow.tensors)
+            requests.append(flow.request)
+            wanted.append(ticket.node.wanted or flow.wanted)
+            is_alike = is_alike and ticket.node is node
+        columns = []
+        for i, slot in enumerate(node.inputs):
+            if not is_alike:
+                read = [ticket.node.inputs[i] for ticket in tickets]
+                tensors = [held[slot] if slot >= 0 else None for held, slot in zip(slots, read, strict=True)]
+            elif slot >= 0:
+                tensors = [*map(itemgetter(slot), slots)]
+            else:
+                tensors = [None] * len(rows)
+            columns.append(Column(rows, None, None, tensors))
+        writable = None
+        if may_write:
+            writable = []
+            for i, is_sole in enumerate(node.sole):
+                may = [True] * len(rows) if is_alike and is_sole else writable_members(tickets, i)
+                writable.append(may)
+        return Work(columns, rows, requests, wanted, writable)
+
+    def finish(self, batch: Batch, outcome: Outcome) -> tuple[Outcome, Sequence[Ticket]]:
+        """Keep the states of a completed batch. Returns the rest of its outcome, and the tickets that are to run again;
+        the batch keeps the others.
+        """
+        return outcome, ()
+
+    def take(self, ticket: Ticket, outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Keep the states in one response of a decoupled model. Returns the rest of its outputs."""
+        return outputs
+
+    def restart(self, tickets: Sequence[Ticket]) -> None:
+        """Forget the state of sequences that begin anew with these."""
 
 
 class Worker(Protocol):
@@ -109,3 +189,13 @@ def cannot_start(worker: Worker, batch: Batch, error: Exception) -> Internal:
     log.exception("instance %s: a batch cannot be started", worker.name)
     what = f"{type(error).__name__}: {error}"
     return Internal(f"model '{batch.queue.key.name}', instance '{worker.name}': a batch cannot be started: {what}")
+
+
+def writable_members(tickets: Sequence[Ticket], i: int) -> list[bool]:
+    """Whether a model may write into input i of each member: no other step reads it, and it feeds no other input."""
+    return [ticket.node.sole[i] or _is_last_reader(ticket, i) for ticket in tickets]
+
+
+def _is_last_reader(ticket: Ticket, i: int) -> bool:
+    slot = ticket.node.inputs[i]
+    return slot >= 0 and ticket.flow.is_last_reader(slot) and ticket.node.inputs.count(slot) == 1

@@ -14,16 +14,12 @@ from flowserve.backends.base import LoadedModel, OnDevice, RunsInProcess
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import Unsupported
 from flowserve.runtime.clock import SECOND_NS, ClockNs
-from flowserve.runtime.ipc.encoder import InputPacker
+from flowserve.runtime.ipc.tensors import InputPacker
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.runtime.workers.base import Worker
+from flowserve.runtime.workers.base import StateAdapter, Worker
 from flowserve.runtime.workers.gpu import GpuWorker
-from flowserve.runtime.workers.local import LocalWorker
-from flowserve.runtime.workers.placement import Placement
-from flowserve.runtime.workers.process import ProcessWorker
-from flowserve.runtime.workers.process_pool import ProcessPool
-from flowserve.runtime.workers.sink import ThreadSink
-from flowserve.runtime.workers.state import StateAdapter
+from flowserve.runtime.workers.local import LocalWorker, Placement
+from flowserve.runtime.workers.process import ProcessPool, ProcessWorker
 from flowserve.runtime.workers.streaming import ResponseStreams
 
 log = logging.getLogger("flowserve.load")
@@ -56,11 +52,23 @@ def worker_maker(
     `state`: of a model of sequences; then `config` and `model` are those with its controls and states (`inner`). Raises
     Unsupported where the model cannot run in that place.
     """
+    sink = streams if config.decoupled else None
     if execution == PROCESS:
-        return _in_processes(config, model, pool, streams, state)
+        if pool is None:
+            raise Unsupported(f'model \'{config.name}\': execution "process" is for Linux; use "thread"')
+        if not isinstance(model, RunsInProcess):
+            raise Unsupported(
+                f"model '{config.name}': its backend '{config.backend}' does not run in processes; "
+                'use execution "thread", "inline" or "auto"'
+            )
+        packer = InputPacker(config.inputs, [spec.name for spec in config.outputs])
+        return lambda name, group: ProcessWorker(
+            name, config, model.remote(name, group), packer, pool, state=state, streams=sink
+        )
     placement = Placement() if execution == DEFAULT and model.may_run_inline else None
 
     def make(name: str, group: InstanceGroup) -> Worker:
+        worker: LocalWorker
         instance = model.instance(name, group)
         is_plain = state is None and not config.decoupled
         if is_plain and isinstance(instance, OnDevice):
@@ -69,54 +77,25 @@ def worker_maker(
                     f"model '{config.name}': an instance on a GPU cannot run inline, where nobody may wait for it; "
                     'use execution "thread", or kind: KIND_CPU'
                 )
-            gpu = GpuWorker(name, config.name, instance, len(config.outputs), clock, may_write=not model.is_pure)
-            gpu.is_on_gpu = group.kind == "KIND_GPU"
-            return gpu
-        worker = LocalWorker(
-            name,
-            config.name,
-            instance,
-            None if config.decoupled else len(config.outputs),
-            clock,
-            state=state,
-            # A decoupled model always runs on its thread: on the event loop, nothing could read its responses.
-            sink=ThreadSink(streams) if config.decoupled else None,
-            placement=None if config.decoupled else placement,
-            always_inline=execution == "inline" and not config.decoupled,
-            may_write=config.decoupled or not model.is_pure,
-        )
+            worker = GpuWorker(name, config.name, instance, len(config.outputs), clock, may_write=not model.is_pure)
+        else:
+            worker = LocalWorker(
+                name,
+                config.name,
+                instance,
+                None if config.decoupled else len(config.outputs),
+                clock,
+                state=state,
+                # A decoupled model always runs on its thread: on the event loop, nothing could read its responses.
+                streams=sink,
+                placement=None if config.decoupled else placement,
+                always_inline=execution == "inline" and not config.decoupled,
+                may_write=config.decoupled or not model.is_pure,
+            )
         worker.is_on_gpu = group.kind == "KIND_GPU"
         return worker
 
     return make
-
-
-def _in_processes(
-    config: ModelConfig,
-    model: LoadedModel,
-    pool: ProcessPool | None,
-    streams: ResponseStreams,
-    state: StateAdapter | None,
-) -> MakeWorker:
-    if pool is None:
-        raise Unsupported(f'model \'{config.name}\': execution "process" is for Linux; use "thread"')
-    if not isinstance(model, RunsInProcess):
-        raise Unsupported(
-            f"model '{config.name}': its backend '{config.backend}' does not run in processes; "
-            'use execution "thread", "inline" or "auto"'
-        )
-    packer = InputPacker(config.inputs, [spec.name for spec in config.outputs])
-    spawn = pool.spawn
-    return lambda name, group: ProcessWorker(
-        name,
-        config,
-        model.remote(name, group),
-        packer,
-        spawn,
-        pool,
-        state=state,
-        streams=streams if config.decoupled else None,
-    )
 
 
 def execution_timeout_ns(config: ModelConfig, workers: Sequence[Worker]) -> int:

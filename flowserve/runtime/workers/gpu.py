@@ -1,11 +1,10 @@
 """A worker whose instance computes on a GPU of the server's process.
 
 Decides on which memory the tensors of such a batch are: outputs stay on the GPU where the next instance reads them
-there
-(decision 0024), and inputs that several GPU instances read get a place for copies. It always runs on a thread, since it
-may wait for the device. A batch with a route passes its stages on the first instance's thread, each on the stream of
-its own instance, so that between two stages there are a few calls instead of two hand-offs between threads. Where any
-of a reader's instances is on the host, the output is copied to the host.
+there (decision 0024), and inputs that several GPU instances read get a place for copies. It always runs on a thread,
+since it may wait for the device. A batch with a route passes its stages on the first instance's thread, each on the
+stream of its own instance, so that between two stages there are a few calls instead of two hand-offs between threads.
+Where any of a reader's instances is on the host, the output is copied to the host.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from flowserve.errors import FlowserveError
 from flowserve.graph.plan import PlanNode
 from flowserve.memory.device_tensor import SHARED, DeviceMirror, DeviceTensor, Mirror
 from flowserve.memory.stream import ON_DEVICE, ON_HOST
+from flowserve.runtime.workers.base import Outcome, Passed
 from flowserve.runtime.workers.local import LocalWorker, pass_stages
-from flowserve.runtime.workers.outcome import Outcome, Passed
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.flow import Flow, Ticket
 

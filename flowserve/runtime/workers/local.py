@@ -1,9 +1,14 @@
 """A worker in the server's own process: on a thread of its own, or on the event loop.
 
-Decides how a batch is run there: inline if configured or if measurements allow it (placement.py), else on the
-worker's thread, which is fed by a queue and reports through `Completions`. A batch with a route passes its stages one
-after the other in this process, as far as each of them would run inline. Does not know queues or callers, nor how a
-model computes (backends/). Made by factory.py, driven by the engine.
+Decides how a batch is run there: inline if configured or if measurements allow it, else on the worker's thread, which
+is fed by a queue and reports through `Completions`. A batch with a route passes its stages one after the other in this
+process, as far as each of them would run inline.
+
+`Placement` decides by measurement: a batch whose size class is measured to cost less than the hop to a thread (and no
+more than the loop can spare) runs inline; one that turns out slow goes back to the thread. A hop to a thread costs 50
+to 80 us when nothing else is in flight, and the loop hands the interpreter over twice.
+
+Does not know queues or callers, nor how a model computes (backends/). Made by factory.py, driven by the engine.
 """
 
 from __future__ import annotations
@@ -12,6 +17,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from flowserve.backends.base import CallsModels, Instance, Results, SharesOutputs, Work
 from flowserve.errors import FlowserveError, ModelFailed, ModelRaised, Unavailable
@@ -19,24 +26,39 @@ from flowserve.memory.column import Column
 from flowserve.memory.devices import check_for_loss, lost
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.model_calls.calls import ThreadCaller
-from flowserve.runtime.workers.base import WorkerContext, cannot_start
-from flowserve.runtime.workers.outcome import Outcome, Passed
-from flowserve.runtime.workers.placement import Placement
-from flowserve.runtime.workers.sink import ThreadSink
-from flowserve.runtime.workers.state import StateAdapter
+from flowserve.runtime.workers.base import (
+    Outcome,
+    Passed,
+    Returned,
+    StateAdapter,
+    WorkerContext,
+    cannot_start,
+    log_raised,
+)
+from flowserve.runtime.workers.streaming import ResponseStreams, thread_senders
 from flowserve.scheduling.batch import Batch, Route
 from flowserve.scheduling.flow import Ticket
 
 log = logging.getLogger("flowserve.runtime")
+# A run this short is cheaper on the loop: the hop and the hand-over of the interpreter cost as much.
+INLINE_BELOW_NS: Final = 150_000
+# And this long it keeps other connections waiting too long. Between the two a place is kept, so that it does not flap.
+THREAD_ABOVE_NS: Final = 400_000
+# The first runs of a size allocate and warm caches; they are not representative.
+_FIRST_RUNS: Final = 3
+# A size that was sent back to the thread is looked at again only after that many runs there.
+_RUNS_BEFORE_RETRY: Final = 200
 
 
 class LocalWorker:
     """One instance in the server's own process.
 
-    `output_count`: how many outputs each run must have; None for a decoupled model, whose `sink` sends its responses.
+    `output_count`: how many outputs each run must have; None for a decoupled model, whose responses go to `streams`.
     `placement`: where measurements choose between the event loop and the thread. `always_inline`: on the event loop.
     `may_write`: the model may write into inputs that nothing else reads.
     """
+
+    _context: WorkerContext  # of `open`
 
     def __init__(
         self,
@@ -47,30 +69,29 @@ class LocalWorker:
         clock: ClockNs,
         *,
         state: StateAdapter | None = None,
-        sink: ThreadSink | None = None,
+        streams: ResponseStreams | None = None,
         placement: Placement | None = None,
         always_inline: bool = False,
         may_write: bool = False,
     ) -> None:
         self.name = name
         self.state = state or StateAdapter()
-        self.has_state = sink is not None or type(self.state) is not StateAdapter
+        self.has_state = streams is not None or type(self.state) is not StateAdapter
         self.always_inline = always_inline
         self.running: Batch | None = None  # the batch on its thread
         self.is_on_gpu = False  # whether it computes on a GPU, wherever its tensors are
         may_be_inline = always_inline or placement is not None
-        self.route_group: object = "local" if may_be_inline and sink is None and not self.has_state else None
+        self.route_group: object = "local" if may_be_inline and not self.has_state else None
         self._model = model
         self._instance = instance
         self._output_count = output_count
         self._clock = clock
-        self._sink = sink
+        self._streams = streams
         self._placement = placement
         self._may_write = may_write
         self._caller: ThreadCaller | None = None  # where its model may call others
         self._thread: threading.Thread | None = None
         self._work: queue.SimpleQueue[tuple[Batch, Callable[[], Outcome]] | None] = queue.SimpleQueue()
-        self._context: WorkerContext | None = None
 
     # ------------------------------------------------------------------ opening and closing
 
@@ -113,13 +134,13 @@ class LocalWorker:
         work = self._work_of(batch.tickets)
         if batch.contexts:
             work.contexts = batch.contexts[0]
-        if self._sink is not None:
-            work.senders = self._sink.senders(self, batch.tickets)
+        if self._streams is not None:
+            self.state.restart(batch.tickets)
+            work.senders = thread_senders(batch, self._streams, self.executed_here)
         if self.is_inline(batch.rows):
             return self._execute(batch, work, inline=True)
         if batch.route is not None:
             # A batch returns from its thread after the first stage. The model may call a model of a later stage.
-            assert self._context is not None
             self._context.release(batch, range(1, len(batch.route)))
         self.run_on_thread(batch, lambda: self._execute(batch, work, inline=False))
         return None
@@ -135,8 +156,8 @@ class LocalWorker:
 
     def finish(self, batch: Batch, outcome: Outcome) -> tuple[Outcome, Sequence[Ticket]]:
         """As `Worker.finish`."""
-        if self._sink is not None:
-            self._sink.finish(batch, outcome)
+        if self._streams is not None:
+            self._streams.finish(batch, outcome)
         return self.state.finish(batch, outcome)
 
     def executed_here(self) -> Batch | None:
@@ -154,8 +175,8 @@ class LocalWorker:
     def _execute(self, batch: Batch, work: Work, *, inline: bool) -> Outcome:
         batch.started_ns = self._clock()
         outcome = self.compute(work, batch.rows, batch.started_ns, inline=inline)
-        if self._sink is not None:
-            return self._sink.outcome(self._model, self.name, work, outcome)
+        if self._streams is not None:
+            return self._returned(work, outcome)
         if batch.route is None:
             return outcome
         if not isinstance(outcome, Results):
@@ -163,6 +184,17 @@ class LocalWorker:
         if not inline:
             return Passed([outcome])
         return pass_stages(batch, work, outcome, self._next_stage)
+
+    def _returned(self, work: Work, outcome: Results | FlowserveError) -> Returned:
+        """The outcome of a decoupled model's run: over when `execute` returns, whatever is still to be sent."""
+        if isinstance(outcome, Results):
+            return Returned(outcome.gathered_ns, outcome.computed_ns, rescheduled=outcome.rescheduled)
+        if isinstance(outcome, ModelRaised):
+            log_raised(outcome, self._model, self.name)
+            outcome = outcome.as_told()
+        for sender in work.senders or ():
+            sender.fail(outcome)  # after its earlier responses; a sender that is finished does not fail
+        return Returned(has_failed=True)
 
     def _next_stage(self, batch: Batch, i: int, work: Work) -> Results | FlowserveError | None:
         worker = batch.instances[i]
@@ -183,14 +215,20 @@ class LocalWorker:
         except BaseException as error:  # any kind: behind a dead thread requests would wait for ever
             check_for_loss()
             return _raised(f"model '{self._model}', instance '{self.name}' failed: {error}", error)
-        results.taken = [column.nbytes for column in work.inputs]
+        taken = results.taken = []
+        for column in work.inputs:
+            taken.append(column.nbytes)  # noqa: PERF401  # a comprehension is one more call
         if results.errors:
             check_for_loss()
             for failed in results.errors.values():
                 _without_frames(failed)
-        count = self._output_count
-        if count is not None and [*map(len, results.outputs)] != [len(work.rows)] * count:
-            return ModelFailed(f"model '{self._model}', instance '{self.name}': its backend lost a member")
+        if self._output_count is not None:
+            is_whole, count = len(results.outputs) == self._output_count, len(work.rows)
+            for output in results.outputs:
+                if len(output.rows if type(output) is Column else output) != count:
+                    is_whole = False
+            if not is_whole:
+                return ModelFailed(f"model '{self._model}', instance '{self.name}': its backend lost a member")
         if self._placement is not None:
             self._placement.measured(rows, self._clock() - begun_ns, inline=inline)
         return results
@@ -204,7 +242,6 @@ class LocalWorker:
             opened.put(error)
             return
         opened.put(None)
-        assert self._context is not None
         while (item := self._work.get()) is not None:
             batch, execute = item
             try:
@@ -235,7 +272,7 @@ def pass_stages(
     assert route is not None
     passed = Passed([first])
     made = passed.made
-    for i in range(1, len(route)):
+    for i in range(1, len(route.nodes)):
         if made[-1].errors or made[-1].parameters:
             break  # the scheduler and the callers come first
         following = _following(route, i, work, made)
@@ -262,14 +299,17 @@ def _following(route: Route, i: int, before: Work, made: Sequence[Results]) -> W
         column = made[stage].outputs[j]
         if type(column) is not Column:
             column = Column.of([*column], rows)
-        if column.lacks_some or (column.block is None and len({tensor.shape[1:] for tensor in column if tensor}) > 1):
+        # A column that is one block is complete.
+        if column.block is None and (column.lacks_some or len({one.shape[1:] for one in column if one}) > 1):
             return None
         columns.append(column)
     for k, dims in route.checks[i - 1]:
         first = columns[k][0]
         if first is None or any(want not in (-1, got) for want, got in zip(dims, first.shape[1:], strict=True)):
             return None
-    writable = [[is_last] * count for is_last in route.last_reads[i - 1]]
+    writable = []
+    for is_last in route.last_reads[i - 1]:
+        writable.append([is_last] * count)  # noqa: PERF401  # a comprehension is one more call
     return Work(columns, rows, before.requests, [route.nodes[i].wanted] * count, writable)
 
 
@@ -286,3 +326,47 @@ def _raised(text: str, cause: BaseException) -> ModelRaised:
     failed = ModelRaised(text)  # in a frame that is none of the cause's: they would hold each other
     failed.__cause__ = cause
     return failed
+
+
+class Placement:
+    """Chooses for one model, per size class of batches (powers of two of the row count)."""
+
+    def __init__(self) -> None:
+        self._classes: dict[int, _SizeClass] = {}
+
+    def is_inline(self, rows: int) -> bool:
+        """Whether a batch of `rows` rows should run on the loop now."""
+        found = self._classes.get(rows.bit_length())
+        return found is not None and found.inline
+
+    def measured(self, rows: int, duration_ns: int, *, inline: bool) -> None:
+        """A batch took that long. Sizes that were never measured run on the thread."""
+        size = self._classes.get(rows.bit_length())
+        if size is None:
+            size = self._classes[rows.bit_length()] = _SizeClass()
+        size.runs += 1
+        if inline:
+            # Clipped, so that one run during which the kernel preempted this process does not move the model.
+            size.mean_ns += (min(duration_ns, 2 * THREAD_ABOVE_NS) - size.mean_ns) / 8
+            if size.mean_ns > THREAD_ABOVE_NS:
+                size.inline = False
+                size.runs = -_RUNS_BEFORE_RETRY
+                size.best_ns = 1 << 62
+        elif size.runs > 0 and duration_ns < size.best_ns:
+            size.best_ns = duration_ns
+            if size.runs > _FIRST_RUNS and duration_ns < INLINE_BELOW_NS:
+                size.inline = True
+                size.mean_ns = float(duration_ns)
+                size.runs = 0
+        elif size.runs > _FIRST_RUNS and size.best_ns < INLINE_BELOW_NS:
+            size.inline = True
+            size.mean_ns = float(size.best_ns)
+            size.runs = 0
+
+
+@dataclass(slots=True, eq=False)
+class _SizeClass:
+    inline: bool = False
+    runs: int = 0  # since the place last changed
+    best_ns: int = 1 << 62  # on the thread: the shortest run; contention only ever adds
+    mean_ns: float = 0.0  # inline: moving average

@@ -2,9 +2,21 @@
 
 Decides how such an instance is opened, given batches and closed: a batch is packed and sent on the event loop and its
 reply is read there, without a thread or task for each process. A process that sends an invalid message is killed.
-When a process has ended, its batch fails; supervisor.py decides when the next process starts. process_run.py decides
-the outcome of a batch, ipc/ the transport of messages. Does not know queues or callers. Made by factory.py, driven by
-the engine.
+When a process has ended, its batch fails; supervisor.py decides when the next process starts.
+
+Decides the outcome of a batch (`ProcessRun`): the results of each stage of its route, the instances that it has
+released, and whether it was lost with a process that ended. The process at which a batch returns sends the only reply.
+To return a batch early, or if a process has ended, the server sends CANCEL to every process of the route; each replies
+whether it ran the batch. A process that did not may no longer run it. The instance of each that has replied or ended is
+released. The batch was lost if the process after the last one that ran it has ended; else its reply is on the way.
+
+Decides when a route over processes is announced to them: once, with the first batch that takes it.
+
+Decides that each process has a number of its own. `ProcessPool` holds the objects that all process workers share: the
+starter of processes, the poller of their sockets, and the batches in flight.
+
+ipc/ decides the transport of messages. Does not know queues or callers. Workers are made by factory.py and driven by
+the engine, on the event loop, which also makes the pool.
 """
 
 from __future__ import annotations
@@ -14,40 +26,44 @@ import logging
 import os
 import pickle
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from itertools import chain, count
+from operator import attrgetter
+from typing import Any, Final, cast
 
 import trio
 
 from flowserve.backends.base import Remote, Results
-from flowserve.backends.worker.protocol import BROKEN, CANCELLED, DONE, FAILED, READY, RETURNED, Job, decode_error
-from flowserve.backends.worker.run_message import News
+from flowserve.backends.worker import protocol
+from flowserve.backends.worker.protocol import Job, MemoryUpdate, Stage, decode_error, encode_run, pack, read_passed
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, InstanceDied, Internal, ModelFailed, Unavailable
-from flowserve.runtime.ipc.channel import Channel
-from flowserve.runtime.ipc.decoder import Garbled, OutputReader
-from flowserve.runtime.ipc.encoder import InputPacker
-from flowserve.runtime.ipc.routes import route_number
+from flowserve.memory.column import Column
+from flowserve.memory.segment import Lease
+from flowserve.runtime.clock import ClockNs
+from flowserve.runtime.ipc.channel import Channel, Readiness, Unseen
+from flowserve.runtime.ipc.tensors import Garbled, InputPacker, OutputReader, Packed
+from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.model_calls.process_calls import ProcessCalls
-from flowserve.runtime.processes.children import Child, SpawnChild
-from flowserve.runtime.workers.base import WorkerContext
-from flowserve.runtime.workers.outcome import Outcome, Returned
-from flowserve.runtime.workers.process_pool import ProcessPool
-from flowserve.runtime.workers.process_run import ProcessRun
-from flowserve.runtime.workers.process_sink import ProcessSink
-from flowserve.runtime.workers.sink import end_warm_up
-from flowserve.runtime.workers.state import StateAdapter
-from flowserve.runtime.workers.streaming import ResponseStreams
-from flowserve.scheduling.batch import Batch
+from flowserve.runtime.processes.children import Child, Children, SpawnChild
+from flowserve.runtime.processes.environments import Environment, Environments
+from flowserve.runtime.workers.base import Outcome, Passed, Returned, StateAdapter, WorkerContext
+from flowserve.runtime.workers.streaming import ProcessSink, ResponseStreams
+from flowserve.scheduling.batch import Batch, Route
 from flowserve.scheduling.flow import Ticket
 
 log = logging.getLogger("flowserve.runtime")
-
-ENTRY: Final = "flowserve.backends.worker.main:serve"
 # A model that is unloaded has this long to finish and to finalise; at the end of the server the exit timeout counts.
 CLOSE_S_MAX: Final = 600.0
+_REPLIES: Final = frozenset((protocol.DONE, protocol.FAILED, protocol.RETURNED))
+# The common case of a batch without facts about its members. Results are not modified.
+_NONE: Final[Mapping[int, Any]] = {}
+_route_numbers = count(1)
+_number_of = attrgetter("number")
 
 
 class ProcessWorker:
@@ -57,13 +73,14 @@ class ProcessWorker:
     `streams`: of a decoupled model. `on_end` is called on the event loop when a process ended, after its batch failed.
     """
 
+    _context: WorkerContext  # of the last `open`
+
     def __init__(
         self,
         name: str,
         config: ModelConfig,
         remote: Remote,
         packer: InputPacker,
-        spawn: SpawnChild,
         pool: ProcessPool,
         *,
         state: StateAdapter | None = None,
@@ -83,11 +100,9 @@ class ProcessWorker:
         self.packer = packer
         self._model = config.name
         self._job = Job(config.name, name, config.inputs, config.outputs, batches, remote, config.decoupled)
-        self._spawn = spawn
         self._pool = pool
         self._streams = streams
         self._sink: ProcessSink | None = None  # of the process, where the model is decoupled
-        self._context: WorkerContext | None = None
         self._run: ProcessRun | None = None  # the batch that the process has, or that is on its way there
         self._calls: ProcessCalls | None = None  # once its model has called another
         self._is_closed = False
@@ -98,7 +113,7 @@ class ProcessWorker:
     def running(self) -> Batch | None:
         """The batch that the process has, as this worker's stage has it."""
         run = self._run
-        return None if run is None else run.batch.stage(run.stage_of(self))
+        return None if run is None else run.batch.stage(run.workers.index(self))
 
     # ------------------------------------------------------------------ opening and closing, on other threads
 
@@ -107,8 +122,8 @@ class ProcessWorker:
         exception, or an error if its process ended. May be called again after that, and after `on_end`.
         """
         self._context = context
-        job = self._pool.numbered(self._job)
-        child = self._spawn(self.name, ENTRY, pickle.dumps(job), log_name=self._model)
+        job = replace(self._job, number=next(self._pool.process_numbers))
+        child = self._pool.spawn(self.name, protocol.SERVE, pickle.dumps(job), log_name=self._model)
         channel = Channel(child.socket, job.number, self._model, self._pool.readiness)
         channel.on_calls = partial(self._post, self._begin_early_calls, child)
         self._opening = child
@@ -150,7 +165,7 @@ class ProcessWorker:
         if not child.wait(CLOSE_S_MAX):
             child.kill(why=f"its process was killed, because it had not ended {CLOSE_S_MAX:g} s after it was told to")
             log.error("model '%s', instance '%s': %s", self._model, self.name, child.why)
-        self._post(self._disconnect)
+        self._post(self._read_last)
 
     def _drop(self, child: Child, channel: Channel) -> None:
         channel.close()
@@ -159,7 +174,6 @@ class ProcessWorker:
 
     def _post(self, what: Callable[..., None], *arguments: Any) -> None:
         """Do it on the event loop, where there still is one."""
-        assert self._context is not None
         with suppress(trio.RunFinishedError):
             self._context.token.run_sync_soon(self._carry_out, what, arguments)
 
@@ -167,61 +181,46 @@ class ProcessWorker:
 
     def run(self, batch: Batch) -> Outcome | None:
         """Send a batch. Returns None where its outcome comes later."""
-        workers: Sequence[ProcessWorker] = (self,) if batch.route is None else batch.instances
-        channels: Sequence[Channel | None]
-        channels = (self.channel,) if batch.route is None else [worker.channel for worker in workers]
+        route = batch.route
+        workers: Sequence[ProcessWorker] = (self,) if route is None else batch.instances
+        channels: list[Any] = []
+        for worker in workers:
+            channels.append(worker.channel)  # noqa: PERF401  # a comprehension is one more call
         if None in channels:
             return Unavailable(f"model '{self._model}', instance '{self.name}': its process is not running")
         number = next(self._pool.run_numbers)
-        run = self._pool.runs[number] = ProcessRun(number, batch, workers, channels)  # type: ignore[arg-type]
+        run = self._pool.runs[number] = ProcessRun(number, batch, workers, channels)
         for worker in workers:
             worker._run = run
         try:
-            self._send(run, channels)  # type: ignore[arg-type]
-        except FlowserveError as error:
+            work = self.state.work(batch.tickets)
+            batch.started_ns = self._pool.clock()
+            run.rows = work.rows
+            packed = run.packed = self.packer.pack(work)
+            if self._sink is not None:
+                self.state.restart(batch.tickets)
+                self._sink.begin(number, batch)
+            for channel in channels:
+                run.updates.append(channel.take_update())
+            route_number = 0 if route is None else _route_number(route, channels, workers)
+            update, *later = run.updates
+            fields = packed.columns, packed.wanted, update, packed.facts, batch.contexts, route_number, later, ()
+            channels[0].run(encode_run((number, work.rows, *fields)), packed, self.packer)
+        except Exception as error:
+            run.restore_updates(0)
             self._end(run)
+            if isinstance(error, OSError):
+                what = f"model '{self._model}', instance '{self.name}': a batch cannot be sent: {error.strerror}"
+                return self._failed(batch, Internal(what))
+            if not isinstance(error, FlowserveError):
+                raise
             return self._failed(batch, error.with_traceback(None))  # a traceback would keep the batch alive
-        except OSError as error:
-            self._end(run)
-            what = f"model '{self._model}', instance '{self.name}': a batch cannot be sent: {error.strerror}"
-            return self._failed(batch, Internal(what))
-        except Exception:
-            self._end(run)
-            raise
         return None
-
-    def _send(self, run: ProcessRun, channels: Sequence[Channel]) -> None:
-        batch = run.batch
-        work = self.state.work(batch.tickets)
-        if batch.contexts:
-            work.contexts = batch.contexts[0]
-        batch.started_ns = self._pool.clock()
-        run.packed = self.packer.pack(work.inputs)
-        run.rows = work.rows
-        if self._sink is not None:
-            self.state.restart(batch.tickets)
-            self._sink.begin(run.number, batch)
-        news: Sequence[News]
-        news = (channels[0].news(),) if batch.route is None else [channel.news() for channel in channels]
-        try:
-            message = self.packer.message(run.number, work, run.packed, news[0])
-            if batch.route is not None:
-                route = batch.route
-                message.route = route_number(route, channels, batch.instances)
-                message.later_news = news[1:]
-                message.contexts = batch.contexts
-            channels[0].run(message, run.packed, self.packer)
-        except Exception:
-            for channel, one in zip(channels, news, strict=True):
-                channel.put_back(one)
-            raise
-        run.news = news
 
     def finish(self, batch: Batch, outcome: Outcome) -> tuple[Outcome, Sequence[Ticket]]:
         """As `Worker.finish`."""
         if self._streams is not None:
-            self._streams.catch_up()
-            end_warm_up(self._streams, batch, outcome)
+            self._streams.finish(batch, outcome)
         return self.state.finish(batch, outcome)
 
     def recall(self, batch: Batch) -> None:
@@ -232,8 +231,7 @@ class ProcessWorker:
     def _end(self, run: ProcessRun) -> None:
         """The batch is back: its workers have it no more."""
         del self._pool.runs[run.number]
-        workers: Sequence[ProcessWorker] = (self,) if run.batch.route is None else run.batch.instances
-        for worker in workers:
+        for worker in run.workers:
             if worker._run is run:
                 worker._run = None
 
@@ -266,12 +264,18 @@ class ProcessWorker:
                 if kind in _REPLIES:
                     run = self._run
                     if run is None or run.number != words[1]:
-                        run = self._other_run(kind, words[1])
-                    if run is not None:
-                        self._complete(run, run.outcome(self, kind, words, text, self._pool.clock()))
-                        return  # after a reply a process sends nothing by itself
-                elif kind == CANCELLED:
-                    self._cancelled(words)
+                        run = self._pool.runs.get(words[1])  # of an earlier route
+                        if run is None or self not in run.workers:
+                            if kind == protocol.RETURNED:
+                                continue  # it was lost meanwhile
+                            raise Garbled(f"a reply to batch {words[1]}, which it does not have")
+                    self._complete(run, run.outcome(self, kind, words, text, self._pool.clock()))
+                    return  # after a reply a process sends nothing by itself
+                if kind == protocol.CANCELLED:
+                    run = self._pool.runs.get(words[1])
+                    if run is not None and self in run.workers:  # else it is back meanwhile
+                        run.cancelled(self, words)
+                        self._leave(run)
                 elif self._sink is not None:
                     self._sink.take(kind, words, text, self._run.batch if self._run is not None else None)
                 else:
@@ -280,18 +284,9 @@ class ProcessWorker:
             self._pool.readiness.forget(child.socket.fileno())
             child.hung_up()
         except Garbled as error:
-            self.wrong(str(error))
+            self.kill_for(str(error))
         except Exception as error:  # whatever a message leads to, it concerns this process only
-            self.wrong(f"{type(error).__name__}: {error}")
-
-    def _other_run(self, kind: int, number: int) -> ProcessRun | None:
-        """The batch of an earlier route that a reply is about; None where it was lost meanwhile. Raises Garbled."""
-        run = self._pool.runs.get(number)
-        if run is None or self not in run.workers:
-            if kind == RETURNED:
-                return None
-            raise Garbled(f"a reply to batch {number}, which it does not have")
-        return run
+            self.kill_for(f"{type(error).__name__}: {error}")
 
     def _complete(self, run: ProcessRun, outcome: Outcome) -> None:
         if run is self._run and run.batch.route is None:
@@ -304,21 +299,16 @@ class ProcessWorker:
                 outcome = Returned(outcome.gathered_ns, outcome.computed_ns, rescheduled=outcome.rescheduled)
             elif isinstance(outcome, FlowserveError):
                 outcome = self._failed(run.batch, outcome)
-        assert self._context is not None
         self._context.completions.waiting.append((run.batch, outcome))
 
-    def _cancelled(self, words: Sequence[int]) -> None:
-        run = self._pool.runs.get(words[1])
-        if run is None or self not in run.workers:
-            return  # it is back meanwhile
-        stage = run.cancelled(self, words)
-        if self._run is run:
-            self._run = None
-        assert self._context is not None
-        self._context.release(run.batch, (stage,))
-        self._complete_if_lost(run)
-
-    def _complete_if_lost(self, run: ProcessRun) -> None:
+    def _leave(self, run: ProcessRun) -> None:
+        """This instance will not run the batch any more: release it before the other stages of the route are over, and
+        complete the batch if it is lost.
+        """
+        if run.batch.route is not None:
+            if self._run is run:
+                self._run = None
+            self._context.release(run.batch, (run.workers.index(self),))
         outcome = run.lost(self._pool.clock())
         if outcome is not None:
             self._complete(run, outcome)
@@ -334,12 +324,18 @@ class ProcessWorker:
                 sink.fail(InstanceDied(child.ended))
             for run in runs:  # also one on a route that this process has passed
                 run.died(self, child.ended)
-                self._complete_if_lost(run)
+                self._leave(run)
         finally:
-            assert self._context is not None
             self._context.wake()
             if self.on_end is not None:
                 self.on_end()
+
+    def _read_last(self) -> None:
+        """Its process has ended as it was asked to. Its last reply may have arrived since the event loop last read."""
+        self.read()
+        self._disconnect()
+        if self._context is not None:
+            self._context.wake()
 
     def _disconnect(self) -> None:
         channel, child = self.channel, self.child
@@ -349,7 +345,7 @@ class ProcessWorker:
             channel.close()
         self._end_calls()
 
-    def wrong(self, what: str) -> None:
+    def kill_for(self, what: str) -> None:
         """Kill its process, which sent an invalid message."""
         self._kill(_garbled(what))
 
@@ -382,7 +378,6 @@ class ProcessWorker:
             child.kill(why=_garbled(str(error)))
 
     def _begin_calls(self, fd: int) -> None:
-        assert self._context is not None
         if self._calls is not None or self._context.calls is None:
             os.close(fd)
             raise Garbled("a second socket for calls")
@@ -398,7 +393,7 @@ class ProcessWorker:
         """The model's name while it is being opened, else ""."""
         return "" if self._opening is None else self._model
 
-    def cut(self, number: int) -> None:
+    def end_route(self, number: int) -> None:
         """Its model makes a call while it executes this batch of a route: the batch returns to the server after this
         stage, and the instances of all others are needed for calls.
         """
@@ -407,11 +402,289 @@ class ProcessWorker:
             run.cancel()
 
 
-_REPLIES: Final = frozenset((DONE, FAILED, RETURNED))
+@dataclass(slots=True, eq=False)
+class ProcessRun:
+    """A batch and the workers of its stages; one without a route. `updates[i]` was sent with it to stage i."""
+
+    number: int
+    batch: Batch
+    workers: Sequence[ProcessWorker]
+    channels: Sequence[Channel]
+    packed: Packed = field(init=False)
+    rows: Sequence[int] = field(init=False)
+    updates: list[MemoryUpdate] = field(default_factory=list)
+    _owed: dict[int, int] = field(default_factory=dict)  # by stage: CANCELs that are not answered yet
+    _acknowledged: dict[int, Stage] = field(default_factory=dict)
+    _dead: dict[int, str] = field(default_factory=dict)  # stages whose process has ended, and how
+
+    def restore_updates(self, first: int) -> None:
+        """The batch did not reach the stages from `first` on."""
+        for channel, update in zip(self.channels[first:], self.updates[first:], strict=False):
+            channel.restore_update(update)
+
+    # ------------------------------------------------------------------ its reply
+
+    def outcome(self, worker: ProcessWorker, kind: int, words: Sequence[int], text: bytes, now_ns: int) -> Outcome:
+        """Read the reply of a worker's process. Raises Garbled."""
+        passed: Sequence[Stage] = ()
+        if len(self.workers) == 1:
+            if words[2]:
+                raise Garbled("a batch without a route that passed stages")
+            at = 3
+        else:
+            passed, at = read_passed(words, 2)
+        k = len(passed)
+        if k >= len(self.workers) or self.workers[k] is not worker:
+            raise Garbled(f"a reply to batch {self.number}, which is not there")
+        results, error, kept = None, None, 0
+        try:
+            if kind == protocol.DONE:
+                kept, gathered_ns, computed_ns, segment, offset, nbytes = words[at : at + 6]
+                block = self.channels[k].block(segment, offset, nbytes)
+                outputs, placed = worker.reader.read(words, at + 6, block, self.rows)
+                copied, taken = ((), ()) if k else (self.packed.copied, self.packed.taken)
+                results = Results(outputs, _NONE, gathered_ns, computed_ns, copied, placed, _NONE, (), taken)
+                if text:
+                    self._add_members(results, {int(m): one for m, one in json.loads(text).items()})
+            elif kind == protocol.FAILED:
+                kept = words[at]
+                error = decode_error(json.loads(text))
+            elif not passed:
+                raise Garbled("a batch that was sent to it was not run")
+        except Unseen as unseen:  # it has replied, and its outputs cannot be read
+            error = Internal(str(unseen))
+        is_complete = results is not None and k == len(self.workers) - 1 and not text and not self.batch.wants_outputs
+        leases: Sequence[Lease | FlowserveError | None] = ()
+        if passed and not (is_complete and not kept and self._give_back(passed, k)):
+            leases = self._leases(passed, k)
+        if kept:
+            self._hold(k, leases)
+        if k + 1 < len(self.workers):
+            self.restore_updates(k + 1)
+        if self.batch.route is None:
+            if results is None:
+                assert error is not None
+                return error
+            if not self.batch.started_ns <= results.gathered_ns <= results.computed_ns <= now_ns:
+                _in_order(results, self.batch.started_ns, now_ns)
+            return results
+        outcome = self._made(passed, leases, now_ns, has_outputs=not is_complete)
+        if outcome.error is not None:
+            return outcome
+        if results is not None:
+            before_ns = outcome.made[-1].computed_ns if passed else self.batch.started_ns
+            if not before_ns <= results.gathered_ns <= results.computed_ns <= now_ns:
+                _in_order(results, before_ns, now_ns)
+            outcome.made.append(results)
+        outcome.error = error
+        return outcome
+
+    def _add_members(self, results: Results, told: Mapping[int, Any]) -> None:
+        if not told.keys() <= set(range(len(self.rows))):
+            raise Garbled("a reply about a member that does not exist")
+        results.parameters = {m: one for m, one in told.items() if isinstance(one, dict)}
+        results.rescheduled = [m for m, one in told.items() if one is None]
+        results.errors = {m: decode_error(one) for m, one in told.items() if not (one is None or isinstance(one, dict))}
+
+    def _give_back(self, passed: Sequence[Stage], last: int) -> bool:
+        """Free the blocks of the passed stages, which the server does not read. False, and nothing is done, where a
+        model goes on reading one, or a later process is not known to have its segment.
+        """
+        for i, stage in enumerate(passed):
+            if stage.kept:
+                return False
+            for j in range(i + 1, last + 1):
+                if stage.segment and stage.segment not in self.channels[j].attached:
+                    return False
+        for i, stage in enumerate(passed):
+            if stage.segment:
+                self.channels[i].free_blocks.append((stage.segment, stage.offset))
+        return True
+
+    def _leases(self, passed: Sequence[Stage], last: int) -> list[Lease | FlowserveError | None]:
+        """The block that each passed stage made, or why it cannot be read; it is free again with its lease. Stages up
+        to `last` have its memory attached.
+        """
+        leases: list[Lease | FlowserveError | None] = []
+        for i, stage in enumerate(passed):
+            nbytes = max([start + size for start, size, _ in stage.outputs], default=0)
+            lease: Lease | FlowserveError | None
+            if nbytes and not self.channels[i].knows(stage.segment):  # announced on a socket that was not read yet
+                self.workers[i].read()
+            try:
+                lease = self.channels[i].block(stage.segment, stage.offset, nbytes)
+            except Unseen as unseen:
+                lease = Internal(str(unseen))
+            except Exception as error:
+                lease = self._invalid(i, error)
+            leases.append(lease)
+            if isinstance(lease, Lease):
+                for j in range(i + 1, last + 1):
+                    self.channels[j].has_attached(lease.segment)
+            if stage.kept:
+                self._hold(i, leases[:i])
+        return leases
+
+    def _hold(self, i: int, leases: Sequence[Any]) -> None:
+        """The model of stage i goes on reading its inputs."""
+        self.channels[i].hold(self.number, leases if i else self.packed.held)
+
+    def _made(
+        self,
+        passed: Sequence[Stage],
+        leases: Sequence[Lease | FlowserveError | None],
+        now_ns: int,
+        *,
+        has_outputs: bool,
+    ) -> Passed:
+        """The results of the passed stages, with the outputs that are read. Ends with an error at the first stage
+        whose outputs cannot be read.
+        """
+        made: list[Results] = []
+        before_ns = self.batch.started_ns
+        for i, stage in enumerate(passed):
+            outputs: Sequence[Column] = ()
+            if has_outputs:
+                lease = leases[i]
+                if isinstance(lease, FlowserveError):
+                    return Passed(made, lease)
+                try:
+                    outputs = self.workers[i].reader.read_stage(stage, lease, self.rows)
+                except Exception as error:
+                    return Passed(made, self._invalid(i, error))
+            placed = []
+            for _, nbytes, _ in stage.outputs:
+                placed.append(nbytes)  # a comprehension is one more call
+            copied, taken = ((), ()) if i else (self.packed.copied, self.packed.taken)
+            results = Results(outputs, _NONE, stage.gathered_ns, stage.computed_ns, copied, placed, _NONE, (), taken)
+            if not before_ns <= results.gathered_ns <= results.computed_ns <= now_ns:
+                _in_order(results, before_ns, now_ns)
+            before_ns = results.computed_ns
+            made.append(results)
+        return Passed(made)
+
+    def _invalid(self, i: int, error: Exception) -> InstanceDied:
+        """The error of stage i, whose process reported outputs that cannot be right: it is killed, unless it has ended
+        before it had announced their memory.
+        """
+        worker = self.workers[i]
+        if i in self._dead:
+            return InstanceDied(self._dead[i])
+        what = str(error) if isinstance(error, Garbled) else f"{type(error).__name__}: {error}"
+        if worker.channel is self.channels[i]:
+            worker.kill_for(what)
+        return InstanceDied(f"model '{worker._model}', instance '{worker.name}': {_garbled(what)}")
+
+    # ------------------------------------------------------------------ leaving its route
+
+    def cancel(self) -> None:
+        """Ask every process of the route whether the batch was run there; if not, it no longer may be."""
+        for i, channel in enumerate(self.channels):
+            if i not in self._dead:
+                self._owed[i] = self._owed.get(i, 0) + 1
+                channel.tell(pack(protocol.CANCEL, (self.number,)))
+
+    def cancelled(self, worker: ProcessWorker, words: Sequence[int]) -> None:
+        """A process answered CANCEL: its instance is free. Raises Garbled."""
+        i = self.workers.index(worker)
+        passed, _ = read_passed(words, 2)
+        if not self._owed.get(i):
+            raise Garbled("an answer to a CANCEL that was not sent")
+        self._owed[i] -= 1
+        if passed:
+            self._acknowledged[i] = passed[0]
+
+    def died(self, worker: ProcessWorker, how: str) -> None:
+        """The process of a worker has ended."""
+        self._dead[self.workers.index(worker)] = how
+        if self.batch.route is not None:
+            self.cancel()
+
+    def lost(self, now_ns: int) -> Outcome | None:
+        """The outcome, where it is known that the batch was in a process when that ended; else None."""
+        if not self._dead:
+            return None
+        if self.batch.route is None:
+            return InstanceDied(self._dead[0])
+        if any(count for i, count in self._owed.items() if i not in self._dead):
+            return None
+        i = max([-1, *self._acknowledged]) + 1
+        if i not in self._dead:
+            return None
+        passed: list[Stage] = []
+        while len(passed) < i and len(passed) in self._acknowledged:
+            passed.append(self._acknowledged[len(passed)])
+        leases = self._leases(passed, i)
+        self.restore_updates(i + 1)
+        outcome = self._made(passed, leases, now_ns, has_outputs=True)
+        if outcome.error is None:  # the first stage without reported results
+            outcome.error = InstanceDied(self._dead.get(len(passed), self._dead[i]))
+        return outcome
+
+
+class ProcessPool:
+    """The worker processes of a server. Made on the event loop."""
+
+    def __init__(self, clock: ClockNs, loop: StepLoop) -> None:
+        self.clock = clock
+        self.children = Children(clock)
+        self.environments = Environments(self.children)
+        self.spawn: SpawnChild = self.children.spawn
+        self.readiness = Readiness(loop)
+        self.runs: dict[int, ProcessRun] = {}  # the batches that they have, by number
+        self.run_numbers = count(1)
+        self.process_numbers = count(1)  # taken on any thread
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve them. Ends by cancellation, after `close`."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.children.run)
+            nursery.start_soon(self.readiness.run, name="sockets of worker processes")
+            task_status.started()
+
+    def within(self, environment: Environment) -> ProcessPool:
+        """The same, for a model that runs in that environment."""
+        within = copy(self)
+        within.spawn = environment.spawn
+        return within
+
+    async def close(self) -> None:
+        """End every process that still lives."""
+        await self.children.close()
+        self.environments.close()
+
+
+def _route_number(route: Route, channels: Sequence[Channel], workers: Sequence[ProcessWorker]) -> int:
+    """The number of a route over these workers' processes. A new route is announced to them first, and routes over a
+    process that has ended are forgotten.
+    """
+    known = cast("dict[tuple[int, ...], tuple[int, Sequence[Channel]]] | None", route.worker_data)
+    if known is None:
+        known = route.worker_data = {}
+    key = tuple(map(_number_of, channels))
+    found = known.get(key)
+    if found is None:
+        ended = [one for one, (_, over) in known.items() if any(channel.is_closed for channel in over)]
+        gone = [known.pop(one)[0] for one in ended]
+        found = next(_route_numbers), channels
+        for i, read in enumerate(route.reads):
+            here, following = channels[i], channels[i + 1]
+            here.introduce(following)
+            wanted = workers[i + 1].packer.indices(route.nodes[i + 1].wanted)
+            words = [found[0], following.number, len(wanted), *wanted, len(read), *chain.from_iterable(read), *gone]
+            here.tell(pack(protocol.ROUTE, words))
+        known[key] = found  # not before: it raises where a socket cannot be shown
+    return found[0]
+
+
+def _in_order(results: Results, begun_ns: int, now_ns: int) -> None:
+    """Another process's clock is the same clock, but the model's code may have written these times."""
+    results.gathered_ns = min(max(results.gathered_ns, begun_ns), now_ns)
+    results.computed_ns = min(max(results.computed_ns, results.gathered_ns), now_ns)
 
 
 def _garbled(what: str) -> str:
-    return f"what its process said cannot be ({what}); it was killed"
+    return f"its process sent an invalid message ({what}); it was killed"
 
 
 def _await_open(child: Child, channel: Channel) -> None:
@@ -426,13 +699,13 @@ def _await_open(child: Child, channel: Channel) -> None:
         except EOFError:
             raise ModelFailed(child.how_it_ended()) from None
         except Garbled as error:
-            raise ModelFailed(f"instance '{child.name}': what its process said cannot be: {error}") from None
+            raise ModelFailed(f"instance '{child.name}': its process sent an invalid message: {error}") from None
         if message is not None:
             kind, _, text = message
-            if kind == READY:
+            if kind == protocol.READY:
                 return
-            if kind == BROKEN:
+            if kind == protocol.BROKEN:
                 raise decode_error(json.loads(text))
-            raise ModelFailed(f"instance '{child.name}': what its process said cannot be: a message of kind {kind}")
+            raise ModelFailed(f"instance '{child.name}': its process sent an invalid message: a message of kind {kind}")
         if child.pidfd in ready:
             raise ModelFailed(child.how_it_ended())

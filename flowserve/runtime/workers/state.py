@@ -7,9 +7,9 @@ with the sequence (`memory`) as rows of the block it was computed in: a batch th
 unchanged. State ends with its sequence and is not visible to other sequences. A sequence begins with its
 `initial_state`, or with zeros without one.
 
-`StateAdapter` is for models without state, `SequenceAdapter` for models of sequences, `IterativeAdapter` for iterative
-sequences. Does not know which requests make a batch (scheduling/sequence/), nor where it runs. Called on the event
-loop, once before and once after each batch.
+`SequenceAdapter` is for models of sequences, `IterativeAdapter` for iterative sequences; `StateAdapter` is for
+models without state. Does not know which requests make a batch (scheduling/sequence/), nor where it runs. Called on the
+event loop, once before and once after each batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from operator import itemgetter
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,15 +26,15 @@ import numpy as np
 from flowserve.backends.base import Results, Work
 from flowserve.config.types import ModelConfig, SequenceControl, SequenceState
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
-from flowserve.memory import bytes_codec
+from flowserve.memory import raw
 from flowserve.memory.assemble import padding_like, zeros
 from flowserve.memory.column import Column
 from flowserve.memory.tensor import Tensor
-from flowserve.runtime.workers.outcome import Outcome, Returned
+from flowserve.runtime.workers.base import Outcome, Returned, StateAdapter
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow, Ticket
-from flowserve.scheduling.sequence.direct import FillerFlow
 from flowserve.scheduling.sequence.sequence import RequestSequence
+from flowserve.scheduling.sequence.strategies import FillerFlow
 from flowserve.scheduling.streaming.iterations import Source
 from flowserve.values import Array, DType, Request, TensorSpec
 
@@ -43,56 +43,6 @@ FOLDER: Final = "initial_state"
 NULL: Final = Request({})
 
 Memory = Sequence[Tensor]
-
-
-class StateAdapter:
-    """For a model without state: nothing is added to a batch, and nothing is kept."""
-
-    def work(self, tickets: Sequence[Ticket], *, may_write: bool = False) -> Work:
-        """The inputs of an instance for a batch that is about to start: its members' tensors as columns. `may_write`:
-        the tensors that it may write to are marked. No tensor is copied.
-        """
-        node = tickets[0].node
-        is_alike = True  # of one node, as nearly every batch
-        rows: list[int] = []
-        slots: list[list[Any]] = []
-        requests: list[Request] = []
-        wanted: list[tuple[str, ...]] = []
-        for ticket in tickets:
-            flow = ticket.flow
-            rows.append(ticket.rows)
-            slots.append(flow.tensors)
-            requests.append(flow.request)
-            wanted.append(ticket.node.wanted or flow.wanted)
-            is_alike = is_alike and ticket.node is node
-        columns = []
-        for i, slot in enumerate(node.inputs):
-            if not is_alike:
-                read = [ticket.node.inputs[i] for ticket in tickets]
-                tensors = [held[slot] if slot >= 0 else None for held, slot in zip(slots, read, strict=True)]
-            elif slot >= 0:
-                tensors = [*map(itemgetter(slot), slots)]
-            else:
-                tensors = [None] * len(rows)
-            columns.append(Column(rows, None, None, tensors))
-        writable = None
-        if may_write:
-            sole = [is_alike and is_sole for is_sole in node.sole]
-            writable = [[True] * len(rows) if sole[i] else writable_members(tickets, i) for i in range(len(sole))]
-        return Work(columns, rows, requests, wanted, writable)
-
-    def finish(self, batch: Batch, outcome: Outcome) -> tuple[Outcome, Sequence[Ticket]]:
-        """Keep the states of a completed batch. Returns the rest of its outcome, and the tickets that are to run again;
-        the batch keeps the others.
-        """
-        return outcome, ()
-
-    def take(self, ticket: Ticket, outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Keep the states in one response of a decoupled model. Returns the rest of its outputs."""
-        return outputs
-
-    def restart(self, tickets: Sequence[Ticket]) -> None:
-        """Forget the state of sequences that begin anew with these."""
 
 
 class SequenceAdapter(StateAdapter):
@@ -115,8 +65,9 @@ class SequenceAdapter(StateAdapter):
         self.inner = _inner(config, sequence.controls, sequence.states)
         outputs = {spec.name: j for j, spec in enumerate(self.inner.outputs)}
         self._updated = [outputs[state.output] for state in sequence.states]
-        self._state_names = tuple(state.output for state in sequence.states)
-        self._wanted: dict[tuple[str, ...], tuple[str, ...]] = {}
+        states = tuple(state.output for state in sequence.states)
+        # Clients choose these names, in any order and number.
+        self._asked = lru_cache(100)(lambda names: tuple(dict.fromkeys((*names, *states))))
 
     # ------------------------------------------------------------------ before a batch
 
@@ -124,7 +75,7 @@ class SequenceAdapter(StateAdapter):
         real = [ticket for ticket in tickets if ticket.sequence is not None]
         work = super().work(real, may_write=may_write)
         if self._states:
-            work.wanted = [self._asked(names) for names in work.wanted]
+            work.wanted = [*map(self._asked, work.wanted)]
         work.requests = self._requests(real, work.requests)
         given = [*work.inputs]
         states = self._remembered(real, work.requests)
@@ -148,14 +99,6 @@ class SequenceAdapter(StateAdapter):
         """Whether a request begins its sequence, or begins it again."""
         request: Request = ticket.flow.request
         return request.sequence_start
-
-    def _asked(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        found = self._wanted.get(names)
-        if found is None:
-            if len(self._wanted) > 100:
-                self._wanted.clear()  # clients choose these names, in any order and number
-            found = self._wanted[names] = tuple(dict.fromkeys((*names, *self._state_names)))
-        return found
 
     def _control(self, make: Callable[[Request], Any], dtype: Any, requests: Sequence[Request]) -> Column:
         block = np.array([make(request) for request in requests], dtype)
@@ -381,18 +324,8 @@ def _read(state: SequenceState, config: ModelConfig, folder: Path, count: int) -
     except OSError as error:
         raise Invalid(f"{where} cannot be read: {error.strerror}") from error
     if state.dtype is DType.BYTES:
-        return bytes_codec.decode(content, count, name=state.input, model=config.name)
+        return raw.decode_bytes(content, count, name=state.input, model=config.name)
     wanted = count * state.dtype.itemsize
     if len(content) != wanted:
         raise Invalid(f"{where} has {len(content)} bytes, and the state needs {wanted} ({count} {state.dtype})")
     return np.frombuffer(content, state.dtype.numpy, count)
-
-
-def writable_members(tickets: Sequence[Ticket], i: int) -> list[bool]:
-    """Whether a model may write into input i of each member: no other step reads it, and it feeds no other input."""
-    return [ticket.node.sole[i] or _is_last_reader(ticket, i) for ticket in tickets]
-
-
-def _is_last_reader(ticket: Ticket, i: int) -> bool:
-    slot = ticket.node.inputs[i]
-    return slot >= 0 and ticket.flow.is_last_reader(slot) and ticket.node.inputs.count(slot) == 1

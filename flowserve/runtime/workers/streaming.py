@@ -1,34 +1,47 @@
 """Responses, waits and ends of decoupled models, from any thread or process.
 
 Decides how what a decoupled model does reaches the scheduler (scheduling/streaming/credits.py), and how a step of one
-is recorded in the statistics. What a model's thread reports is handed to the event loop in order; a thread that has
-credits never waits. How processes report is decided in process_sink.py. Does not know queues or batches.
+is recorded in the statistics (`ResponseStreams`). What a model's thread reports is handed to the event loop in order; a
+thread that has credits never waits.
+
+Decides which sender each request of a batch gets: a request that runs again has the one that it had, and a padding row
+has one that nothing listens to. A process of such a model has a `ProcessSink`, which decides which step a message is
+about, and that a response costs a credit that was granted; nothing in a message is trusted.
+
+Does not know queues, nor how batches run. Called by local.py and process.py.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol, TypeGuard
 
 import trio
 
 from flowserve.backends.base import Sent
 from flowserve.backends.credit import CreditSender
+from flowserve.backends.worker import protocol
+from flowserve.backends.worker.protocol import decode_error, pack
 from flowserve.errors import FlowserveError, Internal
 from flowserve.memory.devices import check_for_loss
 from flowserve.observe.statistics import BACKEND, Statistics
 from flowserve.runtime.clock import ClockNs
-from flowserve.runtime.workers.outcome import Returned
+from flowserve.runtime.ipc.channel import Channel, Unseen
+from flowserve.runtime.ipc.tensors import Garbled, OutputReader
+from flowserve.runtime.workers.base import Outcome, Returned
 from flowserve.runtime.workers.parameters import request_after
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import longer
+from flowserve.scheduling.flow import Ticket, longer
 from flowserve.scheduling.scheduler import Scheduler
-from flowserve.scheduling.streaming.iterations import Sender, Source
+from flowserve.scheduling.streaming.iterations import Source, StreamSender
 
 log = logging.getLogger("flowserve.runtime")
+_GOING_ON_MAX: Final = 1000  # members in one message
+_NO_SENDER: Final = (0, 0)  # batches are numbered from 1
 
 
 class StreamObserver(Protocol):
@@ -60,7 +73,7 @@ class ResponseStreams:
         self._posted: deque[tuple[Callable[[], None], Source | None]] = deque()
         self.observer: StreamObserver | None = None
 
-    def start(self, source: Source, sender: Sender, instance: object) -> int:
+    def start(self, source: Source, sender: StreamSender, instance: object) -> int:
         """A step is about to run on an instance. Returns how many responses it may send before it must wait."""
         source.instance = instance
         source.last_ns = self._clock()
@@ -121,7 +134,7 @@ class ResponseStreams:
                 statistics.responses.was_empty(source.count, now_ns - source.last_ns)
             took_ns = now_ns - source.started_ns
             statistics.succeeded([source.queued_ns], source.started_ns, 0, took_ns, 0)
-            flow = source.flow
+            flow = source.flow.stream
             flow.took = longer(flow.took, source.started_ns - source.queued_ns, 0, took_ns, 0)
             self._streams.last(source, now_ns)
         else:
@@ -142,7 +155,7 @@ class ResponseStreams:
         now_ns = self._clock()
         if not outcome.has_failed:
             started_ns = batch.started_ns
-            statistics: Statistics = batch.queue.observer
+            statistics: Statistics = batch.queue.statistics
             input_ns = max(outcome.gathered_ns - started_ns, 0)
             statistics.executed(batch.rows, input_ns, now_ns - started_ns - input_ns, 0, now_ns)
             for ticket in batch.tickets:
@@ -150,36 +163,40 @@ class ResponseStreams:
         self._scheduler.execute_returned(batch)
         self._wake()
 
-    def post(self, what: Callable[[], None], source: Source | None = None) -> None:
+    def post(self, work: Callable[[], None], source: Source | None = None) -> None:
         """Run `work` on the loop, after all earlier posts. On any thread. `source`: the step that it concerns, which
         fails if `work` raises an internal error.
         """
-        self._posted.append((what, source))
+        self._posted.append((work, source))
         try:
             self._token.run_sync_soon(self._drain, idempotent=True)
         except trio.RunFinishedError:
             log.debug("an answer came after the server was gone")
 
-    def catch_up(self) -> None:
-        """Run the posted work now."""
+    def finish(self, batch: Batch, outcome: Outcome) -> None:
+        """Process the responses that a batch's model has sent, before the outcome of the batch. A warm-up of an
+        iterative model runs once, even if the model reschedules it.
+        """
         self._drain()
+        if batch.queue.bound is None and isinstance(outcome, Returned):
+            for m in outcome.rescheduled:
+                ticket = batch.tickets[m]
+                if isinstance(ticket, Source):
+                    self.over(ticket)
 
     def _drain(self) -> None:
         posted = self._posted
         while posted:
-            what, source = posted.popleft()
+            work, source = posted.popleft()
             try:
-                what()
+                work()
             except Exception as error:  # raised further it would end the server
-                log.exception("what a model's thread said cannot be taken in")
+                log.exception("a response of a model's thread cannot be processed")
                 if source is not None:
-                    self._broke(source, error)
-
-    def _broke(self, source: Source, error: Exception) -> None:
-        what = f"what it said cannot be taken in: {type(error).__name__}: {error}"
-        failed = Internal(f"model '{source.node.model.name}': {what}")
-        self._streams.failed(source, source.located(failed, source.instance))
-        self._wake()
+                    what = f"a response cannot be processed: {type(error).__name__}: {error}"
+                    failed = Internal(f"model '{source.node.model.name}': {what}")
+                    self._streams.failed(source, source.located(failed, source.instance))
+                    self._wake()
 
 
 class ThreadSender(CreditSender):
@@ -217,6 +234,130 @@ class ThreadSender(CreditSender):
             self._streams.post(partial(self._streams.waits, source, self._execution()), source)
 
 
+class ProcessSink:
+    """The responses of one process."""
+
+    def __init__(self, channel: Channel, reader: OutputReader, streams: ResponseStreams) -> None:
+        self.channel = channel
+        self._reader = reader
+        self.streams = streams
+        self._sources: dict[tuple[int, int], Source] = {}  # steps that have not ended
+
+    def begin(self, number: int, batch: Batch) -> None:
+        """Before a batch is sent: report to the process the credits of each member, and the members that go on."""
+        going_on: list[int] = []
+        for m, ticket in enumerate(batch.tickets):
+            if not is_wanted(ticket):
+                going_on += (m, *_NO_SENDER)
+                continue
+            sender = ticket.sender
+            if isinstance(sender, ProcessSender) and sender.sink is self:
+                self.streams.goes_on(ticket)
+                going_on += (m, *sender.key)
+                continue
+            sender = ProcessSender(self, number, m, ticket)
+            self._sources[number, m] = ticket
+            granted = self.streams.start(ticket, sender, batch.instance)
+            if granted:
+                sender.grant(granted)
+        for first in range(0, len(going_on), 3 * _GOING_ON_MAX):
+            self.channel.tell(pack(protocol.GOES_ON, [number, *going_on[first : first + 3 * _GOING_ON_MAX]]))
+
+    def take(self, kind: int, words: Sequence[int], text: bytes, batch: Batch | None) -> None:
+        """Take a message about responses. `batch`: the one that the process has. Raises Garbled."""
+        if kind == protocol.ANSWER:
+            self._take_response(words, text)
+        elif kind == protocol.OVER:
+            number, member, is_empty = words[1:]
+            source = self._sources.pop((number, member), None)
+            if source is not None:
+                self.streams.over(source, decode_error(json.loads(text)) if text else None, is_empty=bool(is_empty))
+        elif kind == protocol.WAITS:
+            number, member, is_inside = words[1:]
+            source = self._sources.get((number, member))
+            if source is not None:
+                self.streams.waits(source, batch if is_inside else None)
+        else:
+            raise Garbled(f"a message of kind {kind}")
+
+    def fail(self, error: FlowserveError, tickets: Sequence[Ticket] | None = None) -> None:
+        """Steps that may still respond fail: all of them, or those of a batch."""
+        for key, source in [*self._sources.items()]:
+            if tickets is None or source in tickets:
+                del self._sources[key]
+                self.streams.over(source, error)
+
+    def _take_response(self, words: Sequence[int], text: bytes) -> None:
+        number, member, infer_ns, output_ns, rows, segment, offset, nbytes = words[1:9]
+        key = (number, member)
+        try:
+            block = self.channel.block(segment, offset, nbytes)
+        except Unseen as error:
+            source = self._sources.pop(key, None)
+            if source is not None:
+                self.streams.over(source, Internal(str(error)))
+            return
+        source = self._sources.get(key)
+        if source is None:
+            return  # it failed meanwhile
+        outputs, _ = self._reader.read(words, 9, block, [rows])
+        if source.flow.done:
+            return
+        if not source.credit:
+            raise Garbled(f"an answer to member {member} of batch {number}, which may not send one")
+        parameters = json.loads(text) if text else {}
+        if not isinstance(parameters, dict):
+            raise Garbled("parameters of a response that are no object")
+        self.streams.answered(source, Sent([column[0] for column in outputs], parameters, infer_ns, output_ns))
+
+
+class ProcessSender:
+    """Sends the scheduler's credits and cancellations to a step that runs in a process."""
+
+    def __init__(self, sink: ProcessSink, number: int, member: int, source: Source) -> None:
+        self.sink = sink
+        self.key = (number, member)
+        self._source = source
+
+    def grant(self, count: int) -> None:
+        free_blocks = self.sink.channel.free_blocks
+        words = [*self.key, count]
+        while free_blocks:
+            words += free_blocks.popleft()
+        self.sink.channel.tell(pack(protocol.GRANT, words))
+
+    def withdraw(self) -> None:
+        self.sink.streams.cancelled(self._source)
+        self.sink.channel.tell(pack(protocol.WITHDRAW, self.key))
+
+
+def thread_senders(
+    batch: Batch, streams: ResponseStreams, executed_here: Callable[[], Batch | None]
+) -> list[ThreadSender]:
+    """A sender for each member of a batch that is about to start. On the event loop. `executed_here`: the batch that
+    the calling thread executes; None for threads of the model's own.
+    """
+    senders: list[ThreadSender] = []
+    for ticket in batch.tickets:
+        if not is_wanted(ticket):
+            sender = ThreadSender(None, streams, executed_here)
+            sender.withdraw()
+        elif isinstance(ticket.sender, ThreadSender):
+            streams.goes_on(ticket)
+            sender = ticket.sender
+        else:
+            sender = ThreadSender(ticket, streams, executed_here)
+            sender.grant(streams.start(ticket, sender, batch.instance))
+        senders.append(sender)
+    return senders
+
+
+def is_wanted(ticket: Ticket) -> TypeGuard[Source]:
+    """Whether a member of a decoupled model's batch has a caller that takes responses."""
+    is_padding = getattr(ticket, "sequence", ticket) is None
+    return not is_padding and isinstance(ticket, Source) and not ticket.is_over
+
+
 def _statistics(source: Source) -> Statistics:
-    statistics: Statistics = source.flow.queues[source.node.index].observer
+    statistics: Statistics = source.flow.queues[source.node.index].statistics
     return statistics

@@ -5,25 +5,25 @@ before the next start grows with each early end. A model none of whose instances
 ensembles that need it. Requests that wait for it go on waiting while a start is near; else they are refused with the
 reason.
 
-processes/children.py detects the end of a process; its worker (process.py) fails its batches. Used
-on the event loop, by the engine and by loading.
+processes/children.py detects the end of a process; its worker (process.py) fails its batches. Used on the event loop,
+by the engine and by loading.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import trio
 
 from flowserve.errors import FlowserveError
 from flowserve.runtime.clock import SECOND_NS, ClockNs
-from flowserve.runtime.processes.children import Child
 from flowserve.runtime.workers.base import WorkerContext
-from flowserve.scheduling.backoff import BackOff, Delays
-from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.runtime.workers.process import ProcessWorker
+from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.scheduler import Scheduler
 
 log = logging.getLogger("flowserve.runtime")
@@ -31,26 +31,37 @@ log = logging.getLogger("flowserve.runtime")
 # Requests wait for a start that is so near, and are refused else.
 NEAR_NS: Final = SECOND_NS
 
+WarmUp = Callable[[Any], Awaitable[None]]
 
-class Mortal(Protocol):
-    """The supervisor's view of a worker whose instance is in a process. `child` is that process, once the instance is
-    open there.
 
-    `ended` is how it ended, "" while it lives; `on_end` is called then on the event loop, after its batch failed.
+@dataclass(frozen=True, slots=True)
+class Delays:
+    """Exponential back-off: the first delay doubles up to the longest, until a process runs for `calm_ns`. A process
+    that crashes immediately each time is started at most once per `longest_ns`, which bounds the cost.
     """
 
-    name: str
-    child: Child | None
-    ended: str
-    on_end: Callable[[], None] | None
-
-    @property
-    def running(self) -> Batch | None: ...
-    def open(self, context: WorkerContext) -> None:
-        """Start another process and open the instance there. Blocks. Raises FlowserveError, and may be called again."""
+    first_ns: int = SECOND_NS // 10
+    longest_ns: int = 30 * SECOND_NS
+    calm_ns: int = 10 * SECOND_NS
 
 
-WarmUp = Callable[[Any], Awaitable[None]]
+DELAYS: Final = Delays()
+
+
+class BackOff:
+    """The restarts of one process. `ends`: the number of consecutive ends after less than `calm_ns`."""
+
+    def __init__(self, delays: Delays) -> None:
+        self._delays = delays
+        self.ends = 0
+
+    def ended(self, lived_ns: int) -> int:
+        """The process ended after `lived_ns` (0: it did not start). Returns the delay until its restart."""
+        if lived_ns >= self._delays.calm_ns:
+            self.ends = 0
+        self.ends += 1
+        # Bounded before the shift, which would otherwise create very large integers.
+        return min(self._delays.first_ns << min(self.ends - 1, 60), self._delays.longest_ns)
 
 
 class Supervisor:
@@ -75,16 +86,16 @@ class Supervisor:
     def watch(
         self,
         queue: ModelQueue,
-        workers: Sequence[Mortal],
+        workers: Sequence[ProcessWorker],
         execution_timeout_ns: int = 0,
         warm_up: WarmUp | None = None,
     ) -> None:
         """Watch these workers from now on. `execution_timeout_ns`: a batch that runs longer ends its process.
         `warm_up`: runs on a restarted instance; raises FlowserveError if it fails.
         """
-        charges = self._watched[queue] = [_Charge(queue, worker, self._delays, warm_up) for worker in workers]
-        for charge in charges:
-            charge.since_ns = self._clock()
+        now_ns = self._clock()
+        self._watched[queue] = [_Charge(queue, worker, BackOff(self._delays), warm_up, now_ns) for worker in workers]
+        for charge in self._watched[queue]:
             charge.worker.on_end = partial(self._ended, charge)
             if charge.worker.ended:
                 self._ended(charge)
@@ -131,7 +142,7 @@ class Supervisor:
         self._scheduler.give_back(charge.queue, worker)
         self._context.wake()
 
-    async def _open(self, worker: Mortal) -> str:
+    async def _open(self, worker: ProcessWorker) -> str:
         """Returns why it is not open, or ""."""
         # A thread of its own: one that hangs in its initialize keeps no other from starting.
         limiter = trio.CapacityLimiter(1)
@@ -190,7 +201,7 @@ class Supervisor:
         charge.scopes.discard(scope)
 
 
-async def end_overdue(worker: Mortal, timeout_ns: int, clock: ClockNs) -> None:
+async def end_overdue(worker: ProcessWorker, timeout_ns: int, clock: ClockNs) -> None:
     """Kill the instance's process when a batch runs longer than `timeout_ns`, for ever; ends only by cancellation.
 
     It checks the running batches when the earliest of them could be overdue, and does nothing per batch.
@@ -206,23 +217,22 @@ async def end_overdue(worker: Mortal, timeout_ns: int, clock: ClockNs) -> None:
         await trio.sleep(left_ns / SECOND_NS)
 
 
+@dataclass(slots=True, eq=False)
 class _Charge:
-    """One instance that is watched over."""
+    """One instance that is watched over. `since_ns`: when its process began to serve."""
 
-    def __init__(self, queue: ModelQueue, worker: Mortal, delays: Delays, warm_up: WarmUp | None) -> None:
-        self.queue = queue
-        self.worker = worker
-        self.warm_up = warm_up
-        self.back_off = BackOff(delays)
-        self.since_ns = 0  # when its process began to serve
-        self.is_away = False
-        self.is_released = False
-        self.scopes: set[trio.CancelScope] = set()
+    queue: ModelQueue
+    worker: ProcessWorker
+    back_off: BackOff
+    warm_up: WarmUp | None
+    since_ns: int
+    is_away: bool = False
+    is_released: bool = False
+    scopes: set[trio.CancelScope] = field(default_factory=set)
 
     def release(self) -> None:
         self.is_released = True
-        self.worker.on_end = (
-            None  # opens the circle of worker and charge: the worker's memory goes as soon as it is closed
-        )
+        # Opens the circle of worker and charge: the worker's memory goes as soon as it is closed.
+        self.worker.on_end = None
         for scope in self.scopes:
             scope.cancel()

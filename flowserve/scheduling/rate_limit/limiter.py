@@ -10,6 +10,7 @@ Always true (see `check`): the held copies are those of the running executions. 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -44,37 +45,36 @@ class Needs:
     @classmethod
     def of(cls, limits: RateLimiter, device: int) -> Needs:
         """The needs of an instance on `device` whose group has these `limits`. Repeated resources are added."""
-        amounts: dict[Resource, int] = {}
+        amounts: Counter[Resource] = Counter()
         for wanted in limits.resources:
             if wanted.count:
-                resource = (wanted.name, EVERYWHERE if wanted.is_global else device)
-                amounts[resource] = amounts.get(resource, 0) + wanted.count
+                amounts[wanted.name, EVERYWHERE if wanted.is_global else device] += wanted.count
         return cls(amounts, limits.priority)
 
 
+@dataclass(slots=True, eq=False)
 class Account:
     """One instance at the limiter. `turn` grows by its priority with each execution; the lowest turn is next."""
 
-    __slots__ = ("needs", "turn")
-
-    def __init__(self, needs: Needs) -> None:
-        self.needs = needs
-        self.turn = 0
+    needs: Needs
+    turn: int = 0
 
 
 class Limiter:
-    """The resources of a server. `given`: the configured resources; if there are any, no other resource exists."""
+    """The resources of a server. `given`: the configured resources; if there are any, no other resource exists.
+    `total`: the number of copies of every resource that an instance needs.
+    """
 
     def __init__(self, given: Sequence[Available] = ()) -> None:
         self._given = tuple(given)
         self._accounts: list[Account] = []
-        self._total: dict[Resource, int] = {}
-        self._held: dict[Resource, int] = {}
+        self.total: dict[Resource, int] = {}
+        self._held: Counter[Resource] = Counter()
         self._turn = 0  # the turn of the last execution
 
     def refusal(self, needs: Needs, beside: Iterable[Needs] = ()) -> Problem | None:
         """Why an instance with these needs could never run, together with those of `beside`; None if it could."""
-        scopes = {name: device == EVERYWHERE for name, device in self._total}
+        scopes = {name: device == EVERYWHERE for name, device in self.total}
         for one in (*beside, needs):
             for name, device in one.amounts:
                 if scopes.setdefault(name, device == EVERYWHERE) != (device == EVERYWHERE):
@@ -104,10 +104,6 @@ class Limiter:
         self._accounts = [account for account in self._accounts if account not in accounts]
         self._count()
 
-    def counts(self) -> dict[Resource, int]:
-        """The number of copies of every resource that an instance needs."""
-        return dict(self._total)
-
     def held(self) -> dict[Resource, int]:
         """The number of held copies of each resource, without those of which none is held."""
         return {resource: count for resource, count in self._held.items() if count}
@@ -120,7 +116,7 @@ class Limiter:
     def has_room(self, needs: Needs, withheld: Mapping[Resource, int]) -> bool:
         """Whether an instance could run now without using the `withheld` copies."""
         return all(
-            self._total[resource] - self._held.get(resource, 0) - withheld.get(resource, 0) >= count
+            self.total[resource] - self._held[resource] - withheld.get(resource, 0) >= count
             for resource, count in needs.amounts.items()
         )
 
@@ -131,7 +127,7 @@ class Limiter:
         self._turn = max(self._turn, account.turn)
         account.turn += priority
         for resource, count in account.needs.amounts.items():
-            self._held[resource] = self._held.get(resource, 0) + count
+            self._held[resource] += count
 
     def end(self, account: Account) -> None:
         """An execution is over: free its resources."""
@@ -139,11 +135,11 @@ class Limiter:
             self._held[resource] -= count
 
     def _count(self) -> None:
-        self._total = {}
+        self.total = {}
         for account in self._accounts:
             for resource, count in account.needs.amounts.items():
                 limit = self._given_count(resource) if self._given else count
-                self._total[resource] = max(self._total.get(resource, 0), limit)
+                self.total[resource] = max(self.total.get(resource, 0), limit)
 
     def _given_count(self, resource: Resource) -> int:
         name, device = resource
@@ -156,8 +152,7 @@ class Limiter:
 
     def check(self, running: Iterable[Account]) -> None:
         """Assert the invariant; `running` are the accounts of the running executions. For tests and simulation."""
-        expected: dict[Resource, int] = {}
+        expected: Counter[Resource] = Counter()
         for account in running:
-            for resource, count in account.needs.amounts.items():
-                expected[resource] = expected.get(resource, 0) + count
+            expected.update(account.needs.amounts)
         assert self.held() == expected, "the held copies are not those of the running executions"

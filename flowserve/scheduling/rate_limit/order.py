@@ -13,7 +13,10 @@ Always true between two calls of `Scheduler.schedule` (see `check`):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Final
 
 from flowserve.graph.types import ModelKey
@@ -26,16 +29,14 @@ from flowserve.scheduling.rate_limit.limiter import Account, Limiter, Needs, Res
 OVERTAKEN_MAX: Final = 16
 
 
+@dataclass(slots=True, eq=False)
 class _Contender:
     """A queue at the limiter: the accounts of its instances, and how often it was overtaken since its last batch."""
 
-    __slots__ = ("accounts", "is_idle", "overtaken", "queue")
-
-    def __init__(self, queue: ModelQueue, accounts: dict[Hashable, Account]) -> None:
-        self.queue = queue
-        self.accounts = accounts
-        self.overtaken = 0
-        self.is_idle = True  # whether it was empty when it left `_waiting`
+    queue: ModelQueue
+    accounts: dict[Hashable, Account]
+    overtaken: int = 0
+    is_idle: bool = True  # whether it was empty when it left `_waiting`
 
     def is_due(self, now_ns: int) -> bool:
         """Whether its batching delay has passed; before that, a batch of another queue does not count as overtaking."""
@@ -43,6 +44,7 @@ class _Contender:
         return deadline is None or deadline <= now_ns
 
 
+@dataclass(eq=False)
 class RateLimit:
     """The queues of a server at its limiter.
 
@@ -50,21 +52,14 @@ class RateLimit:
     returns whether none wait; both are the scheduler's. `calls`: the executions that wait for others.
     """
 
-    def __init__(
-        self,
-        limiter: Limiter,
-        overtaken_max: int,
-        calls: CallGraph,
-        take: Callable[[ModelQueue, Any, int], list[Ticket] | None],
-        is_empty: Callable[[ModelQueue], bool],
-    ) -> None:
-        self.limiter = limiter
-        self._overtaken_max = overtaken_max
-        self._calls = calls
-        self._take = take
-        self._is_empty = is_empty
-        self._contenders: dict[ModelQueue, _Contender] = {}
-        self._waiting: dict[ModelQueue, None] = {}  # queues to consider, in the order in which they began to wait
+    limiter: Limiter
+    _overtaken_max: int
+    _calls: CallGraph
+    _take: Callable[[ModelQueue, Any, int], list[Ticket] | None]
+    _is_empty: Callable[[ModelQueue], bool]
+    _contenders: dict[ModelQueue, _Contender] = field(default_factory=dict)
+    # Queues to consider, in the order in which they began to wait.
+    _waiting: dict[ModelQueue, None] = field(default_factory=dict)
 
     def add(self, queue: ModelQueue) -> None:
         """Add a model."""
@@ -94,16 +89,17 @@ class RateLimit:
         """The next batch to start, as (queue, instance, tickets); its resources are held from now on. None: no batch
         can start.
         """
-        while self._waiting:
-            found, goes_on = self._next(now_ns)
-            if found is not None:
-                return found
-            if not goes_on:
-                return None
-        return None
+        while isinstance(found := self._next(now_ns), _Contender):
+            # Stop considering a queue without a ready batch until an arrival, a complete batch or its deadline.
+            del self._waiting[found.queue]
+            found.is_idle = self._is_empty(found.queue)
+            found.overtaken = 0
+        return found
 
-    def _next(self, now_ns: int) -> tuple[tuple[ModelQueue, Any, list[Ticket]] | None, bool]:
-        """The first batch that can start, or None; and whether the search must be repeated: `_waiting` changed."""
+    def _next(self, now_ns: int) -> tuple[ModelQueue, Any, list[Ticket]] | _Contender | None:
+        """The first batch that can start, None if there is none; a contender without a ready batch, if one is found
+        before.
+        """
         candidates = [
             (account.turn, contender, account, instance)
             for queue in self._waiting
@@ -111,15 +107,14 @@ class RateLimit:
             for instance in queue.free
             for account in [contender.accounts[instance]]
         ]
-        candidates.sort(
-            key=_by_turn
-        )  # stable: at equal turns the queue that waits longest, and the instance that is idle longest
+        # Stable: at equal turns the queue that waits longest, and the instance that is idle longest.
+        candidates.sort(key=itemgetter(0))
         skipped: dict[_Contender, Account] = {}
         unready: list[_Contender] = []  # whose tickets, if any, are bound to other instances
         for _, contender, account, instance in candidates:
             if not self.limiter.has_room(account.needs, self._reserved(skipped, contender)):
                 if self._is_empty(contender.queue):
-                    return None, self._leave(contender)
+                    return contender
                 skipped.setdefault(contender, account)
                 continue
             tickets = self._take(contender.queue, instance, now_ns)
@@ -127,17 +122,14 @@ class RateLimit:
                 unready.append(contender)
                 continue
             if tickets is None:
-                return None, self._leave(contender)
+                return contender
             for other, needy in skipped.items():
                 if not account.needs.amounts.keys().isdisjoint(needy.needs.amounts) and other.is_due(now_ns):
                     other.overtaken += 1
             contender.overtaken = 0
             self.limiter.begin(account)
-            return (contender.queue, instance, tickets), True
-        for contender in unready:
-            if contender not in skipped:
-                return None, self._leave(contender)
-        return None, False
+            return contender.queue, instance, tickets
+        return next((contender for contender in unready if contender not in skipped), None)
 
     def ended(self, batch: Batch) -> None:
         """A batch freed its instance and its resources."""
@@ -149,30 +141,28 @@ class RateLimit:
 
     def can_start(self, queue: ModelQueue, kept_by: Sequence[Batch]) -> bool:
         """Whether a batch of this queue could ever start if these batches never freed their instances and resources."""
-        kept: dict[Resource, int] = {}
+        kept: Counter[Resource] = Counter()
         for batch in kept_by:
-            for resource, count in self._account(batch).needs.amounts.items():
-                kept[resource] = kept.get(resource, 0) + count
-        counts = self.limiter.counts()
+            kept.update(self._account(batch).needs.amounts)
+        total = self.limiter.total
         busy = [batch.instance for batch in kept_by if batch.queue is queue]
         return any(
-            all(counts[resource] - kept.get(resource, 0) >= count for resource, count in account.needs.amounts.items())
+            all(total[resource] - kept[resource] >= count for resource, count in account.needs.amounts.items())
             for instance, account in self._contenders[queue].accounts.items()
             if instance not in busy
         )
 
-    def _reserved(self, skipped: dict[_Contender, Account], contender: _Contender) -> dict[Resource, int]:
+    def _reserved(self, skipped: dict[_Contender, Account], contender: _Contender) -> Mapping[Resource, int]:
         """The resources that are reserved for contenders before this one that were overtaken too often. They are not
         reserved against a queue that these contenders wait for, in a BLS call or in send().
         """
-        kept: dict[Resource, int] = {}
+        kept: Counter[Resource] = Counter()
         callers = self._calls.waiting_for(contender.queue) if self._calls else ()
         for other, account in skipped.items():
             if other is not contender and other.overtaken >= self._overtaken_max:
                 if callers and self._waits_for(account, callers):
                     continue
-                for resource, count in account.needs.amounts.items():
-                    kept[resource] = kept.get(resource, 0) + count
+                kept.update(account.needs.amounts)
         return kept
 
     def _waits_for(self, account: Account, callers: Collection[Batch]) -> bool:
@@ -213,13 +203,6 @@ class RateLimit:
     def _account(self, batch: Batch) -> Account:
         return self._contenders[batch.queue].accounts[batch.instance]
 
-    def _leave(self, contender: _Contender) -> bool:
-        """Stop considering a queue without a ready batch until an arrival, a complete batch or its deadline."""
-        del self._waiting[contender.queue]
-        contender.is_idle = self._is_empty(contender.queue)
-        contender.overtaken = 0
-        return True
-
     def check(self) -> None:
         """Assert the numbered invariants. For tests and simulation, between two calls of `schedule`."""
         running = [
@@ -242,7 +225,3 @@ class RateLimit:
                 for other in kept
                 for needy in other.accounts.values()
             ), f"(6) {queue.key} waits although an instance and its resources are free"
-
-
-def _by_turn(candidate: tuple[int, Any, Any, Any]) -> int:
-    return candidate[0]

@@ -1,9 +1,10 @@
 """The sequence batcher of one model: assigns requests to sequences, and ends sequences.
 
 Decides when a correlation id is live (from its START until its END is queued), and when a sequence ends: END, idle
-timeout, timeout in the backlog, a cancelled request, a dead instance. direct.py and oldest.py decide which requests in
-slots form a batch, slots.py which sequence gets a slot, sequence.py which request may begin a sequence, endings.py
-which error the requests of an ended sequence get. Does not know states. Called by the scheduler.
+timeout, timeout in the backlog, a cancelled request, a dead instance. Also decides the errors of requests of a sequence
+that ended early, waiting or late: each gets one, with the reason. strategies.py decides which requests in slots form a
+batch, sequence.py which sequence gets a slot and which request may begin a sequence. Does not know states. Called by
+the scheduler.
 
 Tickets of sequences are bound to an instance: the scheduler calls `take_for` for each free instance, and not again
 before the batch that it returned is complete. `take` removes all tickets, to be refused.
@@ -16,22 +17,23 @@ Always true after every call (see `check`):
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Final
 
 from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Unavailable
-from flowserve.scheduling.deadlines import Deadlines
 from flowserve.scheduling.flow import Flow, Ticket
-from flowserve.scheduling.sequence.endings import EndedSequences
+from flowserve.scheduling.queue import Deadlines
 from flowserve.scheduling.sequence.sequence import (
     RequestSequence,
     SequenceId,
     SequencePolicy,
-    Slot,
+    SlotAllocator,
     StateShapeKey,
     check_first,
 )
-from flowserve.scheduling.sequence.slots import SlotAllocator
+
+# The number of ended sequences whose reason is kept for the error of a late request.
+ENDINGS_MAX: Final = 1024
 
 # Returns the sequence parameters of a request: its correlation id (0 or "" for none), START, END.
 Identify = Callable[[Flow], tuple[SequenceId, bool, bool]]
@@ -51,7 +53,7 @@ class Sequences:
         self.policy = policy
         self._identify = identify
         self._allocator = SlotAllocator(policy.slots, self._assigned)
-        self._slots = self._allocator.slots
+        self.slots = self._allocator.slots  # of each instance, by number
         self._free_instances: Collection[Any] = ()
         self._live: dict[SequenceId, RequestSequence] = {}  # sequences that accept another request without START
         self._sequences: dict[RequestSequence, None] = {}  # every sequence that waits, runs or is live
@@ -59,7 +61,8 @@ class Sequences:
         self._due: Deadlines[RequestSequence] = Deadlines()
         self._last_batch: dict[Any, list[RequestSequence]] = {}  # the sequences in the last batch of each instance
         self._retries: dict[Any, deque[list[Ticket]]] = {}  # parts of failed batches
-        self._ended = EndedSequences()
+        self._orphans: list[tuple[Ticket, FlowserveError]] = []  # requests of ended sequences, each with its error
+        self._endings: dict[SequenceId, str] = {}  # why the last `ENDINGS_MAX` sequences ended that ended early
         self.on_quiet: list[Callable[[], None]] = []  # called once, when no sequence is live any more
         self._count = 0
         self._now_ns = 0  # the time of the last call
@@ -97,10 +100,10 @@ class Sequences:
             self._head_added(sequence)
 
     def _begin(self, ticket: Ticket, sequence_id: SequenceId, *, is_start: bool) -> RequestSequence:
-        check_first(self.policy, ticket, sequence_id, is_start=is_start, ending=self._ended.reason(sequence_id))
+        check_first(self.policy, ticket, sequence_id, is_start=is_start, ending=self._endings.get(sequence_id, ""))
         sequence = self._live[sequence_id] = RequestSequence(sequence_id)
         self._sequences[sequence] = None
-        self._ended.forget(sequence_id)
+        self._endings.pop(sequence_id, None)
         self._allocator.take(sequence)
         return sequence
 
@@ -190,7 +193,19 @@ class Sequences:
 
     def orphans(self) -> Sequence[tuple[Ticket, FlowserveError]]:
         """Requests whose sequence ended before they ran, each with the reason; each is returned once."""
-        return self._ended.orphans()
+        if not self._orphans:
+            return ()
+        orphans, self._orphans = self._orphans, []
+        return orphans
+
+    def _orphan(self, tickets: Iterable[Ticket], error: FlowserveError) -> None:
+        self._orphans += [(ticket, error) for ticket in tickets if not ticket.flow.done]
+
+    def _withdraw_orphans(self) -> int:
+        """Remove the orphans whose flow is done. Returns their number."""
+        before = len(self._orphans)
+        self._orphans = [one for one in self._orphans if not one[0].flow.done]
+        return before - len(self._orphans)
 
     def expire(self, now_ns: int) -> Sequence[Ticket]:
         """End the idle sequences, and those whose timeout in the backlog passed. Their requests become `orphans`."""
@@ -221,7 +236,7 @@ class Sequences:
         reason = "a request of it was cancelled, and with it the sequence"
         for sequence in dict.fromkeys(ticket.sequence for ticket in left):
             self._end(sequence, reason, Cancelled(f"sequence {sequence.id}: {reason}"))
-        return len(left) + self._ended.withdraw()
+        return len(left) + self._withdraw_orphans()
 
     def _withdrawn_again(self) -> list[Ticket]:
         """Remove the tickets of finished flows from the parts that wait for a retry."""
@@ -239,7 +254,7 @@ class Sequences:
         reason = f"the instance of model '{self.policy.model}' that had it has ended; begin again with START"
         error = InstanceDied(f"sequence lost: {reason}")
         for part in self._retries[instance]:
-            self._ended.orphaned(part, error)
+            self._orphan(part, error)
         self._retries[instance].clear()
         for sequence in sequences:
             self._end(sequence, reason, error)
@@ -251,12 +266,14 @@ class Sequences:
     def _end(self, sequence: RequestSequence, reason: str, error: FlowserveError | None = None) -> None:
         """End a sequence before its END ran. Its waiting requests fail with `error`."""
         if error is not None:
-            self._ended.orphaned(sequence.waiting, error)
+            self._orphan(sequence.waiting, error)
         self._drop_waiting(sequence)
         if self._live.get(sequence.id) is sequence:
             self._not_live(sequence)
             if reason:
-                self._ended.remember(sequence.id, reason)
+                self._endings[sequence.id] = reason
+                if len(self._endings) > ENDINGS_MAX:
+                    del self._endings[next(iter(self._endings))]
         sequence.is_closed = True
         self._due.discard(sequence)
         self._sequences.pop(sequence, None)
@@ -282,15 +299,6 @@ class Sequences:
     def live(self) -> int:
         """The number of live sequences."""
         return len(self._live)
-
-    @property
-    def slots_taken(self) -> int:
-        """The number of slots that a sequence holds."""
-        return self._allocator.taken
-
-    def slots_of(self, instance: Any) -> Sequence[Slot]:
-        """The slots of an instance, by number."""
-        return self._slots[instance]
 
     def is_live(self, sequence_id: SequenceId) -> bool:
         return sequence_id in self._live
@@ -329,4 +337,4 @@ class Sequences:
             assert all(ticket.sequence is sequence for ticket in sequence.waiting), "a ticket is in the wrong sequence"
             assert sequence.waiting or sequence.is_running or not sequence.is_closed, f"{sequence} was not removed"
         assert self._count == sum(len(sequence.waiting) for sequence in self._sequences), "a ticket is lost or doubled"
-        self._ended.check()
+        assert not self._orphans, "an orphaned request was not refused"

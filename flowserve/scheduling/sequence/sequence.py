@@ -1,14 +1,21 @@
-"""Records of the sequence batcher: a sequence, a slot, the policy, and the checks of a first request.
+"""The sequences of one model, the slots of all its instances, and the backlog of sequences without a slot.
 
-Decides which requests may begin a sequence, and the order in which slots are assigned. slots.py decides which sequence
-gets a slot, batcher.py when a sequence ends.
+Decides which requests may begin a sequence, which slot a sequence gets (the lowest free number of all instances) and
+which sequence of the backlog gets a freed slot (the oldest). Only the sequence that holds a slot can free it.
+batcher.py decides when a sequence begins and ends.
+
+Always true after every call (see `SlotAllocator.check`):
+  (1) a slot holds at most one sequence, and a sequence in a slot refers to that slot;
+  (2) the backlog is empty while a slot of an available instance is free;
+  (3) every slot of an available instance that holds no sequence is in the free list once.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from numbers import Integral
 from typing import Any, Final
 
@@ -35,54 +42,38 @@ class SequencePolicy:
     has_shapes: bool = False
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class RequestSequence:
     """One sequence and its waiting requests, in order of arrival. It holds its slot while `slot.sequence` refers to it.
 
     `memory` belongs to the runtime: the states of the sequence, released with it. `shapes`: the shapes of these states.
-    `rescheduled`: a request that ran and will run again (iterative.py).
+    `rescheduled`: a request that ran and will run again (strategies.py).
     """
 
-    __slots__ = (
-        "__weakref__",
-        "id",
-        "is_closed",
-        "is_running",
-        "last_ns",
-        "memory",
-        "rescheduled",
-        "shapes",
-        "slot",
-        "timeout_at_ns",
-        "waiting",
-    )
-
-    def __init__(self, sequence_id: SequenceId) -> None:
-        self.id = sequence_id
-        self.slot: Slot | None = None
-        self.waiting: deque[Ticket] = deque()
-        self.is_closed = False  # it accepts no further request
-        self.is_running = False  # one of its requests is in the running batch of its instance
-        self.last_ns = 0  # the last time at which it was not idle
-        self.timeout_at_ns: int | None = None  # when its timeout in the backlog passes
-        self.rescheduled: Ticket | None = None
-        self.memory: Any = None
-        self.shapes: Hashable = None
+    id: SequenceId
+    slot: Slot | None = None
+    waiting: deque[Ticket] = field(default_factory=deque)
+    is_closed: bool = False  # it accepts no further request
+    is_running: bool = False  # one of its requests is in the running batch of its instance
+    last_ns: int = 0  # the last time at which it was not idle
+    timeout_at_ns: int | None = None  # when its timeout in the backlog passes
+    rescheduled: Ticket | None = None
+    memory: Any = None
+    shapes: Hashable = None
 
     def __repr__(self) -> str:
         return f"RequestSequence({self.id!r}, {len(self.waiting)} waiting, {self.slot})"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Slot:
     """A place for one sequence in an instance. Slot 0 of every instance is assigned before slot 1 of any."""
 
-    __slots__ = ("instance", "is_away", "number", "rank", "sequence")
-
-    def __init__(self, instance: Any, number: int, rank: int) -> None:
-        self.instance = instance
-        self.number = number
-        self.rank = rank
-        self.sequence: RequestSequence | None = None
-        self.is_away = False  # its instance is unavailable
+    instance: Any
+    number: int
+    rank: int
+    sequence: RequestSequence | None = None
+    is_away: bool = False  # its instance is unavailable
 
     def __lt__(self, other: Slot) -> bool:
         return (self.number, self.rank) < (other.number, other.rank)
@@ -91,28 +82,92 @@ class Slot:
         return f"slot {self.number} of {self.instance}"
 
 
+class SlotAllocator:
+    """`count` slots per instance. `on_assigned` is called with each sequence that gets a slot, immediately or later."""
+
+    def __init__(self, count: int, on_assigned: Callable[[RequestSequence], None]) -> None:
+        self.slots: dict[Any, list[Slot]] = {}  # of each instance, by number
+        self.backlog: dict[RequestSequence, None] = {}
+        self._count = count
+        self._on_assigned = on_assigned
+        self._free: list[Slot] = []  # a heap
+
+    def serve(self, instances: Sequence[Any]) -> None:
+        """Set the instances. Called once, before any other method."""
+        for rank, instance in enumerate(instances):
+            self.slots[instance] = [Slot(instance, number, rank) for number in range(self._count)]
+        self._free = sorted(slot for slots in self.slots.values() for slot in slots)
+
+    def take(self, sequence: RequestSequence) -> None:
+        """Assign a slot to a sequence, or add it to the backlog."""
+        if self._free:
+            self._assign(sequence, heappop(self._free))
+        else:
+            self.backlog[sequence] = None
+
+    def leave(self, sequence: RequestSequence) -> None:
+        """Remove a sequence from its slot or from the backlog. No effect if it is in neither."""
+        slot = sequence.slot
+        if slot is None:
+            self.backlog.pop(sequence, None)
+        elif slot.sequence is sequence:
+            sequence.slot = slot.sequence = None
+            if not slot.is_away:
+                self._offer(slot)
+
+    def lost(self, instance: Any) -> list[RequestSequence]:
+        """An instance became unavailable. Returns the sequences in its slots."""
+        for slot in self.slots[instance]:
+            slot.is_away = True
+        self._free = sorted(slot for slot in self._free if not slot.is_away)
+        return [slot.sequence for slot in self.slots[instance] if slot.sequence is not None]
+
+    def found(self, instance: Any) -> None:
+        """The instance is available again, with all its slots free."""
+        for slot in self.slots[instance]:
+            slot.is_away = False
+        for slot in self.slots[instance]:
+            self._offer(slot)
+
+    def _offer(self, slot: Slot) -> None:
+        if not self.backlog:
+            heappush(self._free, slot)
+            return
+        sequence = next(iter(self.backlog))
+        del self.backlog[sequence]
+        self._assign(sequence, slot)
+
+    def _assign(self, sequence: RequestSequence, slot: Slot) -> None:
+        slot.sequence = sequence
+        sequence.slot = slot
+        self._on_assigned(sequence)
+
+    def check(self) -> None:
+        slots = [slot for slots in self.slots.values() for slot in slots]
+        for slot in slots:
+            assert slot.sequence is None or slot.sequence.slot is slot, "(1) a sequence does not refer to its slot"
+        assert all(sequence.slot is None for sequence in self.backlog), "(1) a sequence with a slot is in the backlog"
+        free = sorted(slot for slot in slots if slot.sequence is None and not slot.is_away)
+        assert not (free and self.backlog), "(2) a sequence waits although a slot is free"
+        assert free == sorted(self._free), "(3) a slot is lost, or in the free list twice"
+
+
+@dataclass(slots=True, eq=False)
 class StateShapeKey:
     """A batching key that includes the shapes of a sequence's states, which are known only when a batch is formed."""
 
-    __slots__ = ("_is_start", "_key", "_line")
-
-    def __init__(self, key: Hashable, sequence: RequestSequence, *, is_start: bool) -> None:
-        self._key = key
-        self._line = sequence
-        self._is_start = is_start
-
-    def rescheduled(self) -> StateShapeKey:
-        """The key of the same request after it was rescheduled."""
-        return StateShapeKey(self._key, self._line, is_start=False)
+    key: Hashable
+    sequence: RequestSequence
+    is_start: bool
 
     def _now(self) -> Hashable:
-        return self._key, None if self._is_start else self._line.shapes
+        return self.key, None if self.is_start else self.sequence.shapes
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StateShapeKey) and self._now() == other._now()
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return hash(self.key)
 
 
 def check_first(

@@ -9,25 +9,25 @@ and call_graph.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from flowserve.errors import Unavailable
 from flowserve.graph.plan import PlanNode
-from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.streaming.iterations import UNREAD_MAX, InflightSlots, Iteration, Source, StreamFlow
 
 Explanation = list[str]
 
 
+@dataclass(eq=False)
 class BackpressureWaits:
     """The decoupled steps whose model is blocked in send(). `can_start`: whether a batch of a queue could ever start if
     some executions never freed their instances and resources.
     """
 
-    def __init__(self, can_start: Callable[[Any, Sequence[Any]], bool]) -> None:
-        self._can_start = can_start
-        self.waiting: dict[Source, None] = {}
+    _can_start: Callable[[Any, Sequence[Any]], bool]
+    waiting: dict[Source, None] = field(default_factory=dict)
 
     def begin(self, source: Source, holder: Any) -> None:
         """The model is blocked in send() and keeps the instance of the batch `holder`; None: it keeps none."""
@@ -51,10 +51,6 @@ class BackpressureWaits:
         """The executions that keep their instance while they wait, each with its blocked step."""
         return {source.holder: source for source in self.waiting if source.holder is not None}
 
-    def queues_of(self, batch: Any) -> list[Any]:
-        """The queues of the steps that this execution may wait for: those of all steps of its request."""
-        return [queue for holder, source in self.holders().items() if holder is batch for queue in source.flow.queues]
-
     def deadlock_cycle(self, source: Source, kept_by: Collection[Any]) -> Explanation | None:
         """None: the step may get a credit even if the executions `kept_by` never free their instances. Otherwise the
         chain of causes, as text.
@@ -62,20 +58,19 @@ class BackpressureWaits:
         return _DeadlockDetector(self._can_start, kept_by).of(source, ())
 
 
+@dataclass(frozen=True, eq=False)
 class _DeadlockDetector:
     """Follows what a blocked step waits for. Each method returns None if the wait can end, else the chain of causes as
     text, [] for an element that is on the `path` already.
     """
 
-    def __init__(self, can_start: Callable[[Any, Sequence[Any]], bool], kept_by: Collection[Any]) -> None:
-        self._can_start = can_start
-        self._kept_by = kept_by
+    _can_start: Callable[[Any, Sequence[Any]], bool]
+    _kept_by: Collection[Any]
 
     def of(self, source: Source, path: tuple[object, ...]) -> Explanation | None:
         if source in path:
             return []
         iteration = source.flow
-        assert isinstance(iteration, Iteration)
         stream = iteration.stream
         slots = stream.slots
         path = (*path, source)
@@ -84,7 +79,7 @@ class _DeadlockDetector:
             cause = self._answer(stream, path)
             return None if cause is None else [f"{begin} its answers can be taken", *cause]
         for n in stream.nesting.firsts[iteration.depth]:
-            if slots is not None and not slots.has_room(n):
+            if not slots.has_room(n):
                 cause = self._slots(stream, n, path)
                 if cause is not None:
                     return [f"{begin} a step '{stream.plan.nodes[n].name}' is over", *cause]
@@ -109,7 +104,6 @@ class _DeadlockDetector:
     def _slots(self, stream: StreamFlow, n: int, path: tuple[object, ...]) -> Explanation | None:
         """None: a slot of node n may be freed."""
         slots = stream.slots
-        assert slots is not None
         if (slots, n) in path:
             return []
         if slots.promised[n]:
@@ -124,7 +118,6 @@ class _DeadlockDetector:
 
     def _steps(self, stream: StreamFlow, n: int, path: tuple[object, ...]) -> Iterator[Explanation | None]:
         """What each step of node n that holds a slot waits for."""
-        assert stream.slots is not None
         for one in stream.slots.sharers or (stream,):
             for iteration in (one, *one.live):
                 if _has_slot(iteration, n):
@@ -149,24 +142,24 @@ class _DeadlockDetector:
         stream = iteration.stream
         node = stream.plan.nodes[n]
         if iteration.missing[n]:
-            return self._unfinished(iteration, _makers(stream, n), path)
-        if stream.slots is not None and any(entry[:2] == (iteration, node) for entry in stream.slots.parked[n]):
+            readers = stream.nesting.consumers  # of the same level, by slot
+            makers = [one.index for one in stream.plan.nodes if any(n in readers[slot] for _, slot, _ in one.writes)]
+            return self._unfinished(iteration, makers, path)
+        if any(entry[:2] == (iteration, node) for entry in stream.slots.parked[n]):
             return self._slots(stream, n, path)
         if (iteration, node) in stream.late:
             return self._above(iteration, stream.nesting.late[n], path)
         source = iteration.source
         if source is not None and source.node is node and source.sender is not None:
             return self.of(source, path) if source.is_waiting else None
-        if iteration in self._running(node):
+        if any(ticket.flow is iteration and ticket.node is node for batch in self._kept_by for ticket in batch.tickets):
             return [f"which runs in model '{node.model.name}', and waits there itself"]
         return self._queue(stream, node)
 
     def _above(self, iteration: Iteration, makers: Sequence[int], path: tuple[object, ...]) -> Explanation | None:
         """None: these nodes of levels above may finish."""
         for maker in makers:
-            above: Iteration | None = iteration
-            while above is not None and above.depth != above.stream.nesting.depth[maker]:
-                above = above.parent
+            above = iteration.around(maker)
             cause = None if above is None else self._unfinished(above, [maker], path)
             if cause is not None:
                 return cause
@@ -179,10 +172,6 @@ class _DeadlockDetector:
                 if cause is not None:
                     return [f"that reads what step '{iteration.plan.nodes[n].name}' writes", *cause]
         return None
-
-    def _running(self, node: PlanNode) -> set[Flow]:
-        """The flows whose step of this node is in a batch of `kept_by`."""
-        return {ticket.flow for batch in self._kept_by for ticket in batch.tickets if ticket.node is node}
 
     def _queue(self, stream: StreamFlow, node: PlanNode) -> Explanation | None:
         """None: an instance of the node's model may run the step."""
@@ -199,9 +188,7 @@ class _DeadlockDetector:
 
 def deadlock(source: Source, cycle: Explanation) -> Unavailable:
     """The error of a request that is deadlocked in send()."""
-    stream = source.flow.whole
-    assert isinstance(stream, StreamFlow)
-    limit = min(filter(None, stream.nesting.limits), default=0)
+    limit = min(filter(None, source.flow.stream.nesting.limits), default=0)
     what = f"max_inflight_requests {limit} can never be kept" if limit else "unexpected deadlock"
     return Unavailable(
         f"{what}: {', '.join(cycle)}; give the model another instance, or more of the resource, or the graph a larger "
@@ -214,10 +201,4 @@ def _has_slot(iteration: Iteration, n: int) -> bool:
     stream = iteration.stream
     if iteration.depth != stream.nesting.depth[n] or iteration.missing[n] or n in iteration.finished:
         return False
-    return stream.slots is None or all(entry[0] is not iteration for entry in stream.slots.parked[n])
-
-
-def _makers(stream: StreamFlow, n: int) -> list[int]:
-    """The nodes of the same level whose outputs node n reads."""
-    nesting = stream.nesting
-    return [node.index for node in stream.plan.nodes if any(n in nesting.consumers[slot] for _, slot, _ in node.writes)]
+    return all(entry[0] is not iteration for entry in stream.slots.parked[n])

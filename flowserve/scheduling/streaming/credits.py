@@ -12,54 +12,52 @@ is never freed, its request fails, and the error names the cycle (backpressure.p
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from flowserve.errors import FlowserveError, Unavailable
-from flowserve.scheduling.decisions import Grant, Notice, Responses, Stop
+from flowserve.scheduling.batch import Grant, Notice, Responses, Stop
 from flowserve.scheduling.flow import Facts, Flow, Ticket
 from flowserve.scheduling.streaming.backpressure import BackpressureWaits, deadlock
-from flowserve.scheduling.streaming.iterations import UNREAD_MAX, InflightSlots, Iteration, Sender, Source, StreamFlow
+from flowserve.scheduling.streaming.iterations import (
+    UNREAD_MAX,
+    InflightSlots,
+    Source,
+    StreamFlow,
+    StreamSender,
+)
 
 
+@dataclass(eq=False)
 class Streams:
     """The streams of the scheduler. `put` queues a ticket (or raises), `fail` and `end` end a flow, `notify` adds to
     the scheduler's decisions, `drop_tensors` releases the tensors of a flow that is over. `stuck` returns the
     deadlocked executions.
     """
 
-    def __init__(
-        self,
-        put: Callable[[Ticket, int], None],
-        fail: Callable[[Flow, FlowserveError], None],
-        end: Callable[[Flow], None],
-        notify: Callable[[Notice], None],
-        drop_tensors: Callable[[Flow], None],
-        send_waits: BackpressureWaits,
-        stuck: Callable[[], Collection[Any]],
-    ) -> None:
-        self._put = put
-        self._fail = fail
-        self._end = end
-        self._notify = notify
-        self._drop_tensors = drop_tensors
-        self._send_waits = send_waits
-        self._stuck = stuck
-        self.is_due = False  # whether `settle` has work
-        self._changed: dict[StreamFlow, None] = {}
-        self._freed: list[Ticket] = []  # steps that got slots of an ended stream
-        self._answering: dict[StreamFlow, None] = {}  # streams with a started decoupled step
-        self.ending = ""
+    _put: Callable[[Ticket, int], None]
+    _fail: Callable[[Flow, FlowserveError], None]
+    _end: Callable[[Flow], None]
+    _notify: Callable[[Notice], None]
+    _drop_tensors: Callable[[Flow], None]
+    _send_waits: BackpressureWaits
+    _stuck: Callable[[], Collection[Any]]
+    is_due: bool = False  # whether `settle` has work
+    ending: str = ""
+    _changed: dict[StreamFlow, None] = field(default_factory=dict)
+    _freed: list[Ticket] = field(default_factory=list)  # steps that got slots of an ended stream
+    _answering: dict[StreamFlow, None] = field(default_factory=dict)  # streams with a started decoupled step
 
-    def start(self, source: Source, sender: Sender, now_ns: int) -> int:
+    def start(self, source: Source, sender: StreamSender, now_ns: int) -> int:
         """A decoupled step is about to run. Returns its initial credits."""
-        self._answering[_stream(source)] = None
+        self._answering[source.flow.stream] = None
         source.sender = sender
         source.started_ns = now_ns
         if source.flow.done:
             self._notify(Stop(sender))
             return 0
         granted = self._credits(source)
-        _stream(source).promise(source, granted)
+        source.flow.stream.promise(source, granted)
         return granted
 
     def answer(
@@ -71,7 +69,6 @@ class Streams:
         iteration = source.flow
         if iteration.done or source.is_over:
             return
-        assert isinstance(iteration, Iteration)
         assert source.credit > 0, f"{source!r} answered without a credit"
         iteration.stream.promise(source, -1)
         try:
@@ -81,21 +78,20 @@ class Streams:
         except FlowserveError as error:
             self._fail(iteration, error)
             return
-        self.note(iteration.stream)
+        self.mark_due(iteration.stream)
 
     def last(self, source: Source, now_ns: int) -> None:
         """The step sends no further response."""
         iteration = source.flow
         if iteration.done or source.is_over:
             return
-        assert isinstance(iteration, Iteration)
         self._forget(source)
         try:
             self.put(iteration.end_responses(source.node), now_ns)
         except FlowserveError as error:
             self._fail(iteration, error)
             return
-        self.note(iteration.stream)
+        self.mark_due(iteration.stream)
 
     def failed(self, source: Source, error: FlowserveError) -> None:
         """The step responded with an error: its request is over."""
@@ -113,7 +109,7 @@ class Streams:
                 self._fail(source.flow, Unavailable(self.ending))
                 return
             self._send_waits.begin(source, holder)
-            self.note(_stream(source))
+            self.mark_due(source.flow.stream)
 
     def stop(self, reason: str) -> None:
         """The server stops: fail the streams whose steps still respond, blocked ones included."""
@@ -146,7 +142,7 @@ class Streams:
             iteration.done = True
             self._drop_tensors(iteration)
             iteration.children.clear()
-        if slots is not None and stream.nesting.is_shared:
+        if stream.nesting.is_shared:
             slots.sharers.pop(stream, None)
             for parked in slots.parked:
                 others = [entry for entry in parked if entry[0].stream is not stream]
@@ -163,7 +159,7 @@ class Streams:
         if not stream.is_over:
             self._drop_tensors(stream)
 
-    def note(self, stream: StreamFlow) -> None:
+    def mark_due(self, stream: StreamFlow) -> None:
         """The stream changed; `settle` examines it."""
         if not stream.done:
             self._changed[stream] = None
@@ -189,7 +185,7 @@ class Streams:
             for source in stream.sources():
                 if source.sender is not None:
                     self._grant(source)
-            if stream.nesting.is_shared and stream.slots is not None:
+            if stream.nesting.is_shared:
                 self._wake_sharers(stream.slots)
         self._fail_deadlocked()
 
@@ -206,57 +202,32 @@ class Streams:
 
     def _wake_sharers(self, slots: InflightSlots) -> None:
         for source in [*self._send_waits.waiting]:
-            if _stream(source).slots is slots:
+            if source.flow.stream.slots is slots:
                 self._grant(source)
 
     def _credits(self, source: Source) -> int:
         """The number of credits to grant now."""
-        stream = _stream(source)
+        stream, depth = source.flow.stream, source.flow.depth
         room = stream.room(source)
         if not room:
             return 0
-        if self._shares_slots(source):
+        limits = [limit for n in stream.nesting.firsts[depth] if (limit := stream.slots.limits[n])]
+        if limits and (depth or stream.nesting.is_shared):  # other steps may take the slots that its responses need
             return 1 if source.is_waiting and not source.credit else 0
-        if source.is_waiting or 2 * room >= self._capacity(source):
-            return room
-        return 0
+        return room if source.is_waiting or 2 * room >= min([UNREAD_MAX, *limits]) else 0
 
     def _grant(self, source: Source) -> None:
         granted = self._credits(source)
         if granted:
-            _stream(source).promise(source, granted)
+            source.flow.stream.promise(source, granted)
             self._send_waits.over(source)
             assert source.sender is not None
             self._notify(Grant(source.sender, granted))
 
-    def _shares_slots(self, source: Source) -> bool:
-        """Whether other steps may take the slots that the responses of this step need."""
-        iteration = source.flow
-        assert isinstance(iteration, Iteration)
-        stream = iteration.stream
-        if stream.slots is None or (not iteration.depth and not stream.nesting.is_shared):
-            return False
-        return any(stream.slots.limits[n] for n in stream.nesting.firsts[iteration.depth])
-
-    def _capacity(self, source: Source) -> int:
-        stream = _stream(source)
-        if stream.slots is None:
-            return UNREAD_MAX
-        depth = source.flow.depth  # type: ignore[attr-defined]  # an iteration
-        limits = [stream.slots.limits[n] for n in stream.nesting.firsts[depth]]
-        return min([UNREAD_MAX, *filter(None, limits)])
-
     def _forget(self, source: Source) -> None:
         """The step is over: take back its credits, and break its reference cycles."""
-        iteration = source.flow
-        assert isinstance(iteration, Iteration)
-        iteration.source = None
+        source.flow.source = None
         source.sender = None
         source.is_over = True
         self._send_waits.over(source)
-        _stream(source).promise(source, -source.credit)
-
-
-def _stream(source: Source) -> StreamFlow:
-    assert isinstance(source.flow, Iteration)
-    return source.flow.stream
+        source.flow.stream.promise(source, -source.credit)

@@ -25,12 +25,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, Protocol
 
 from flowserve.errors import FlowserveError
 from flowserve.graph.nesting import Nesting
 from flowserve.graph.plan import Plan, PlanNode
-from flowserve.scheduling.flow import TOOK_NOTHING, Facts, Flow, Ticket, longer
+from flowserve.scheduling.flow import Facts, Flow, Ticket
 
 # The largest number of unread responses below one decoupled step; then it may not respond.
 UNREAD_MAX: Final = 16
@@ -73,18 +75,19 @@ class InflightSlots:
             assert not self.parked[n] or not self.has_room(n), f"(1) a step of node {n} waits beside a free slot"
 
 
+_unlimited = cache(InflightSlots)  # without limits they never change, so that streams may share them
+
+
+@dataclass(slots=True, eq=False)
 class Hold:
     """The slot of a step that is over, kept until `count` steps that it made ready have slots of their own."""
 
-    __slots__ = ("count", "n", "stream")
-
-    def __init__(self, stream: StreamFlow, n: int) -> None:
-        self.stream = stream
-        self.n = n
-        self.count = 0
+    stream: StreamFlow
+    n: int
+    count: int = 0
 
 
-class Sender(Protocol):
+class StreamSender(Protocol):
     """The runtime's side of a decoupled step, which passes the model's responses to `Streams`."""
 
     def grant(self, count: int) -> None:
@@ -114,10 +117,12 @@ class Source(Ticket):
         "started_ns",
     )
 
+    flow: Iteration  # type: ignore[mutable-override]  # a ticket keeps its flow
+
     def __init__(self, flow: Iteration, node: PlanNode, rows: int, key: Hashable) -> None:
         super().__init__(flow, node, rows, key)
         self.credit = 0
-        self.sender: Sender | None = None
+        self.sender: StreamSender | None = None
         self.is_waiting = False
         self.is_over = False
         self.holder: Any = None
@@ -150,7 +155,6 @@ class Iteration(Flow):
         self.arrived_ns = stream.arrived_ns
         self.stamp = stream.stamp
         self.waiter = self.parameters = self.error = None
-        self.took = TOOK_NOTHING
         self.tensors = [*parent.tensors]
         self._begin_at(parent, parent.depth + 1, stream.nesting)
 
@@ -206,7 +210,9 @@ class Iteration(Flow):
             child.steps += 1
             stream.take_slot(n)
             child._enter(stream.plan.nodes[n], tickets)
-        child._count_down_consumers(node)
+        for _, slot, _ in node.writes:  # its consumers have the response that begins the child
+            for n in stream.nesting.consumers[slot]:
+                child.missing[n] -= 1
         if not child.steps:
             child._complete()
         return tickets
@@ -240,17 +246,11 @@ class Iteration(Flow):
                 if not self.missing[n]:
                     self._admit(self.plan.nodes[n], hold, tickets)
 
-    def _count_down_consumers(self, node: PlanNode) -> None:
-        """Count `node`, whose response begins this iteration, as finished for its consumers."""
-        for _, slot, _ in node.writes:
-            for n in self.stream.nesting.consumers[slot]:
-                self.missing[n] -= 1
-
     def _admit(self, node: PlanNode, hold: Hold | None, tickets: list[Ticket]) -> None:
         """A step has its inputs of this level: let it enter if its node has a free slot, else park it."""
         self.steps += 1
         slots = self.stream.slots
-        if slots is None or not slots.limits[node.index]:
+        if not slots.limits[node.index]:
             self._enter(node, tickets)
         elif slots.has_room(node.index):
             self.stream.take_slot(node.index)
@@ -271,12 +271,17 @@ class Iteration(Flow):
     def has_inputs_from_above(self, makers: Sequence[int]) -> bool:
         """Whether these nodes of levels above this one are finished."""
         for maker in makers:
-            above: Iteration | None = self
-            while above is not None and above.depth != self.stream.nesting.depth[maker]:
-                above = above.parent
+            above = self.around(maker)
             if above is None or maker not in above.finished:
                 return False
         return True
+
+    def around(self, n: int) -> Iteration | None:
+        """The iteration around this one, or this one, to which its step of node n belongs."""
+        above: Iteration | None = self
+        while above is not None and above.depth != self.stream.nesting.depth[n]:
+            above = above.parent
+        return above
 
     def _copy_down(self, node: PlanNode, tickets: list[Ticket]) -> None:
         """Copy the outputs of `node` that lower levels read into the existing iterations below."""
@@ -358,7 +363,8 @@ class StreamFlow(Iteration):
         assert plan.nesting is not None
         self.nesting = plan.nesting
         self._begin_at(None, 0, plan.nesting)
-        self.slots = shared or (InflightSlots(plan.nesting.limits, gauges) if any(plan.nesting.limits) else None)
+        limits = plan.nesting.limits
+        self.slots = shared or (InflightSlots(limits, gauges) if any(limits) else _unlimited(limits))
         self.answers: deque[Iteration] = deque()
         self.live: dict[Iteration, None] = {}
         self.late: list[tuple[Iteration, PlanNode]] = []
@@ -381,7 +387,7 @@ class StreamFlow(Iteration):
         """As `Flow.begin`; `changed` is called with the stream whenever `Streams.settle` has something to do for it."""
         self.changed = changed or _ignore
         self._check_given(self.plan)
-        if self.nesting.is_shared and self.slots is not None:
+        if self.nesting.is_shared:
             self.slots.sharers[self] = None
         tickets: list[Ticket] = []
         for n in self.plan.first:
@@ -392,18 +398,16 @@ class StreamFlow(Iteration):
 
     def hold(self, n: int) -> Hold | None:
         """The slot that a step of node n holds, None without a limit."""
-        slots = self.slots
-        return None if slots is None or not slots.limits[n] else Hold(self, n)
+        return Hold(self, n) if self.slots.limits[n] else None
 
     def take_slot(self, n: int) -> None:
-        if self.slots is not None and self.slots.limits[n]:
+        if self.slots.limits[n]:
             self.slots.take(n)
             self.held[n] += 1
 
     def release(self, n: int, tickets: list[Ticket]) -> None:
         """Free a slot of node n: the first parked step gets it, and frees the slot that it kept."""
         slots = self.slots
-        assert slots is not None
         freed = [Hold(self, n)]
         while freed:
             free = freed.pop()
@@ -445,7 +449,6 @@ class StreamFlow(Iteration):
                 return
             above.children.popleft()
             del self.live[at]
-            _add_durations(at, above)
             at = above
 
     def take(self) -> Iteration | None:
@@ -462,23 +465,19 @@ class StreamFlow(Iteration):
 
     def room(self, source: Source) -> int:
         """The number of responses this step may send beyond its credits."""
-        iteration = source.flow
-        assert isinstance(iteration, Iteration)
+        iteration, slots = source.flow, self.slots
         room = UNREAD_MAX - iteration.unread - source.credit
-        slots = self.slots
-        if slots is not None:
-            for n in self.nesting.firsts[iteration.depth]:
-                if slots.limits[n]:
-                    room = min(room, slots.limits[n] - slots.taken[n] - slots.promised[n])
+        for n in self.nesting.firsts[iteration.depth]:
+            if slots.limits[n]:
+                room = min(room, slots.limits[n] - slots.taken[n] - slots.promised[n])
         return max(room, 0)
 
     def promise(self, source: Source, count: int) -> None:
         """Grant `count` credits, or take them back if negative."""
         source.credit += count
-        if self.slots is not None:
-            for n in self.nesting.firsts[source.flow.depth]:  # type: ignore[attr-defined]  # an iteration
-                if self.slots.limits[n]:
-                    self.slots.promised[n] += count
+        for n in self.nesting.firsts[source.flow.depth]:
+            if self.slots.limits[n]:
+                self.slots.promised[n] += count
 
     def steps_under_way(self) -> list[PlanNode]:
         found = {
@@ -499,8 +498,7 @@ class StreamFlow(Iteration):
         """Assert the numbered invariants. For tests and simulation."""
         if self.done:
             return
-        if self.slots is not None:
-            self.slots.check()
+        self.slots.check()
         for iteration in self.live:
             parent = iteration.parent
             assert parent is not None, "(2)"
@@ -534,8 +532,3 @@ class WholeFlow(StreamFlow):
 
 def _ignore(stream: StreamFlow) -> None:
     """The callback of a flow that was not submitted."""
-
-
-def _add_durations(iteration: Iteration, above: Iteration) -> None:
-    """Add the durations of an iteration's steps to those of its parent."""
-    above.took = longer(above.took, *iteration.took)

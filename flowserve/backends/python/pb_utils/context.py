@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from flowserve.backends.base import BlsClient
@@ -25,27 +26,17 @@ class TritonModelException(Exception):
     """Raised by Triton inside models; models may raise it themselves."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ModelContext:
     """One model as its code sees it: its name; the folders that its imports search; its files as they were when it was
     loaded; its connection to the server, if it has one; and whether it may call other models now.
     """
 
-    __slots__ = ("caller", "code", "folders", "may_call", "model")
-
-    def __init__(
-        self,
-        model: str,
-        folders: Sequence[str],
-        code: Code = NO_CODE,
-        caller: BlsClient | None = None,
-        *,
-        may_call: bool = False,
-    ) -> None:
-        self.model = model
-        self.folders = tuple(folders)
-        self.code = code
-        self.caller = caller
-        self.may_call = may_call
+    model: str
+    folders: tuple[str, ...]
+    code: Code = field(default_factory=dict)
+    caller: BlsClient | None = None
+    may_call: bool = False
 
 
 class _Active(threading.local):
@@ -89,7 +80,11 @@ class ModelScope:
     def __exit__(self, *_: object) -> None:
         active.context = self._before
         if active.siblings:
-            _forget_siblings()
+            names = tuple(active.siblings)
+            active.siblings.clear()
+            for name in list(sys.modules):
+                if name.partition(".")[0] in names:
+                    sys.modules.pop(name, None)
 
 
 def caller_for(purpose: str) -> BlsClient:
@@ -103,11 +98,3 @@ def caller_for(purpose: str) -> BlsClient:
             "model with a process of its own, on threads that it has started"
         )
     return context.caller
-
-
-def _forget_siblings() -> None:
-    names = tuple(active.siblings)
-    active.siblings.clear()
-    for name in list(sys.modules):
-        if name.partition(".")[0] in names:
-            sys.modules.pop(name, None)

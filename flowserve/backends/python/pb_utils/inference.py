@@ -1,9 +1,13 @@
-"""Requests, responses and errors of Python models, and their calls of other models (Triton's BLS), with Triton's names.
+"""Tensors, requests, responses and errors of Python models, and their calls of other models, with Triton's names.
 
-Decides what an InferenceRequest and an InferenceResponse may hold, what is refused before a request is sent to another
-model, how it becomes a `BlsCall`, and how the responses to a call look to the model: an error is a response with an
-error, as on Triton; a call that could not be sent raises. How a call reaches the server is decided by the `BlsClient`
-(base.py); the requests of a batch are in requests.py of the python backend, checks of responses in answers.py.
+Decides which arrays a model may write to, and how tensors are exchanged with other libraries: a tensor in host memory
+is a numpy array; a tensor on a GPU stays there, where a model takes it by DLPack, and a response's tensor is copied to
+the host when the response is taken over, unless it may stay. Decides also what an InferenceRequest and an
+InferenceResponse may hold, what is refused before a request is sent to another model, how it becomes a `BlsCall`
+(Triton's BLS), and how the responses to a call look to the model: an error is a response with an error, as on Triton; a
+call that could not be sent raises. How a call reaches the server is decided by the `BlsClient` (base.py); the requests
+of a batch are in instance.py of the python backend, checks of responses in answers.py. It knows of a configuration only
+the specs of inputs.
 
 Callers: models, and the python backend.
 """
@@ -12,20 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import numpy as np
 
 from flowserve.backends.base import Answer, BlsCall, BlsClient
 from flowserve.backends.python.pb_utils.context import TritonModelException, active
-from flowserve.backends.python.pb_utils.tensors import (
-    TRITONSERVER_MEMORY_CPU,
-    PreferredMemory,
-    Tensor,
-    as_bytes,
-    on_host,
-)
 from flowserve.errors import (
     AlreadyExists,
     Cancelled,
@@ -36,7 +35,186 @@ from flowserve.errors import (
     Unavailable,
     Unsupported,
 )
-from flowserve.values import BY_NUMPY, Array, Request
+from flowserve.graph.types import inner_shape
+from flowserve.memory import dlpack
+from flowserve.memory.dlpack import ForeignTensor
+from flowserve.memory.pool import HOST
+from flowserve.memory.raw import to_bytes
+from flowserve.memory.tensor import Tensor as _Rows
+from flowserve.values import BY_NUMPY, Array, DType, Request, TensorSpec
+
+TRITONSERVER_MEMORY_CPU: Final = 0
+TRITONSERVER_MEMORY_GPU: Final = 1
+
+
+class OnGpu(TritonModelException):
+    """The elements of a tensor on a GPU were requested as a numpy array."""
+
+
+class MemoryType:
+    """Triton's constants."""
+
+    TRITONSERVER_MEMORY_CPU: Final = TRITONSERVER_MEMORY_CPU
+    TRITONSERVER_MEMORY_GPU: Final = TRITONSERVER_MEMORY_GPU
+
+
+class PreferredMemory:
+    """The memory in which a model would like the response to a request it makes. Responses are always in host memory,
+    which a model must handle on Triton too.
+    """
+
+    def __init__(self, preferred_memory_type: int, preferred_device_id: int = 0) -> None:
+        self.preferred_memory_type = preferred_memory_type
+        self.preferred_device_id = preferred_device_id
+
+
+class Tensor:
+    """A named array. `numpy_array` is not copied. A model may change it again after it was sent in a response."""
+
+    __slots__ = ("_array", "_name")
+
+    def __init__(self, name: str, numpy_array: Array) -> None:
+        if type(numpy_array) is not np.ndarray:
+            if not isinstance(numpy_array, np.ndarray):
+                raise TypeError(f"Tensor '{name}' wants a numpy array, got {type(numpy_array).__name__}")
+            numpy_array = np.asarray(numpy_array)  # the plain elements, of masked arrays too
+        self._name = name
+        self._array: Array | None = numpy_array
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> Array:
+        """The tensor as a writable array; BYTES tensors are object arrays of `bytes`."""
+        assert self._array is not None
+        return self._array
+
+    def dtype(self) -> np.dtype[Any]:
+        return self.as_numpy().dtype
+
+    def triton_dtype(self) -> int:
+        return numpy_to_triton_type(self.dtype())
+
+    def shape(self) -> list[int]:
+        return list(self.as_numpy().shape)
+
+    def is_cpu(self) -> bool:
+        return True
+
+    @staticmethod
+    def from_dlpack(name: str, tensor: Any) -> Tensor:
+        """A tensor over the memory of an object with DLPack support, or of a DLPack capsule."""
+        if hasattr(tensor, "__dlpack_device__") and tensor.__dlpack_device__()[0] == dlpack.CPU:
+            try:
+                return Tensor(name, np.from_dlpack(tensor))
+            except (BufferError, RuntimeError):
+                pass  # a data type that numpy does not import, such as BF16
+        source = tensor if hasattr(tensor, "__dlpack__") else None
+        try:
+            found = dlpack.import_capsule(tensor if source is None else source.__dlpack__())
+        except FlowserveError as error:
+            raise TritonModelException(str(error)) from error
+        return Tensor(name, found.on_host()) if found.device < 0 else GpuTensor(name, found, source)
+
+    def to_dlpack(self) -> Any:
+        """A DLPack capsule over this tensor's memory."""
+        return self.__dlpack__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        array = self.as_numpy()
+        if array.dtype == DType.BF16.numpy:
+            return dlpack.export_capsule(ForeignTensor(array.ctypes.data, array.dtype, array.shape, -1, array))
+        return array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return dlpack.CPU, 0
+
+
+class GpuTensor(Tensor):
+    """A tensor on a GPU."""
+
+    __slots__ = ("_source", "_there")
+
+    def __init__(self, name: str, there: ForeignTensor, source: Any = None) -> None:
+        """`source`: the object that the tensor came from, if it orders later readers after its own work."""
+        self._name = name
+        self._array = None
+        self._there = there
+        self._source = source
+
+    def as_numpy(self) -> NoReturn:
+        """Raises TritonModelException: the tensor is not in host memory."""
+        raise OnGpu("Tensor is stored in GPU and cannot be converted to NumPy.")
+
+    def dtype(self) -> np.dtype[Any]:
+        return self._there.dtype
+
+    def shape(self) -> list[int]:
+        return list(self._there.shape)
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return dlpack.export_capsule(self._there) if self._source is None else self._source.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return dlpack.CUDA, self._there.device
+
+
+class _Input(Tensor):
+    """An input tensor of a request: rows of a block, converted when the model reads them."""
+
+    __slots__ = ("_may_write", "_rows", "_spec")
+
+    def __init__(self, spec: TensorSpec, rows: _Rows, may_write: bool) -> None:
+        self._name = spec.name
+        self._array = None
+        self._spec = spec
+        self._rows = rows
+        self._may_write = may_write
+
+    def as_numpy(self) -> Array:
+        array = self._array
+        if array is None:
+            array = self._rows.array
+            # A model may write into its inputs. Only the last reader of a block gets its memory, other readers get a
+            # copy: no two arrays that may be written to share memory.
+            flags = array.flags
+            if not (self._may_write and flags.writeable and flags.aligned):
+                array = HOST.copy_of(array)
+            if self._spec.reshape is not None:
+                array = array.reshape(inner_shape(array.shape, self._spec))
+            self._array = array
+        return array
+
+    def dtype(self) -> np.dtype[Any]:
+        return self._rows.block.dtype
+
+    def shape(self) -> list[int]:
+        return list(inner_shape(self._rows.shape, self._spec))
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it in host memory."""
+    return Tensor(tensor._name, tensor._there.on_host()) if isinstance(tensor, GpuTensor) else tensor
+
+
+def numpy_to_triton_type(data_type: Any) -> int:
+    """The number in ModelConfig of a numpy dtype or scalar type; strings of any kind are TYPE_STRING."""
+    dtype = np.dtype(data_type)
+    return DType.BYTES.number if dtype.kind in "SU" else BY_NUMPY[dtype].number
+
+
+def as_bytes(array: Array) -> Array:
+    """An array of strings of any kind as an object array of `bytes`; the array itself if it is one already."""
+    elements = array.ravel().tolist()
+    if array.dtype.kind == "O" and set(map(type, elements)) <= {bytes}:
+        return array
+    converted = np.empty(len(elements), np.object_)
+    converted[:] = [to_bytes(element) for element in elements]
+    return converted.reshape(array.shape)
+
 
 if TYPE_CHECKING:
     from typing import Self  # not in the oldest Python that models run in
@@ -129,25 +307,21 @@ class InferenceResponseSender:
 class ResponseIterator:
     """The responses to one call in the order of their arrival: with `for`, which blocks, or with `async for`."""
 
-    def __init__(self, caller: BlsClient, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """`loop`: the running loop of a caller that awaits the responses."""
+    def __init__(self, caller: BlsClient, call: BlsCall, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Send the call. It is sent whether or not its responses are read. `loop`: the running loop of a caller that
+        awaits the responses.
+        """
         self._caller = caller
         self._loop = loop
         self._arrived = asyncio.Event()
         self._answers: SimpleQueue[Answer] = SimpleQueue()
-        self._leave: Callable[[], None] = _not_sent
-        self._is_stream = True
+        self._is_stream = call.is_stream
         self._has_begun = False
         self._is_over = False
-
-    def _begin(self, call: BlsCall) -> Self:
-        """Send the call. It is sent whether or not its responses are read."""
-        self._is_stream = call.is_stream
         try:
-            self._leave = self._caller.begin(call, partial(_take, self._answers, self._loop, self._arrived))
+            self._leave = caller.begin(call, partial(_take, self._answers, loop, self._arrived))
         except FlowserveError as error:
             raise TritonModelException(str(error)) from None
-        return self
 
     def cancel(self) -> None:
         """Withdraw the call: no more responses are read."""
@@ -322,28 +496,23 @@ class InferenceRequest:
         """Call another model and wait for its response. `decoupled`: return an iterator over any number of responses
         instead, at once. Failures of the other model are responses with an error.
         """
-        model, caller = self._calling()
-        responses = ResponseIterator(caller)._begin(_call_of(self, model, is_stream=decoupled))
+        responses = self._begin(decoupled)
         return responses if decoupled else next(responses)
 
     def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
         """As `exec`, to `await`. The call is sent at once, so that several calls can be in progress."""
-        model, caller = self._calling()
-        responses = ResponseIterator(caller, asyncio.get_running_loop())
-        responses._begin(_call_of(self, model, is_stream=decoupled))
+        responses = self._begin(decoupled, asyncio.get_running_loop())
         return _awaitable(responses) if decoupled else anext(responses)
 
-    def _calling(self) -> tuple[str, BlsClient]:
-        """The model that makes this call, and its connection to the server. Raises TritonModelException where it may
-        not call other models.
-        """
+    def _begin(self, is_stream: bool, loop: asyncio.AbstractEventLoop | None = None) -> ResponseIterator:
+        """Send the request. Raises TritonModelException where the model may not call other models."""
         context = active.context
         if context is None or context.caller is None or not context.may_call:
             raise TritonModelException(
                 f"model '{self.model_name()}' cannot be called here: other models are called from execute, on its own "
                 "thread, and, by a model in a process of its own, on threads that it has started"
             )
-        return context.model, context.caller
+        return ResponseIterator(context.caller, _call_of(self, context.model, is_stream=is_stream), loop)
 
 
 def name_text(what: str, given: object) -> str:
@@ -392,9 +561,7 @@ def _call_of(request: InferenceRequest, model: str, *, is_stream: bool) -> BlsCa
         raise TritonModelException(f"model '{model}': timeout and priority of a request are 0 or more")
     sequence = request.correlation_id()
     parameters = request._facts()["parameters"]
-    if not isinstance(parameters, dict) or not all(
-        isinstance(key, str) and isinstance(value, (str, int, float)) for key, value in parameters.items()
-    ):
+    if not _are_parameters(parameters):
         raise TritonModelException(
             f"model '{model}': parameters of a request are a JSON object of strings, numbers and booleans, "
             f"got {parameters!r}"
@@ -432,12 +599,16 @@ def _array(model: str, called: str, tensor: Tensor) -> Array:
 def _parameters(given: Mapping[str, Any] | str) -> Mapping[str, Any]:
     """A response's parameters: a JSON object, or a dictionary, of strings, numbers and booleans."""
     found = json.loads(given) if isinstance(given, str) else given
-    if not isinstance(found, Mapping) or not all(
-        isinstance(key, str) and isinstance(value, (str, int, float)) for key, value in found.items()
-    ):
+    if not _are_parameters(found):
         text = "response parameters are a JSON object of strings, numbers and booleans"
         raise TritonModelException(f"model '{active.model}': {text}, got {given!r}")
     return dict(found)
+
+
+def _are_parameters(given: object) -> bool:
+    return isinstance(given, Mapping) and all(
+        isinstance(key, str) and isinstance(value, (str, int, float)) for key, value in given.items()
+    )
 
 
 def _take(
@@ -458,7 +629,3 @@ def _response(answer: Answer) -> InferenceResponse:
         return InferenceResponse(error=TritonError(str(answer), code))
     assert answer is not None
     return InferenceResponse([Tensor(name, array) for name, array in answer.outputs.items()])
-
-
-def _not_sent() -> None:
-    """Withdraws nothing: the call was not sent yet, or could not be sent."""

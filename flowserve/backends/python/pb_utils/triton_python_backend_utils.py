@@ -1,9 +1,12 @@
 """The module that a `model.py` imports as `triton_python_backend_utils`.
 
-Decides the names that models find, with Triton's spelling and behaviour. Requests, responses, tensors and metrics are
-classes of the other modules of this package. Here are the functions, the logger, the control of other models, and the
-configuration that `auto_complete_config` completes. docs/python-models.md lists every name, and the missing ones. It
-does not know the server: what a load means, and when it is allowed, is decided there.
+Decides the names that models find, with Triton's spelling and behaviour. Requests, responses and tensors are classes of
+inference.py. Here are the functions, the logger, the control of other models, the configuration that
+`auto_complete_config` completes, and metrics: which operations each kind allows, with Triton's error texts, and how
+long a metric is shown (as long as its family exists, whether or not the model keeps the metric). Counting writes to
+memory that the server reads when metrics are requested (`Cells` of base.py), and sends no message.
+docs/python-models.md lists every name, and the missing ones. It does not know the server: what a load means, when it is
+allowed, how the metrics of several instances are summed, and which names of metrics are allowed, is decided there.
 
 Callers: models.
 """
@@ -13,12 +16,17 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import threading
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any, ClassVar, Final
 
-from flowserve.backends.base import IS_READY, LOAD, NO_FILES, UNLOAD
+from flowserve.backends.base import IS_READY, LOAD, METRIC_VALUE, NO_FILES, OPEN_FAMILY, UNLOAD, BlsClient, Cells
 from flowserve.backends.python.pb_utils.context import TritonModelException, active, caller_for
 from flowserve.backends.python.pb_utils.inference import (
+    TRITONSERVER_MEMORY_CPU,
+    TRITONSERVER_MEMORY_GPU,
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
     TRITONSERVER_REQUEST_RELEASE_ALL,
@@ -28,22 +36,17 @@ from flowserve.backends.python.pb_utils.inference import (
     InferenceResponse,
     InferenceResponseSender,
     InferenceTrace,
-    ResponseIterator,
-    TritonError,
-    name_text,
-)
-from flowserve.backends.python.pb_utils.metrics import Metric, MetricFamily, MetricKind
-from flowserve.backends.python.pb_utils.tensors import (
-    TRITONSERVER_MEMORY_CPU,
-    TRITONSERVER_MEMORY_GPU,
     MemoryType,
     PreferredMemory,
+    ResponseIterator,
     Tensor,
+    TritonError,
+    name_text,
     numpy_to_triton_type,
 )
 from flowserve.config.suggest import did_you_mean
 from flowserve.errors import FlowserveError
-from flowserve.memory import bytes_codec
+from flowserve.memory import raw
 from flowserve.values import BY_NUMBER, Array, DType
 
 __all__ = [
@@ -91,16 +94,144 @@ __all__ = [
 
 TRITON_STRING_TO_NUMPY: Final = {dtype.config_name: dtype.numpy.type for dtype in DType}
 
-COUNTER: Final = MetricKind.COUNTER
-GAUGE: Final = MetricKind.GAUGE
-HISTOGRAM: Final = MetricKind.HISTOGRAM
-
 # The properties that `ModelConfig` takes for an input and an output.
 _BOTH: Final = ("name", "data_type", "dims", "reshape", "is_shape_tensor", "is_non_linear_format_io")
 _PROPERTIES: Final[Mapping[str, tuple[str, ...]]] = {
     "input": (*_BOTH, "optional", "allow_ragged_batch", "format"),
     "output": (*_BOTH, "label_filename"),
 }
+
+# Triton's texts, which its tests match.
+_DELETED: Final = "Invalid metric operation as the corresponding 'MetricFamily' has been deleted."
+_NEGATIVE: Final = "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative values."
+
+
+class MetricKind(Enum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Metric:
+    """One combination of labels of a family. Made by `MetricFamily.Metric`. Used on any thread."""
+
+    def __init__(
+        self,
+        family: int,
+        kind: MetricKind,
+        caller: BlsClient,
+        labels: Mapping[str, str],
+        buckets: Sequence[float] | None,
+        cells: Cells,
+    ) -> None:
+        self._family = family
+        self._kind = kind
+        self._caller = caller
+        self._labels = labels
+        self._buckets = buckets
+        self._cells: Cells | None = cells  # None once the family is deleted
+        self._lock = threading.Lock()  # an addition is a read and a write
+
+    def increment(self, value: float) -> None:
+        """Add to a counter (no negative values) or to a gauge."""
+        cells = self._cells_for("increment", "Increment", MetricKind.COUNTER, MetricKind.GAUGE)
+        is_counter = self._kind is MetricKind.COUNTER
+        if is_counter and value < 0:
+            raise TritonModelException(f"Failed to increment metric value: {_NEGATIVE}")
+        with self._lock:
+            cells[0 if is_counter else 2] += float(value)
+
+    def set(self, value: float) -> None:
+        """Set the value of a gauge."""
+        cells = self._cells_for("set", "Set", MetricKind.GAUGE)
+        with self._lock:
+            cells[1] = float(value)
+            cells[2] = 0.0
+            cells[0] = float(self._caller.clock())
+
+    def observe(self, value: float) -> None:
+        """Count a value in its bucket of a histogram."""
+        cells = self._cells_for("observe", "Observe", MetricKind.HISTOGRAM)
+        with self._lock:
+            cells[1 + bisect_left(self._buckets or (), float(value))] += 1
+            cells[0] += float(value)
+
+    def value(self) -> float:
+        """The value of a counter or a gauge as the server shows it, other instances included."""
+        self._cells_for("get", "Value", MetricKind.COUNTER, MetricKind.GAUGE)
+        try:
+            found: float = self._caller.ask(METRIC_VALUE, (self._family, dict(self._labels)))
+        except FlowserveError as error:
+            raise TritonModelException(f"Failed to get metric value: {error}") from None
+        return found
+
+    def _cells_for(self, verb: str, name: str, *kinds: MetricKind) -> Cells:
+        failed = f"Failed to {verb} metric value"
+        if self._kind not in kinds:
+            raise TritonModelException(f"{failed}: TRITONSERVER_METRIC_KIND_{self._kind.name} does not support {name}")
+        if self._cells is None:
+            raise TritonModelException(f"{failed}: {_DELETED}")
+        return self._cells
+
+
+_Metric = Metric  # the method MetricFamily.Metric hides the name in its class
+
+
+class MetricFamily:
+    """Metrics of one name and kind. Several families of one name are shown as one."""
+
+    COUNTER: ClassVar = MetricKind.COUNTER
+    GAUGE: ClassVar = MetricKind.GAUGE
+    HISTOGRAM: ClassVar = MetricKind.HISTOGRAM
+
+    def __init__(self, name: str, description: str, kind: MetricKind) -> None:
+        failed = "Error when creating MetricFamily"
+        self._metrics: dict[tuple[tuple[str, str], ...], _Metric] = {}
+        self._lock = threading.Lock()
+        self._kind = kind
+        if [*map(type, (name, description, kind))] != [str, str, MetricKind]:
+            raise TritonModelException(f"{failed}: it has a name, a description, and a kind such as MetricFamily.GAUGE")
+        caller = caller_for(failed)
+        try:
+            self._number: int = caller.ask(OPEN_FAMILY, (name, description, kind.value))
+        except FlowserveError as error:
+            raise TritonModelException(f"{failed}: {error}") from None
+        self._caller = caller
+
+    def Metric(self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None) -> _Metric:
+        """The metric with these labels. `buckets`: upper bounds of a histogram's buckets, ascending."""
+        failed = "Error when creating Metric"
+        given: Any = {} if labels is None else labels
+        if not isinstance(given, Mapping) or not all(isinstance(part, str) for pair in given.items() for part in pair):
+            raise TritonModelException(f"{failed}: labels are a dictionary of texts, got {given!r}")
+        key = tuple(sorted(given.items()))
+        try:
+            edges = None if buckets is None else [float(one) for one in buckets]
+        except (TypeError, ValueError):
+            raise TritonModelException(f"{failed}: buckets are a list of numbers, got {buckets!r}") from None
+        with self._lock:
+            metric = self._metrics.get(key)
+            if metric is None or edges != metric._buckets:
+                count = {MetricKind.COUNTER: 1, MetricKind.GAUGE: 3}.get(self._kind, 2 + len(edges or ()))
+                try:
+                    cells = self._caller.metric(self._number, dict(key), edges, count)
+                except FlowserveError as error:
+                    raise TritonModelException(f"{failed}: {error}") from None
+                metric = self._metrics[key] = Metric(self._number, self._kind, self._caller, dict(key), edges, cells)
+        return metric
+
+    def __del__(self) -> None:
+        caller: Any = getattr(self, "_caller", None)
+        if caller is None:
+            return  # its constructor raised
+        for metric in self._metrics.values():
+            metric._cells = None
+        caller.drop(self._number)
+
+
+COUNTER: Final = MetricKind.COUNTER
+GAUGE: Final = MetricKind.GAUGE
+HISTOGRAM: Final = MetricKind.HISTOGRAM
 
 
 class ModelConfig:
@@ -175,15 +306,15 @@ class ModelConfig:
         if written is None:
             tensors.append({**tensor, "dims": list(tensor["dims"])})
             return
-        for field in ("data_type", "dims"):
-            found = written.get(field)
-            ours = list(tensor[field]) if field == "dims" else tensor[field]
+        for key in ("data_type", "dims"):
+            found = written.get(key)
+            ours = list(tensor[key]) if key == "dims" else tensor[key]
             if found in (None, [], "TYPE_INVALID"):
-                written[field] = ours
+                written[key] = ours
             elif found != ours:
                 raise ValueError(
-                    f"unable to add {kind} '{tensor['name']}': model configuration specified {field} {found}, but in "
-                    f"auto_complete_config function it has {field} {ours}"
+                    f"unable to add {kind} '{tensor['name']}': model configuration specified {key} {found}, but in "
+                    f"auto_complete_config function it has {key} {ours}"
                 )
 
 
@@ -267,7 +398,7 @@ def triton_string_to_numpy(triton_type_string: str) -> type[Any]:
 
 def serialize_byte_tensor(input_tensor: Array) -> bytes | None:
     """A tensor of strings in Triton's BYTES encoding; None for any other tensor."""
-    return bytes_codec.encode(input_tensor) if input_tensor.dtype.kind in "OSU" else None
+    return raw.encode_bytes(input_tensor) if input_tensor.dtype.kind in "OSU" else None
 
 
 def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
@@ -277,7 +408,7 @@ def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
     while position + 4 <= len(encoded):
         position += 4 + int.from_bytes(encoded[position : position + 4], "little")
         count += 1
-    return bytes_codec.decode(encoded, count, name="deserialize_bytes_tensor", model=active.model)
+    return raw.decode_bytes(encoded, count, name="deserialize_bytes_tensor", model=active.model)
 
 
 def load_model(model_name: str | bytes, config: str = "", files: Mapping[str, bytes] | None = None) -> None:

@@ -1,0 +1,177 @@
+"""Figures for the live page: the list of deployments, and the present load of one deployment's graph.
+
+Decides which figures exist, and that they are computed once for all viewers. Counters are read when a viewer polls and
+the last reading is old enough; without viewers nothing runs. Only the readings of the last few seconds are kept.
+observe/rates.py computes figures from readings; `routes` sends them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import orjson
+
+from flowserve.config.types import ModelConfig
+from flowserve.graph.types import ModelKey
+from flowserve.observe.rates import CounterSample, deployment_figures, edge_figures, model_figures, node_figures, read
+from flowserve.observe.statistics import DURATION_EDGES_NS, Statistics
+from flowserve.render.jsontext import graph_document
+from flowserve.runtime.clock import SECOND_NS, wall_clock_ms
+from flowserve.runtime.engine.deployments import Deployment
+from flowserve.runtime.engine.engine import Engine
+from flowserve.scheduling.batch import ModelQueue
+
+INTERVAL_S: Final = 1.0
+WINDOW_S: Final = 5.0  # figures cover this period
+_FRESH_NS: Final = round(0.9 * INTERVAL_S * SECOND_NS)
+_WINDOW_NS: Final = round((WINDOW_S + 0.5 * INTERVAL_S) * SECOND_NS)
+_NO_DURATIONS: Final = (0,) * (len(DURATION_EDGES_NS) + 1)
+_NOTHING: Final = CounterSample(0, 0, 0, 0, _NO_DURATIONS, _NO_DURATIONS, _NO_DURATIONS, (), ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """The counters of all deployments at one time."""
+
+    at_ns: int
+    readings: Mapping[ModelKey, CounterSample]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row of the list of deployment versions, and the number of the reading since which it is unchanged."""
+
+    shown: dict[str, Any]
+    since: int
+
+
+class Sampler:
+    """Used on the engine's thread only. `number` counts readings; a viewer requests the changes since one of them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.number = 0
+        self._engine = engine
+        self._readings: deque[_Reading] = deque()  # not empty after the first `look`; the period begins at the oldest
+        self._rows: dict[tuple[str, str], _Row] = {}
+        self._listed = 0  # the number of the reading since which the list has the same names
+        self._graphs: dict[ModelKey, dict[str, Any]] = {}  # of this reading, shared by all viewers of a graph
+        self._pictures: WeakKeyDictionary[Deployment, str] = WeakKeyDictionary()
+
+    def look(self) -> None:
+        """Read the counters, unless the last reading is recent."""
+        now_ns = self._engine.clock()
+        if self._readings and now_ns - self._readings[-1].at_ns < _FRESH_NS:
+            return
+        counters = {ModelKey(one.name, one.version): one for one, _ in self._engine.deployments.counters()}
+        before = self._readings[-1].readings if self._readings else {}
+        self._readings.append(_Reading(now_ns, {key: read(one, before.get(key)) for key, one in counters.items()}))
+        while now_ns - self._readings[0].at_ns > _WINDOW_NS:
+            self._readings.popleft()
+        self.number += 1
+        self._graphs.clear()
+        self._list(counters)
+
+    def frame(self, watched: Deployment | None, seen: int) -> dict[str, Any]:
+        """The changes since reading number `seen` (0: all), and the figures of `watched`. `names`: all names, None if
+        unchanged.
+        """
+        engine = self._engine
+        return {
+            "at_ms": wall_clock_ms(),
+            "server": {"is_ready": engine.deployments.is_ready, "in_flight": engine.scheduler.in_flight},
+            "names": [*self._rows] if self._listed > seen else None,
+            "deployments": [row.shown for row in self._rows.values() if row.since > seen],
+            "graph": None if watched is None else self._graph(watched),
+        }
+
+    def picture(self, deployment: Deployment) -> str:
+        """A digest that changes with the deployment's picture."""
+        if deployment not in self._pictures:
+            document = orjson.dumps(graph_document(deployment.graph, self.configs(deployment)))
+            self._pictures[deployment] = sha256(document).hexdigest()[:16]
+        return self._pictures[deployment]
+
+    def configs(self, deployment: Deployment) -> dict[str, ModelConfig]:
+        """The configurations of the deployment and its steps, by name, for its picture."""
+        entries = self._engine.deployments.entries
+        keys = [node.model for node in deployment.graph.nodes]
+        parts = [entries[key.name].ready.get(key.version) for key in keys if key.name in entries]
+        configs = [deployment.config, *(part.config for part in parts if part is not None)]
+        return {config.name: config for config in configs}
+
+    # ------------------------------------------------------------------ the list
+
+    def _list(self, counters: Mapping[ModelKey, Statistics]) -> None:
+        rows: dict[tuple[str, str], _Row] = {}
+        for row in self._engine.deployments.index():
+            key = (row["name"], row.get("version", ""))
+            shown = {"name": key[0], "version": key[1], "state": row["state"], "reason": row.get("reason", "")}
+            if key[1]:
+                shown |= self._figures(counters[ModelKey(key[0], int(key[1]))])
+            former = self._rows.get(key)
+            rows[key] = former if former is not None and former.shown == shown else _Row(shown, self.number)
+        if rows.keys() != self._rows.keys():
+            self._listed = self.number
+        self._rows = rows
+
+    def _figures(self, one: Statistics) -> dict[str, Any]:
+        key = ModelKey(one.name, one.version)
+        return {
+            "is_ensemble": self._engine.deployments.entries[one.name].ready[one.version].graph.is_ensemble,
+            "error": one.last_error,
+            "error_ms": one.last_error_ms,
+            **deployment_figures(*self._between(key), DURATION_EDGES_NS),
+        }
+
+    def _between(self, key: ModelKey) -> tuple[CounterSample, CounterSample, float]:
+        """The first and the last reading of the period, and the seconds between."""
+        first, last = self._readings[0], self._readings[-1]
+        old, new = first.readings.get(key, _NOTHING), last.readings.get(key, _NOTHING)
+        return old, new, (last.at_ns - first.at_ns) / SECOND_NS
+
+    # ------------------------------------------------------------------ one graph
+
+    def _graph(self, deployment: Deployment) -> dict[str, Any]:
+        key = ModelKey(deployment.name, deployment.version)
+        if key not in self._graphs:
+            self._graphs[key] = self._drawn(deployment, *self._between(key))
+        return self._graphs[key]
+
+    def _drawn(self, deployment: Deployment, old: CounterSample, new: CounterSample, seconds: float) -> dict[str, Any]:
+        graph = deployment.graph
+        edges: dict[int, dict[str, Any]] = {}
+        nodes = []
+        if len(new.nodes) == len(graph.nodes):  # else the deployment was replaced since the reading
+            for node, queue in zip(graph.nodes, deployment.queues, strict=True):
+                into = [number for number, edge in enumerate(graph.edges) if edge.consumer == node.index]
+                edges |= zip(into, edge_figures(old, new, node.index, seconds), strict=True)
+                model = model_figures(*self._between(node.model), DURATION_EDGES_NS)
+                figures = node_figures(old, new, node.index, seconds)
+                nodes.append({**figures, **_now(queue), "model": model})
+        return {
+            "name": deployment.name,
+            "version": str(deployment.version),
+            "picture": self.picture(deployment),
+            "nodes": nodes,
+            "edges": [edges.get(number) for number in range(len(graph.edges))],
+        }
+
+
+def _now(queue: ModelQueue) -> dict[str, Any]:
+    """The load of a model's queue and instances, which all graphs with the model share. `in_flight`: requests, waiting
+    ones included; requests that run inline are never visible here.
+    """
+    waiting = len(queue.batcher)
+    running = [worker.running for worker in queue.instances]
+    return {
+        "waiting": waiting,
+        "in_flight": waiting + sum(len(batch.tickets) for batch in running if batch is not None),
+        "busy": queue.running,
+        "instances": len(queue.instances),
+        "away": len(queue.away),
+    }

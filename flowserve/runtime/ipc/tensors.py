@@ -1,0 +1,302 @@
+"""The tensors of batches on their way to and from a worker process: `InputPacker` and `OutputReader`.
+
+Decides which inputs are passed by reference, and where all others are copied. A column whose members are
+neighbours in one block of memory that the process may read costs nothing but its place in a message; all others are
+copied contiguously, once, into the arena of the process's own model. A tensor that is in shared memory already is
+the output of another worker process, or of a model whose outputs are placed there for this one: a graph joins the two.
+So a process reads the arena of its own model and the outputs of the models before it, never the inputs of others.
+
+Decides that nothing in a message of a process is trusted: every offset, length and shape must lie within a block of the
+process's own memory and match the configuration before a view of it is made. A violation raises `Garbled`, and the
+reader of the socket ends the process. Strings are decoded into the server's own memory; everything else is a read-only
+view of the process's memory, which is free again when its last reader is gone.
+
+Does not know sockets, nor when a batch runs. Used on the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from flowserve.backends.base import Work
+from flowserve.backends.worker import protocol
+from flowserve.backends.worker.protocol import ColumnPlace, Stage, request_facts
+from flowserve.errors import Invalid
+from flowserve.memory import raw
+from flowserve.memory.arena import Arena, aligned
+from flowserve.memory.column import Column, scatter
+from flowserve.memory.segment import Lease, Segment, locate
+from flowserve.memory.tensor import Tensor
+from flowserve.values import Array, DType, Request, TensorSpec, fits
+
+# Why the descriptor that a process sent with a message is missing.
+NO_DESCRIPTOR: Final = "the server has as many files open as it may (RLIMIT_NOFILE)"
+_NO_MEMORY: Final = np.empty(0, np.uint8)
+
+
+class Garbled(Exception):
+    """A worker process sent a message that cannot be right."""
+
+
+class Packed(NamedTuple):
+    """A batch in shared memory: the places of its inputs, and the memory to keep until the model is done with them.
+
+    `segments` hold the inputs; `held` keeps their blocks alive. `taken[i]`: bytes of input i, of which `copied[i]` were
+    copied. `columns`, `wanted` and `facts` are those of its `RunMessage`.
+    """
+
+    columns: list[ColumnPlace]
+    copied: list[int]
+    taken: list[int]
+    held: list[Any]
+    segments: list[Segment]
+    wanted: Sequence[tuple[int, ...]]
+    facts: Sequence[Any] | None
+
+
+# Without the call of Python that a constructor is.
+_make_packed: Callable[[Sequence[Any]], Packed] = partial(tuple.__new__, Packed)
+
+# Arrays that will be contiguous in the batch's block: of which input, and of which member (-1: of all).
+_Copy = tuple[int, int, list[Array]]
+
+
+class InputPacker:
+    """Packs the batches of one model version; its instances share it. Touched on the event loop only.
+
+    `outputs` are the names of the model's outputs, in order.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], outputs: Sequence[str]) -> None:
+        self._specs = [(i, spec.dtype is DType.BYTES, spec.ragged) for i, spec in enumerate(specs)]
+        numbers = {name: j for j, name in enumerate(outputs)}
+        # The numbers of these outputs. Clients choose outputs in any order and number.
+        self.indices = lru_cache(100)(lambda names: tuple([numbers[name] for name in names]))
+        self.arena = Arena()
+
+    def pack(self, work: Work) -> Packed:
+        """A batch with its inputs in shared memory."""
+        names, requests = work.wanted, work.requests
+        wanted = [self.indices(names[0])] if names.count(names[0]) == len(names) else [*map(self.indices, names)]
+        are_plain = not any(map(any, map(request_facts, requests)))  # as nearly all: PLAIN_FACTS, or equivalent
+        packed = _make_packed(([], [], [], [], [], wanted, None if are_plain else [*map(_facts, requests)]))
+        copies: list[_Copy] = []
+        in_place: list[tuple[Lease, int, int]] = []
+        for i, is_bytes, is_ragged in self._specs:
+            column = work.inputs[i]
+            packed.copied.append(0)
+            packed.taken.append(0)
+            if is_ragged and len(column) > 1:
+                packed.columns.append([None] * len(column))
+                copies += [(i, m, [one.array]) for m, one in enumerate(column) if one is not None]
+                continue
+            block = column.block
+            if block is None and column.lacks_some:  # then no member has it: the members of a batch are of one kind
+                packed.columns.append(None)
+                continue
+            may_stay = not is_bytes and block is not None and block.base is not None
+            place = self._place_of(block, packed, in_place) if may_stay else None  # type: ignore[arg-type]
+            packed.columns.append(place)
+            if place is None:
+                copies.append((i, -1, [block] if block is not None else column.arrays))
+            else:
+                packed.taken[i] = place[2]
+        if copies:
+            self._write(packed, copies)
+        return packed
+
+    def spill(self, message: bytes, packed: Packed) -> tuple[int, int, int]:
+        """Write a message that is too long for a datagram beside its batch. Its segment, offset and length."""
+        lease = self.arena.lease(len(message))
+        lease.view()[:] = np.frombuffer(message, np.uint8)
+        packed.held.append(lease)
+        packed.segments.append(lease.segment)
+        return lease.segment.number, lease.offset, len(message)
+
+    def _place_of(self, block: Array, packed: Packed, in_place: list[tuple[Lease, int, int]]) -> ColumnPlace:
+        """Where the rows of a column are, if the model's process may read them there; else None."""
+        nbytes = block.nbytes
+        shape: tuple[int, ...] = block.shape
+        found = locate(block)
+        if found is None:
+            return None
+        lease, offset = found
+        if not nbytes:
+            return 0, 0, 0, shape
+        if len(self._specs) > 1:
+            # One tensor may feed two inputs: a model that writes into one must not change the other.
+            if any(other is lease and start < offset + nbytes and offset < end for other, start, end in in_place):
+                return None
+            in_place.append((lease, offset, offset + nbytes))
+        packed.held.append(block)
+        packed.segments.append(lease.segment)
+        return lease.segment.number, offset, nbytes, shape
+
+    def _write(self, packed: Packed, copies: Sequence[_Copy]) -> None:
+        """All that is copied goes into one block."""
+        size = 0
+        pieces = []
+        for i, _, arrays in copies:
+            shape: tuple[int, ...] = arrays[0].shape
+            if len(arrays) > 1:
+                shape = (sum([len(array) for array in arrays]), *shape[1:])
+            if self._specs[i][1]:
+                arrays = [np.frombuffer(b"".join(map(raw.encode_bytes, arrays)), np.uint8)]
+            nbytes = arrays[0].nbytes if len(arrays) == 1 else sum([array.nbytes for array in arrays])
+            start = aligned(size) if size else 0
+            pieces.append((start, nbytes, shape, arrays))
+            size = start + nbytes
+        lease = self.arena.lease(size)
+        segment, offset = lease.segment, lease.offset
+        packed.held.append(lease)
+        packed.segments.append(segment)
+        for (i, m, _), (start, nbytes, shape, arrays) in zip(copies, pieces, strict=True):
+            place = (segment.number, offset + start, nbytes, shape)
+            if m < 0:
+                packed.columns[i] = place
+            else:
+                packed.columns[i][m] = place
+            packed.copied[i] += nbytes
+            packed.taken[i] += nbytes
+            segment.write(offset + start, arrays)
+
+
+class OutputReader:
+    """Reads the outputs of one model's batches."""
+
+    def __init__(self, model: str, specs: Sequence[TensorSpec], *, batches: bool) -> None:
+        self.model = model
+        self._specs = specs
+        self._batches = batches
+        self._free = {spec.name for spec in specs if set(spec.dims) == {-1}}  # outputs whose dims may all vary
+
+    def read(
+        self, words: Sequence[int], at: int, block: Lease | None, rows: Sequence[int]
+    ) -> tuple[list[Column], Sequence[int]]:
+        """The outputs that `words` describe from `at` on, and the bytes of each. `block` contains them, of members with
+        `rows`. Raises Garbled.
+        """
+        memory = _NO_MEMORY if block is None else block
+        columns: list[Column] = []
+        placed: list[int] = []
+        try:
+            for spec in self._specs:
+                kind = words[at]
+                at += 1
+                if kind == protocol.TOGETHER:
+                    offset, nbytes, absent = words[at], words[at + 1], words[at + 2]
+                    placed.append(nbytes)
+                    shape_at = at + 3 + absent
+                    at = shape_at + 1 + words[shape_at]
+                    array = self.array(spec, offset, nbytes, tuple(words[shape_at + 1 : at]), memory)
+                    if absent:
+                        column = self._with_gaps(spec, array, rows, frozenset(words[shape_at - absent : shape_at]))
+                    elif self._batches and sum(rows) == len(array):
+                        column = Column(rows, array)
+                    else:
+                        column = self._column(array, rows, spec)
+                elif kind == protocol.APART:
+                    column, nbytes, at = self._apart(spec, words, at, memory, rows)
+                    placed.append(nbytes)
+                elif kind == protocol.NOTHING:
+                    column = Column.of([None] * len(rows), rows)
+                    placed.append(0)
+                else:
+                    raise Garbled(f"output '{spec.name}' has an unknown form: {kind}")
+                columns.append(column)
+        except IndexError:
+            raise Garbled("the message ends within an output") from None
+        except ValueError as error:  # a shape that numpy does not have
+            raise Garbled(str(error)) from None
+        if at != len(words):
+            raise Garbled(f"the message has {len(words) - at} words too many")
+        return columns, placed
+
+    def read_stage(self, stage: Stage, block: Lease | None, rows: Sequence[int]) -> list[Column]:
+        """The outputs that a stage of a route made. Raises Garbled."""
+        memory = _NO_MEMORY if block is None else block
+        columns = []
+        try:
+            for spec, (offset, nbytes, shape) in zip(self._specs, stage.outputs, strict=True):
+                if shape:
+                    columns.append(self._column(self.array(spec, offset, nbytes, shape, memory), rows, spec))
+                else:
+                    columns.append(Column.of([None] * len(rows), rows))
+        except ValueError as error:
+            raise Garbled(str(error)) from None
+        return columns
+
+    def _with_gaps(self, spec: TensorSpec, array: Array, rows: Sequence[int], absent: frozenset[int]) -> Column:
+        """The column of an output that some members do not have."""
+        present = [n for m, n in enumerate(rows) if m not in absent]
+        following = iter(self._column(array, present, spec))
+        return Column.of([None if m in absent else next(following) for m in range(len(rows))], rows)
+
+    def _column(self, array: Array, rows: Sequence[int], spec: TensorSpec) -> Column:
+        if not self._batches:
+            if len(rows) == 1:
+                return Column.of([Tensor(array)], rows)
+            return Column.of([*scatter(array, rows)], rows)
+        if sum(rows) != len(array):
+            raise Garbled(f"output '{spec.name}' has {len(array)} rows, its members have {sum(rows)}")
+        return Column(rows, array)
+
+    def _apart(
+        self, spec: TensorSpec, words: Sequence[int], at: int, memory: Array, rows: Sequence[int]
+    ) -> tuple[Column, int, int]:
+        tensors: list[Tensor | None] = []
+        total = 0
+        for n in rows:
+            is_there = words[at]
+            at += 1
+            if not is_there:
+                tensors.append(None)
+                continue
+            offset, nbytes, dimensions = words[at], words[at + 1], words[at + 2]
+            at += 3
+            array = self.array(spec, offset, nbytes, tuple(words[at : at + dimensions]), memory)
+            at += dimensions
+            if self._batches and len(array) != n:
+                raise Garbled(f"output '{spec.name}' has {len(array)} rows for a member of {n}")
+            tensors.append(Tensor(array, 0, n) if self._batches else Tensor(array))
+            total += nbytes
+        return Column.of(tensors, rows), total, at
+
+    def array(self, spec: TensorSpec, offset: int, nbytes: int, shape: tuple[int, ...], memory: Array) -> Array:
+        """The tensor that is at `offset` of a block. Raises Garbled."""
+        is_free = spec.name in self._free and len(shape) == len(spec.dims) + self._batches
+        if not is_free and not fits(shape[1:] if self._batches else shape, spec.dims):
+            raise Garbled(f"output '{spec.name}' of shape {[*shape]} is not what the configuration promises")
+        if offset + nbytes > len(memory) or offset % 8:
+            raise Garbled(f"output '{spec.name}' is not within its block")
+        dtype = spec.dtype
+        if dtype is DType.BYTES:
+            return self._strings(spec, np.ndarray(nbytes, np.uint8, memory, offset), shape)
+        if prod(shape) * dtype.itemsize != nbytes:
+            raise Garbled(f"output '{spec.name}' of shape {[*shape]} is said to have {nbytes} bytes")
+        if not nbytes:
+            return np.empty(shape, dtype.numpy)
+        return np.ndarray(shape, dtype.numpy, memory, offset)
+
+    def _strings(self, spec: TensorSpec, encoded: Array, shape: tuple[int, ...]) -> Array:
+        count = prod(shape)
+        if count * 4 > len(encoded):  # before room for so many is made
+            raise Garbled(f"output '{spec.name}' of shape {[*shape]} is said to have {len(encoded)} bytes")
+        try:
+            flat = raw.decode_bytes(encoded.tobytes(), count, name=spec.name, model=self.model)
+        except Invalid as error:
+            raise Garbled(str(error)) from None
+        return flat.reshape(shape)
+
+
+def _facts(request: Request) -> tuple[Any, ...]:
+    """With parameters as a message takes them: a caller from Python may give numpy's numbers."""
+    *facts, parameters = request_facts(request)
+    if parameters:
+        parameters = {name: one.item() if isinstance(one, np.generic) else one for name, one in parameters.items()}
+    return *facts, parameters

@@ -1,0 +1,154 @@
+"""Code that the front ends `http` and `grpc` share: request parameters, restricted APIs, metadata.
+
+Decides which names parameters may have (the protocol uses some and reserves others), that a pattern of headers to
+forward must match a header's whole name (in lower case, as HTTP passes it), and that a request's own parameter takes
+precedence over a header; which groups of calls may require a key, the syntax of the operator's option, that keys are
+compared in constant time, and when errors must not reveal the names of models; the fields of metadata responses and the
+list of extensions. Each protocol decides which group a call belongs to, and how it rejects one. Does not know how a
+protocol encodes its messages, nor sockets. Callers: `http`, `grpc` and `cli`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from flowserve.errors import Invalid
+from flowserve.runtime.engine.deployments import Deployment
+from flowserve.values import Request, TensorSpec
+from flowserve.version import __version__
+
+RESERVED_PREFIX: Final = "triton_"
+KNOWN_PARAMETERS: Final = frozenset({"sequence_id", "sequence_start", "sequence_end", "priority", "timeout"})
+BINARY_OUTPUT: Final = "binary_data_output"  # in HTTP only
+_KEPT_NAMES: Final = 1024
+GROUPS: Final = (
+    "health",
+    "metadata",
+    "inference",
+    "shared-memory",
+    "model-config",
+    "model-repository",
+    "statistics",
+    "trace",
+    "logging",
+)
+INDEX: Final = "model-repository"  # the group that lists the models
+EXTENSIONS: Final = (
+    "sequence",
+    "schedule_policy",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "model_configuration",
+    "binary_tensor_data",
+    "classification",
+    "parameters",
+    "statistics",
+    "system_shared_memory",
+    "cuda_shared_memory",
+    "trace",
+    "logging",
+)
+
+
+# ---------------------------------------------------------------------------------------------- request parameters
+
+
+def reserved(key: str) -> Invalid:
+    """The error for a parameter whose name begins with the reserved prefix."""
+    return Invalid(
+        f"parameter keys starting with '{RESERVED_PREFIX}' are reserved for Triton usage and should not be specified "
+        f"(found '{key}')"
+    )
+
+
+class Forwarding:
+    """Adds headers to the parameters of a request. `option`: the operator's option, for error messages."""
+
+    def __init__(self, pattern: re.Pattern[str], option: str) -> None:
+        self._option = option
+        # Clients send few distinct names.
+        self._is_forwarded: Callable[[str], bool] = lru_cache(_KEPT_NAMES)(
+            lambda name: pattern.fullmatch(name) is not None
+        )
+
+    def add(self, request: Request, headers: Iterable[tuple[str, str]]) -> None:
+        """Add the matching headers to the request's parameters. Raises Invalid for a header with a reserved name."""
+        forwarded: dict[str, str] = {}
+        for name, value in headers:
+            if self._is_forwarded(name):
+                if name in KNOWN_PARAMETERS or name == BINARY_OUTPUT or name.startswith(RESERVED_PREFIX):
+                    raise Invalid(
+                        f"the header '{name}' cannot be forwarded: as a parameter this name is reserved "
+                        f"({self._option})"
+                    )
+                forwarded[name] = value
+        if forwarded:
+            request.parameters = {**forwarded, **request.parameters}
+
+
+# ---------------------------------------------------------------------------------------------- restricted APIs
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """The key of `groups`: the header `name` (lower-case) with exactly `value`."""
+
+    groups: tuple[str, ...]
+    name: str
+    value: str
+
+    def is_opened_by(self, given: bytes) -> bool:
+        return hmac.compare_digest(given, self.value.encode("utf-8"))
+
+
+def parse_restriction(text: str) -> Restriction:
+    """`GROUP[,GROUP...]:HEADER=VALUE`. Raises `Invalid` for other forms."""
+    listed, colon, pair = text.partition(":")
+    name, equals, value = pair.partition("=")
+    if not (colon and equals and name.strip() and value):
+        raise Invalid("expected GROUP[,GROUP...]:HEADER=VALUE")
+    groups = tuple(one.strip() for one in listed.split(","))
+    for group in groups:
+        if group not in GROUPS:
+            raise Invalid(f"unknown restricted api '{group}'; use {', '.join(GROUPS)}")
+    if not (name.isascii() and value.isprintable()):
+        raise Invalid("a header's name is ASCII and its value printable")
+    return Restriction(groups, name.strip().lower(), value)
+
+
+def hides_names(restrictions: Iterable[Restriction]) -> bool:
+    """Whether the names and errors of models require a key."""
+    return INDEX in by_group(restrictions)
+
+
+def by_group(restrictions: Iterable[Restriction]) -> dict[str, Restriction]:
+    """The restriction of each restricted group."""
+    return {group: restriction for restriction in restrictions for group in restriction.groups}
+
+
+# ---------------------------------------------------------------------------------------------- metadata
+
+
+def server_metadata() -> dict[str, Any]:
+    return {"name": "flowserve", "version": __version__, "extensions": EXTENSIONS}
+
+
+def model_metadata(deployment: Deployment, version: str = "") -> dict[str, Any]:
+    """`version`: the requested version; "" lists all ready versions."""
+    batch = [-1] if deployment.graph.max_batch_size else []
+    return {
+        "name": deployment.name,
+        "versions": [version] if version else [str(one) for one in deployment.versions],
+        "platform": deployment.platform,
+        "inputs": [_tensor(spec, batch) for spec in deployment.inputs.values()],
+        "outputs": [_tensor(spec, batch) for spec in deployment.outputs.values()],
+    }
+
+
+def _tensor(spec: TensorSpec, batch: list[int]) -> dict[str, Any]:
+    return {"name": spec.name, "datatype": spec.dtype.wire, "shape": [*batch, *spec.dims]}
