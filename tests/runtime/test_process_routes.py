@@ -120,6 +120,20 @@ class Routed:
         add_chain(self.engine, "chain", MODELS)
         await wait_all_tasks_blocked()
 
+    async def add_gated_chain(self, folder: Path) -> tuple[Path, Path]:
+        """As `add_chain`, but a model that is to sleep makes the first file and waits for the second."""
+        begun, proceed = folder / "begun", folder / "proceed"
+        waiting = f"""
+            open({str(begun)!r}, "w").close()
+            while not os.path.exists({str(proceed)!r}):
+                time.sleep(0.002)
+        """.strip()
+        for name in MODELS:
+            await self.served.add(name, chain_body(name).replace("time.sleep(0.15)", waiting), width=-1)
+        add_chain(self.engine, "chain", MODELS)
+        await wait_all_tasks_blocked()
+        return begun, proceed
+
     def computed(self, batch: Batch, outcome: Outcome, now_ns: int) -> None:
         if batch.route is not None and isinstance(outcome, Passed):
             names = [queue.key.name for queue in batch.route.queues]
@@ -512,10 +526,10 @@ async def test_process_with_an_invalid_report_about_its_stage_fails_its_batch_on
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize(("acts", "killed"), [*itertools.product(range(3), range(3))])
 async def test_process_is_killed_before_while_and_after_it_has_the_batch(
-    routed: Routed, acts: int, killed: int, *, waits: bool
+    routed: Routed, tmp_path: Path, acts: int, killed: int, *, waits: bool
 ) -> None:
     """The batch is in the slow model `acts` when process `killed` ends. `waits`: more requests wait for the route."""
-    await routed.add_chain()
+    begun, proceed = await routed.add_gated_chain(tmp_path)
     pids = routed.pids()
     told: list[list[Array | FlowserveError]] = []
 
@@ -525,11 +539,13 @@ async def test_process_is_killed_before_while_and_after_it_has_the_batch(
     with trio.fail_after(5):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask, [row(value, acts, SLEEP) for value in range(4)])
-            await trio.sleep(0.04)
+            await routed.until(begun.exists)
             if waits:
                 nursery.start_soon(ask, [row(value) for value in range(3)])
                 await trio.sleep(0.02)
             routed.kill(MODELS[killed])
+            await routed.until(lambda: MODELS[killed] not in routed.pids())
+            proceed.touch()
         told.sort(key=len)
         slow = told.pop()
         if killed == acts:
@@ -551,9 +567,9 @@ async def test_process_is_killed_before_while_and_after_it_has_the_batch(
 @pytest.mark.parametrize("acts", [0, 1, 2])
 @pytest.mark.parametrize(("first", "second"), [*itertools.permutations(range(3), 2)])
 async def test_second_process_ends_before_end_of_first_is_resolved(
-    routed: Routed, acts: int, first: int, second: int
+    routed: Routed, tmp_path: Path, acts: int, first: int, second: int
 ) -> None:
-    await routed.add_chain()
+    begun, proceed = await routed.add_gated_chain(tmp_path)
     pids = routed.pids()
     answers: list[Array | FlowserveError] = []
 
@@ -563,10 +579,12 @@ async def test_second_process_ends_before_end_of_first_is_resolved(
     with trio.fail_after(5):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
-            await trio.sleep(0.04)
+            await routed.until(begun.exists)
             routed.kill(MODELS[first])
             await trio.sleep(0.01)
             routed.kill(MODELS[second])
+            await routed.until(lambda: MODELS[second] not in routed.pids())
+            proceed.touch()
         await routed.restarted(pids, 2)
         if acts in (first, second):
             assert {type(one) for one in answers} == {InstanceDied}
@@ -618,16 +636,7 @@ async def test_ended_process_is_released_while_another_stage_of_its_route_runs(
     routed: Routed, tmp_path: Path, acts: int, killed: int
 ) -> None:
     """Else a direct request to its model, or a call from the other stage, would wait for that stage."""
-    begun, proceed = tmp_path / "begun", tmp_path / "proceed"
-    waiting = f"""
-            open({str(begun)!r}, "w").close()
-            while not os.path.exists({str(proceed)!r}):
-                time.sleep(0.002)
-    """.strip()
-    for name in MODELS:
-        await routed.served.add(name, chain_body(name).replace("time.sleep(0.15)", waiting), width=-1)
-    add_chain(routed.engine, "chain", MODELS)
-    await wait_all_tasks_blocked()
+    begun, proceed = await routed.add_gated_chain(tmp_path)
     answers: list[Array | FlowserveError] = []
 
     async def ask() -> None:
