@@ -72,6 +72,14 @@ class Server:
         return run, self.inputs.take(run, [column], rows)[0]
 
 
+def finished(inputs: InputReader, run: Run) -> bool:
+    """End a run as the driver does. Returns whether the model keeps its inputs."""
+    is_kept = inputs.finish(run)
+    if not is_kept:
+        inputs.forget_writes(run)
+    return is_kept
+
+
 def rows(count: int, first: float = 0.0) -> Array:
     return (np.arange(count * 4, dtype=np.float32) + first).reshape(count, 4)
 
@@ -85,7 +93,7 @@ def test_members_get_their_rows_and_may_write_to_them() -> None:
     arrays[1][:] = -1
     assert (lease.view() == rows(3).view(np.uint8).ravel()).all(), "the server's bytes are as they were"
     del arrays, tensors
-    assert not server.inputs.finish(run)
+    assert not finished(server.inputs, run)
 
 
 def test_writes_of_one_batch_are_not_visible_to_the_next() -> None:
@@ -99,7 +107,7 @@ def test_writes_of_one_batch_are_not_visible_to_the_next() -> None:
             assert tensor.array.tolist() == [rows(16, number)[m].tolist()]
             tensor.array[:] = 1e9
         del tensor, tensors
-        assert not server.inputs.finish(run)
+        assert not finished(server.inputs, run)
         assert lease.offset == 0
         del lease
 
@@ -112,7 +120,7 @@ def test_a_kept_input_is_unchanged_and_released_when_it_is_freed() -> None:
     kept = tensors[0].array
     kept[:] = 42
     del tensors
-    assert server.inputs.finish(run), "the model holds it"
+    assert finished(server.inputs, run), "the model holds it"
     assert server.said == []
     assert kept.tolist() == [[42] * 4]
     # Another batch over the same rows, while they are held: it sees the writer's bytes, and changes nothing.
@@ -121,7 +129,7 @@ def test_a_kept_input_is_unchanged_and_released_when_it_is_freed() -> None:
     assert tensors[0].array.tolist() == [rows(2)[0].tolist()]
     tensors[0].array[:] = -5
     del tensors
-    assert not server.inputs.finish(again)
+    assert not finished(server.inputs, again)
     assert kept.tolist() == [[42] * 4]
     del kept
     assert server.said == [run.number]
@@ -129,7 +137,7 @@ def test_a_kept_input_is_unchanged_and_released_when_it_is_freed() -> None:
     assert tensors[0] is not None
     assert tensors[0].array.tolist() == [rows(2)[0].tolist()], "what was written went with it"
     del tensors
-    server.inputs.finish(last)
+    finished(server.inputs, last)
 
 
 def test_rows_on_the_page_of_a_kept_row_are_discarded_with_it() -> None:
@@ -143,19 +151,19 @@ def test_rows_on_the_page_of_a_kept_row_are_discarded_with_it() -> None:
     kept = tensors[0].array
     kept[:] = 7
     del tensors
-    server.inputs.finish(first)
+    finished(server.inputs, first)
     second, tensors = server.give(right, [1, 1])
     assert tensors[0] is not None
     assert tensors[0].array.tolist() == [rows(4)[2].tolist()]
     tensors[0].array[:] = 8
     del tensors
-    assert not server.inputs.finish(second)
+    assert not finished(server.inputs, second)
     assert kept.tolist() == [[7] * 4], "the page is not thrown away under it"
     del kept
     third, tensors = server.give(column, [1] * 4)
     assert [tensor.array.tolist()[0] for tensor in tensors if tensor is not None] == rows(4).tolist()
     del tensors
-    server.inputs.finish(third)
+    finished(server.inputs, third)
 
 
 def test_rows_on_the_page_of_a_row_freed_meanwhile_are_discarded_too(
@@ -169,7 +177,7 @@ def test_rows_on_the_page_of_a_row_freed_meanwhile_are_discarded_too(
     assert tensors[0] is not None
     kept = [tensors[0].array]
     del tensors
-    server.inputs.finish(first)
+    finished(server.inputs, first)
     second, tensors = server.give((segment, offset + part, nbytes - part, (998, 4)), [998])
     assert tensors[0] is not None
     tensors[0].array[:] = 8  # on the page of the first, and on others
@@ -182,7 +190,7 @@ def test_rows_on_the_page_of_a_row_freed_meanwhile_are_discarded_too(
         return found
 
     monkeypatch.setattr(server.inputs, "_holder", find_and_drop)
-    assert not server.inputs.finish(second)
+    assert not finished(server.inputs, second)
     _, tensors = server.give(column, [1] * 1000)
     assert [tensor.array.tolist()[0] for tensor in tensors if tensor is not None] == rows(1000).tolist()
 

@@ -145,21 +145,24 @@ class Driver:
             log.exception("instance %s failed", self._job.instance)
             what = f"model '{self._job.model}', instance '{self._job.instance}' failed: {error}"
             text, self._has_failed = encode_error(ModelFailed(what)), True
-        kept = int(self._inputs.finish(run))
+        kept = self._inputs.finish(run)
         if self._has_failed:
             self._look_for_loss()
         if route:
             may_hand_on = self._guard.end_route() and kind == protocol.DONE and text is None
-            stage = stage_of(message, kept, times, placed) if may_hand_on else None
+            stage = stage_of(message, int(kept), times, placed) if may_hand_on else None
             self._last = number, stage
-            if stage is not None and message.later_updates and self._handoff.hand_on(message, stage):
-                return
-        words = begin_reply(number, message.passed)
-        words.append(kept)
-        if kind == protocol.DONE:
-            words += times
-            words += placed.words()
-        self._send(pack(kind, words, text))
+        else:
+            stage = None
+        if stage is None or not message.later_updates or not self._handoff.hand_on(message, stage):
+            words = begin_reply(number, message.passed)
+            words.append(int(kept))
+            if kind == protocol.DONE:
+                words += times
+                words += placed.words()
+            self._send(pack(kind, words, text))
+        if not kept:
+            self._inputs.forget_writes(run)  # last: no other process waits for it
 
     def _cancel(self, number: int) -> None:
         """Report whether a batch with a route was run here. If not, it must not be run any more."""

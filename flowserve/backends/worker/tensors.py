@@ -117,14 +117,15 @@ class InputReader:
         return inputs
 
     def finish(self, run: Run) -> bool:
-        """End a run, whose tensors the caller has dropped. Returns whether the model keeps some of them."""
+        """End a run, whose tensors the caller has dropped. Returns whether the model keeps some of them. If not, the
+        caller calls `forget_writes` before it reads the next message.
+        """
         for array in run.arrays:
             if getrefcount(array) > _ALONE:
                 del array
                 self._keep(run)
                 return True
         run.arrays.clear()
-        self._forget_writes(run)
         return False
 
     def _keep(self, run: Run) -> None:
@@ -161,11 +162,12 @@ class InputReader:
         run.ended.append(lease)
         # Of two threads that release the last leases, the first goes on.
         if len(run.ended) == len(run.leases) and self._held.pop(run.number, None) is not None:
-            self._forget_writes(run)
+            self.forget_writes(run)
             self.gone.append(run.number)
             self._let_go()
 
-    def _forget_writes(self, run: Run) -> None:
+    def forget_writes(self, run: Run) -> None:
+        """Discard what the model wrote to the inputs of a run."""
         for piece in run.ranges:
             while self._held and (holder := self._holder(piece)):
                 holder.ranges.append(piece)  # they share a page, which is reset when both have ended
