@@ -34,8 +34,8 @@ STREAMED: Final = object()  # the outcome of a request whose responses follow on
 UNSENT_MAX: Final = 8  # responses to one decoupled request that the client has not read yet
 
 # A Response, a FlowserveError, STREAMED, or None for the end of a decoupled request's responses.
-Outcome = Any
-OnOutcome = Callable[[Outcome], object]
+CallOutcome = Any
+OnCallOutcome = Callable[[CallOutcome], object]
 
 _log = logging.getLogger("flowserve.grpc")
 
@@ -82,15 +82,15 @@ class EngineAccess:
 
     async def run_in_trio(self, work: Callable[[], Awaitable[T]]) -> T:
         """The result of `work`, run as a task in trio's loop, which is cancelled with the call."""
-        ended: asyncio.Future[Outcome] = self.guest.loop.create_future()
+        ended: asyncio.Future[CallOutcome] = self.guest.loop.create_future()
         scope = trio.CancelScope()
 
-        def resolve(outcome: Outcome) -> None:
+        def resolve(outcome: CallOutcome) -> None:
             if not ended.done():
                 ended.set_result(outcome)
 
         async def run() -> None:
-            outcome: Outcome = Unavailable(STOPPING)
+            outcome: CallOutcome = Unavailable(STOPPING)
             try:
                 with scope:
                     outcome = await work()
@@ -168,7 +168,7 @@ class InferCall:
         self._flow = engine.submit(deployment, request, make)
         return self._flow
 
-    def begin(self, on_outcome: OnOutcome, on_response: OnOutcome, before: InferCall | None = None) -> None:
+    def begin(self, on_outcome: OnCallOutcome, on_response: OnCallOutcome, before: InferCall | None = None) -> None:
         """Submit the request and report to callbacks in the loop. `on_outcome` is called once. For a decoupled model
         its argument is STREAMED, and `on_response` gets each response and then the end: None, or the error.
         `before`: the preceding request of its sequence, whose responses are delivered first.
@@ -226,7 +226,7 @@ class InferCall:
             watch.mark("GRPC_SEND_END")
         return parts
 
-    def _outcome(self, flow: Flow) -> Outcome:
+    def _outcome(self, flow: Flow) -> CallOutcome:
         """The response or the error. Raises nothing, because it is called inside the engine's step."""
         try:
             return self._access.engine.response(flow)
@@ -239,7 +239,7 @@ class InferCall:
         self,
         responses: ResponseIterator,
         scope: trio.CancelScope,
-        on_response: OnOutcome,
+        on_response: OnCallOutcome,
         turn: trio.Event | None,
         delivered: trio.Event,
     ) -> None:

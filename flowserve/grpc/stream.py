@@ -18,7 +18,7 @@ from typing import Any, Final
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.grpc.decode import ReceivedMessage
 from flowserve.grpc.encode import empty_final_response, stream_error, stream_message
-from flowserve.grpc.inference import STOPPING, STREAMED, EngineAccess, InferCall, Outcome, internal_error
+from flowserve.grpc.inference import STOPPING, STREAMED, CallOutcome, EngineAccess, InferCall, internal_error
 
 IN_FLIGHT_MAX: Final = 1024  # requests of one stream; further ones are not read
 
@@ -145,7 +145,7 @@ class InferStream:
 
     # ------------------------------------------------------------------ responses
 
-    def _on_outcome(self, request: _StreamedRequest, outcome: Outcome) -> None:
+    def _on_outcome(self, request: _StreamedRequest, outcome: CallOutcome) -> None:
         """The request has its only response or error, or is STREAMED. Earlier requests' responses are written first."""
         if self._is_over:
             return
@@ -157,7 +157,7 @@ class InferStream:
             if first.message is not None:
                 self._to_write.put_nowait((first.message, partial(self._done, first)))
 
-    def _on_response(self, request: _StreamedRequest, outcome: Outcome) -> None:
+    def _on_response(self, request: _StreamedRequest, outcome: CallOutcome) -> None:
         """One response of a decoupled model, or the end: None, or an error."""
         if self._is_over:
             return
@@ -173,7 +173,7 @@ class InferStream:
             message = stream_message(empty_final_response(request.target[0], call.version, request.id))
         self._to_write.put_nowait((message, written))
 
-    def _encoded(self, request: _StreamedRequest, outcome: Outcome, *, is_final: bool = False) -> Message:
+    def _encoded(self, request: _StreamedRequest, outcome: CallOutcome, *, is_final: bool = False) -> Message:
         if not isinstance(outcome, FlowserveError):
             assert request.call is not None  # it is kept until its end
             try:

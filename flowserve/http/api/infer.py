@@ -10,7 +10,7 @@ know sockets.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -27,7 +27,7 @@ from flowserve.http.api.json_bodies import status_of
 from flowserve.http.api.request_json import AnswerForm
 from flowserve.http.api.request_target import TARGET, RequestTarget, request_target, trace_context
 from flowserve.http.api.restricted import Guard
-from flowserve.http.server.connection import HeaderTuple, error_body
+from flowserve.http.server.connection import HeaderTuple, Respond, Spawn, error_body
 from flowserve.http.server.request_parser import MAX_BODY_BYTES, body_too_large
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.server_timing import server_timing
@@ -58,8 +58,6 @@ class AppOptions:
 
 # Status, headers, and the body's buffers.
 Encoded = tuple[int, HeaderTuple, Sequence[Any]]
-Respond = Callable[[int, HeaderTuple, Sequence[Any]], None]
-Spawn = Callable[[Callable[[], Awaitable[None]]], None]
 
 SERVER_TIMING: Final = b"server-timing"
 _COMPRESSING_AT_ONCE: Final = 4  # each may hold a whole expanded body
