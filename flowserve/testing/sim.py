@@ -254,7 +254,8 @@ class Sim(Agenda):
                 self._ordered[model.key].back.update(dict.fromkeys(batch.tickets, False))
             if again:
                 self._try_again(batch.tickets)
-            assert self.scheduler.complete(batch, [], ModelFailed("poison"), self.now_ns) == again
+            is_retried = self.scheduler.complete(batch, [], ModelFailed("poison"), self.now_ns)
+            assert is_retried == again
             return
         self._note("returns", model.key.name, *numbers)
         errors: dict[int, FlowserveError] = {}
@@ -390,7 +391,8 @@ class Sim(Agenda):
         if is_known_first:  # before its batch completes
             self.scheduler.take_away(queue, instance)
         self._release(run, [one for one in range(len(batch.instances)) if one not in batch.released])
-        assert not self.scheduler.complete(batch, [], InstanceDied("died"), self.now_ns)
+        is_retried = self.scheduler.complete(batch, [], InstanceDied("died"), self.now_ns)
+        assert not is_retried
         if not is_known_first:
             self.scheduler.take_away(queue, instance)
         self._away.add((queue.key, instance))
@@ -416,7 +418,8 @@ class Sim(Agenda):
         if not run.raises:
             is_whole = len(run.made) == len(route) and not run.made[-1].errors
             self._note("passes its route" if is_whole else "returns early", *numbers)
-            assert not self.scheduler.complete(batch, run.made, None, self.now_ns)
+            is_retried = self.scheduler.complete(batch, run.made, None, self.now_ns)
+            assert not is_retried
             return
         stage = batch.stage(len(run.made))
         model = self.world.by_key[stage.queue.key]

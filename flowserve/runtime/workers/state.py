@@ -87,8 +87,8 @@ class SequenceAdapter(StateAdapter):
         outer = len(self._outer)
         work.inputs = [*given, *controls, *states]
         if work.may_write is not None:
-            nobody_may = [False] * len(tickets)
-            work.may_write += [nobody_may] * (len(work.inputs) - outer)
+            none_may_write = [False] * len(tickets)
+            work.may_write += [none_may_write] * (len(work.inputs) - outer)
         return work
 
     def _requests(self, tickets: Sequence[Ticket], requests: Sequence[Request]) -> Sequence[Request]:
