@@ -15,10 +15,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
+import trio
+from rich.table import Table
+
 from bench import acceptance, servers, wrk
 from bench.devices import measure_device
 from bench.in_process import measure_in_process
 from bench.measure import measure_echo, measure_work
+from bench.reliability.figures import FIGURES, measure_figures, run_chaos
+from bench.reliability.soak import soak
 from bench.report import Results, open_console, print_tables, write_json, write_plot
 from bench.runs import Limit, Plan, Run
 from bench.sequences import measure_sequences
@@ -71,6 +76,23 @@ def _seconds(text: str) -> float:
     if not 0.1 <= seconds <= 60.0:
         raise argparse.ArgumentTypeError(f"expected 0.1 to 60 seconds, got {text!r}")
     return seconds
+
+
+def _length(text: str) -> float:
+    try:
+        length = float(text)
+    except ValueError:
+        length = 0.0
+    if not 0.05 <= length <= 10_000:
+        raise argparse.ArgumentTypeError(f"expected 0.05 to 10000, got {text!r}")
+    return length
+
+
+def _figures(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in FIGURES]:
+        raise argparse.ArgumentTypeError(f"no figure named {', '.join(unknown)}; there are {', '.join(FIGURES)}")
+    return names
 
 
 def _rounds(text: str) -> int:
@@ -213,6 +235,38 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N,M",
         help="measure a stateful model with N sequences at a time beside the same model without state, instead",
     )
+    parser.add_argument(
+        "--figures",
+        type=_length,
+        nargs="?",
+        const=1.0,
+        metavar="LENGTH",
+        help="measure the reliability figures instead; LENGTH multiplies counts and durations, default 1: 5 minutes",
+    )
+    parser.add_argument(
+        "--select",
+        type=_figures,
+        default=tuple(FIGURES),
+        metavar="A,B",
+        help=f"figures of --figures; default all: {', '.join(FIGURES)}",
+    )
+    parser.add_argument(
+        "--chaos",
+        type=_length,
+        nargs="?",
+        const=300.0,
+        metavar="SECONDS",
+        help="inject random faults into one server while every response is checked, instead; default 300 seconds",
+    )
+    parser.add_argument(
+        "--soak",
+        type=_length,
+        nargs="?",
+        const=60.0,
+        metavar="MINUTES",
+        help="a mix of ordinary work, mistakes and control for a long time, instead; default 60 minutes",
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of --chaos and --soak; default 1")
     parser.add_argument("--json", type=Path, default=RESULTS / "bench.json", metavar="FILE", help="default %(default)s")
     parser.add_argument(
         "--plot",
@@ -262,6 +316,22 @@ def _plan(options: argparse.Namespace) -> Plan:
     )
 
 
+def _measure_reliability(options: argparse.Namespace) -> str:
+    """Print the table. Returns which figures missed their goals, "" for none."""
+    if options.chaos:
+        figures = [trio.run(run_chaos, options.chaos, options.seed)]
+    elif options.soak:
+        figures = trio.run(soak, options.soak, _say, options.seed)
+    else:
+        figures = measure_figures(options.select, options.figures, _say)
+    table = Table("rows", "goal", "measured", "met")
+    for figure in figures:
+        table.add_row(figure.rows, figure.goal, figure.measured, "yes" if figure.is_met else "NO")
+    open_console().print(table)
+    missed = [figure.rows for figure in figures if not figure.is_met]
+    return f"bench: goals missed: {', '.join(missed)}" if missed else ""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _terminated)
@@ -273,7 +343,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     limits: list[Limit] = []
     failure = ""
     try:
-        if options.start:
+        if options.figures or options.chaos or options.soak:
+            failure = _measure_reliability(options)
+        elif options.start:
             measure_start(options.start, _say)
         elif options.sequences:
             for concurrency in options.sequences:

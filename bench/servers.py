@@ -150,6 +150,28 @@ def serving(
 
     Raises BenchFailed, with the end of its log, when it ends early or is not ready within READY_LIMIT_S.
     """
+    server, process = start(
+        name, command, log, port=port, ready_path=ready_path, environment=environment, folder=folder
+    )
+    try:
+        yield server
+        if process.poll() is not None:
+            raise BenchFailed(f"{name} ended by itself with status {process.returncode}:\n{_tail(log)}")
+    finally:
+        stop(process)
+
+
+def start(
+    name: str,
+    command: Sequence[str],
+    log: Path,
+    *,
+    port: int = 0,
+    ready_path: str = "/v2/health/ready",
+    environment: Mapping[str, str],
+    folder: Path | None = None,
+) -> tuple[Server, subprocess.Popen[bytes]]:
+    """As `serving`, for a server that the caller ends, at the latest with `stop`."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -161,11 +183,10 @@ def serving(
             start_new_session=True,
         )
     try:
-        yield Server(name, process.pid, _wait_ready(name, process, log, port, ready_path), log)
-        if process.poll() is not None:
-            raise BenchFailed(f"{name} ended by itself with status {process.returncode}:\n{_tail(log)}")
-    finally:
-        _stop(process)
+        return Server(name, process.pid, _wait_ready(name, process, log, port, ready_path), log), process
+    except BaseException:
+        stop(process)
+        raise
 
 
 def _wait_ready(name: str, process: subprocess.Popen[bytes], log: Path, port: int, ready_path: str) -> int:
@@ -189,7 +210,7 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
     """Terminate the process group, then kill it: a server's children may outlive it."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
