@@ -26,6 +26,7 @@ from flowserve.version import __version__
 
 USAGE_ERROR: Final = 2
 NOT_WRITTEN: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG})
+EXAMPLES: Final = Path(__file__).with_name("examples")  # a file for each command
 PICTURES: Final = ("text", "dot", "mermaid", "svg", "png", "html", "json")  # as in render/formats.py
 
 DESCRIPTION: Final = """\
@@ -34,76 +35,6 @@ Serve pipelines of models from a Triton model repository.
 A repository is a folder of model folders. Each holds a config.pbtxt and numbered
 version folders; a model whose config.pbtxt has an `ensemble_scheduling` block is a
 graph of the others.
-"""
-
-EXAMPLES: Final = """\
-examples:
-  flowserve check graphs/                     find every mistake, without serving anything
-  flowserve graph graphs/read_text -o g.html  draw it
-  flowserve run graphs/                       serve it on http://127.0.0.1:8000
-  curl localhost:8000/v2/health/ready         ask whether it is ready
-  flowserve infer localhost:8000 read_text --input IMAGE=@page.png
-  flowserve new pipeline                      a graph of your own to begin with
-  flowserve run --help                        ports, limits, logging
-"""
-
-RUN_EXAMPLES: Final = """\
-examples:
-  flowserve run graphs/                                serve on http://127.0.0.1:8000
-  flowserve run steps:graph                            the graph of that name in the Python module steps
-  flowserve run graphs/ --http-port 0                  pick a free port; the last line says which
-  flowserve run graphs/ --http-address 0.0.0.0         let other machines in; put a gateway in front
-  flowserve run graphs/ --exit-on-error false          serve what loads, though some model does not
-  flowserve run graphs/ --python-execution inline      no thread between a fast Python model and the loop
-
-SIGTERM or Ctrl-C: no new requests, those under way finish, then it ends with status 0.
-Once more: it ends at once.
-"""
-
-CHECK_EXAMPLES: Final = """\
-examples:
-  flowserve check graphs/                     print every problem as file:line:column, or the compiled graphs
-  flowserve check graphs/read_text            one deployment of it
-  flowserve check graphs/ more/               two repositories that are served together
-  flowserve check steps:graph                 a graph of that name in the Python module steps
-  flowserve check graphs/ --json              for a program
-"""
-
-GRAPH_EXAMPLES: Final = """\
-examples:
-  flowserve graph graphs/                            every graph as text
-  flowserve graph graphs/read_text -o read_text.svg  one of them as a picture in the file's format
-  flowserve graph graphs/ read_text --format mermaid for a README
-  flowserve graph graphs/read_text -o read_text.html nested ensembles fold; works offline
-  flowserve graph steps:graph -o steps.svg           a graph of that name in the Python module steps
-"""
-
-INFER_EXAMPLES: Final = """\
-examples:
-  flowserve infer localhost:8000 detect_language --input TEXT="good morning"
-  flowserve infer localhost:8000 digit --input PIXELS=@seven.npy --json
-  flowserve infer localhost:8000 read_text --input IMAGE=@page.png --output TEXT
-  flowserve infer localhost:8000 net --input 'X=[1.0, 2.0]' --output Y=answer.npy
-  flowserve infer localhost:8000 totals --input NUMBER=1 --sequence-id anna --sequence-start
-
-A value is JSON, or @FILE: .npy and .json hold a tensor; of any other file a BYTES
-input gets the bytes, a number input the picture [height, width, 3]. A batch
-dimension of 1 may be left out.
-"""
-
-BENCH_EXAMPLES: Final = """\
-examples:
-  flowserve bench localhost:8000 digit                       1, 2, 4 ... 32 requests at a time
-  flowserve bench localhost:8000 digit --concurrency 1,8     other levels
-  flowserve bench localhost:8000 chat --input TEXT=hello     one that streams: when its responses come
-  flowserve bench localhost:8000 totals --sequence-length 5  one with sequences, so many at a time
-  flowserve bench --sweep graphs/ digit --p99-ms 20          which instances, batches and delays are best
-  flowserve bench --sweep graphs/ digit --json               for a program
-"""
-
-BUILD_PLAN_EXAMPLES: Final = """\
-examples:
-  flowserve build-plan net.onnx -o models/net/1/model.plan --profile X:1x3x224x224:8x3x224x224:16x3x224x224
 """
 
 
@@ -115,23 +46,29 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"{self.prog}: {message} (try '{self.prog} --help')\n")
 
 
+def _examples(command: str) -> str:
+    """The text below the options in a command's help."""
+    file = EXAMPLES / f"{command}.txt"
+    return file.read_text("utf-8") if file.exists() else ""
+
+
 def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     """The parser of the whole command, and one per subcommand."""
     style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = _Parser(prog="flowserve", description=DESCRIPTION, epilog=EXAMPLES, **style)
+    parser = _Parser(prog="flowserve", description=DESCRIPTION, epilog=_examples("flowserve"), **style)
     parser.add_argument("--version", action="version", version=f"flowserve {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     made: dict[str, argparse.ArgumentParser] = {}
 
-    def command(name: str, summary: str, description: str, examples: str = "") -> argparse.ArgumentParser:
-        made[name] = commands.add_parser(name, help=summary, description=description, epilog=examples, **style)
+    def command(name: str, summary: str, description: str) -> argparse.ArgumentParser:
+        text = _examples(name)
+        made[name] = commands.add_parser(name, help=summary, description=description, epilog=text, **style)
         return made[name]
 
     run = command(
         "run",
         "load a repository and serve it over HTTP and gRPC",
         "Load every model of REPO and serve them over HTTP and gRPC (KServe v2 as in Triton).",
-        RUN_EXAMPLES,
     )
     add_run_arguments(run)
 
@@ -139,7 +76,6 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         "check",
         "validate a repository and print its compiled graphs",
         "Read every configuration of REPO; print all problems with their places, or the compiled graphs.",
-        CHECK_EXAMPLES,
     )
     text = "a model repository, or several that are served together; or one deployment's folder"
     check.add_argument("repositories", metavar="REPO", nargs="*", type=Path, help=text)
@@ -150,7 +86,6 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         "graph",
         "draw the graph of a deployment",
         "Draw one deployment of REPO (or all of them, as text). Nothing is served, no network is needed.",
-        GRAPH_EXAMPLES,
     )
     text = "a model repository, or one deployment's folder of it"
     graph.add_argument("repository", metavar="PATH", nargs="?", type=Path, help=text)
@@ -162,7 +97,6 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         "infer",
         "send one request to a server",
         "Send one request to the server at URL and print its answer.",
-        INFER_EXAMPLES,
     )
     infer.add_argument("url", metavar="URL", help="http://host:port, or host:port")
     infer.add_argument("model", metavar="MODEL")
@@ -180,7 +114,6 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         "bench",
         "measure a server, or find the best configuration of a repository",
         "Send made-up requests (or --input) to MODEL at URL, so many at a time, and print percentiles.",
-        BENCH_EXAMPLES,
     )
     bench.add_argument("target", metavar="URL MODEL", nargs="*", help="with --sweep only MODEL")
     add_option(bench, "--concurrency FROM:TO", "doubling, or N,M,...; default 1:32", levels, "1:32")
@@ -206,7 +139,6 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         "build-plan",
         "compile an ONNX file for this machine's GPU, with TensorRT",
         "Build a TensorRT plan from the ONNX file MODEL, on the GPU that is to serve it. Needs TensorRT.",
-        BUILD_PLAN_EXAMPLES,
     )
     plan.add_argument("model", metavar="MODEL", type=Path, help="an ONNX file")
     plan.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="such as REPO/net/1/model.plan")

@@ -13,51 +13,13 @@ from typing import Final
 from flowserve.graph.types import Graph
 from flowserve.render.labels import UNKNOWN, Configs, kind, model_lines, title
 from flowserve.render.scopes import scopes_of
-from flowserve.render.svg import STYLE, render_svg
+from flowserve.render.svg import ASSETS, STYLE, render_svg
 
 # Up to this number there is a picture for each nested ensemble; beyond it only all open and all folded.
 PICTURES_MAX: Final = 40
 
-PAGE_STYLE: Final = (
-    ":root{color-scheme:light dark}"
-    "body{font:14px system-ui,sans-serif;margin:1.5rem;background:#fff;color:#24292f}"
-    "h1{font-size:1.2rem}button{font:inherit;margin-right:.5rem}"
-    ".picture{overflow:auto;border:1px solid #d0d7de;border-radius:6px;margin:1rem 0}"
-    ".fit svg{max-width:100%;height:auto}"
-    "table{border-collapse:collapse;font-size:13px}th,td{text-align:left;vertical-align:top;padding:.35rem .8rem;"
-    "border-bottom:1px solid #d0d7de}td code{white-space:pre}"
-    "[data-scope]{cursor:pointer}[data-scope]:focus-visible{outline:2px solid #0969da}"
-    "@media (prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}"
-    ".picture,th,td{border-color:#3d444d}}"
-)
-
-SCRIPT: Final = """\
-const pictures = [...document.querySelectorAll(".picture")];
-const bar = document.querySelector(".bar");
-function show(open) {
-  const wanted = pictures.find(p => p.dataset.open === open) || pictures[0];
-  for (const p of pictures) p.hidden = p !== wanted;
-}
-function toggle(scope, frame) {
-  show(frame ? scope.slice(0, Math.max(scope.lastIndexOf("/"), 0)) : scope);
-}
-for (const g of document.querySelectorAll("[data-scope]")) {
-  const frame = g.querySelector("rect").classList.contains("f");
-  g.setAttribute("tabindex", "0");
-  g.setAttribute("role", "button");
-  g.setAttribute("aria-expanded", frame);
-  g.addEventListener("click", () => toggle(g.dataset.scope, frame));
-  g.addEventListener("keydown", e => {
-    if (e.key === "Enter" || e.key === " ") { e.preventDefault(); toggle(g.dataset.scope, frame); }
-  });
-}
-bar.addEventListener("click", e => {
-  const open = e.target.dataset.show;
-  if (open !== undefined) show(open);
-  if (e.target.dataset.fit !== undefined) document.body.classList.toggle("fit");
-});
-bar.hidden = false;
-"""
+PAGE_STYLE: Final = "".join((ASSETS / "page.css").read_text("utf-8").splitlines())
+SCRIPT: Final = (ASSETS / "page.js").read_text("utf-8")
 
 
 def render_html(graph: Graph, configs: Configs) -> str:

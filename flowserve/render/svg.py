@@ -7,6 +7,7 @@ Decides colours and strokes. Does not decide positions (`layout`). Boxes and wir
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from pathlib import Path
 from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
@@ -15,21 +16,9 @@ from flowserve.render.labels import Configs, title
 from flowserve.render.layout import LINE, MARGIN, NO_SPARE, PAD, Box, Spare, Wire, lay_out
 
 ARROW: Final = 7
-
+ASSETS: Final = Path(__file__).with_name("assets")
 # Light colours first, then dark ones in a media query: viewers without media queries draw the light picture.
-STYLE: Final = (
-    ".flowserve text{font:11px ui-monospace,Menlo,Consolas,monospace;fill:#24292f}"
-    ".flowserve text.t{font-size:13px;font-weight:bold}.flowserve text.s{fill:#57606a}"
-    ".flowserve .p{fill:#ffffff}.flowserve .n{fill:#ddf4ff;stroke:#0969da}.flowserve .g{fill:#f6f8fa;stroke:#6e7781}"
-    ".flowserve .f{fill:#fff8c5;fill-opacity:.35;stroke:#9a6700;stroke-dasharray:5 3}"
-    ".flowserve .o{fill:#fff8c5;stroke:#9a6700}"
-    ".flowserve .e{fill:none;stroke:#57606a;stroke-width:1.3}.flowserve .a{fill:#57606a}"
-    "@media (prefers-color-scheme:dark){"
-    ".flowserve text{fill:#e6edf3}.flowserve text.s{fill:#9198a1}"
-    ".flowserve .p{fill:#0d1117}.flowserve .n{fill:#12294a;stroke:#4493f8}.flowserve .g{fill:#212830;stroke:#9198a1}"
-    ".flowserve .f{fill:#3b2f0b;stroke:#d29922}.flowserve .o{fill:#3b2f0b;stroke:#d29922}"
-    ".flowserve .e{stroke:#9198a1}.flowserve .a{fill:#9198a1}}"
-)
+STYLE: Final = "".join((ASSETS / "picture.css").read_text("utf-8").splitlines())
 CLASSES: Final = {"end": ("g", 14), "node": ("n", 6), "folded": ("o", 6), "frame": ("f", 10)}
 
 
