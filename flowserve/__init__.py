@@ -12,11 +12,10 @@ from flowserve.version import __version__
 
 if TYPE_CHECKING:
     from flowserve.authoring.engine import Engine
+    from flowserve.authoring.files import model_folder, onnx_model
     from flowserve.authoring.graph import Graph
-    from flowserve.authoring.parts import model_folder, onnx_model
     from flowserve.errors import FlowserveError, Problems
-    from flowserve.graph.builder import Tensor
-    from flowserve.graph.functions import model
+    from flowserve.graph.builder import Tensor, model
 
 _WHERE = {
     "Engine": "flowserve.authoring.engine",
@@ -24,9 +23,9 @@ _WHERE = {
     "FlowserveError": "flowserve.errors",
     "Problems": "flowserve.errors",
     "Tensor": "flowserve.graph.builder",
-    "model": "flowserve.graph.functions",
-    "model_folder": "flowserve.authoring.parts",
-    "onnx_model": "flowserve.authoring.parts",
+    "model": "flowserve.graph.builder",
+    "model_folder": "flowserve.authoring.files",
+    "onnx_model": "flowserve.authoring.files",
 }
 
 __all__ = [

@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from flowserve.authoring.files import SavedPart, contents, load_graph, write_private, write_to_keep
-from flowserve.authoring.parts import FolderModel
+from flowserve.authoring.files import FolderModel, SavedPart, contents, load_graph, write_private, write_to_keep
 from flowserve.backends import registry
 from flowserve.config.load import draft_of, finish
 from flowserve.config.parse import Parsed, config_message

@@ -11,11 +11,11 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
+from flowserve.config.build import MESSAGES, MODEL_CONFIG, Field
 from flowserve.config.model_config_pb2 import BatchInput as BatchInputProto
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.model_config_pb2 import ModelInput, ModelInstanceGroup, ModelOutput, ModelQueuePolicy, ModelWarmup
 from flowserve.config.model_config_pb2 import ModelSequenceBatching as SequenceProto
-from flowserve.config.schema import MESSAGES, MODEL_CONFIG, Field
 from flowserve.config.types import (
     BatchInput,
     BatchOutput,

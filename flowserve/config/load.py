@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Final
 
 from flowserve.config.backends import fill_backend
+from flowserve.config.build import MODEL_CONFIG
 from flowserve.config.complete import fill_defaults, gpus_to_cpu, merge
 from flowserve.config.convert import to_config
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.parse import Parsed, field_of, parse, read_text
 from flowserve.config.rules import Rule, RuleInput, batching, model, tensors
-from flowserve.config.schema import MODEL_CONFIG
 from flowserve.config.types import NO_GPUS, Completion, Gpus, ModelConfig, SourceMap
 from flowserve.config.unsupported import ignored_fields, refusals
 from flowserve.errors import Place, Problem, Problems

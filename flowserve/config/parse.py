@@ -18,9 +18,8 @@ from typing import Any, Final
 from google.protobuf import text_format
 from google.protobuf.json_format import MessageToDict
 
-from flowserve.config.build import Builder, Format
+from flowserve.config.build import MODEL_CONFIG, Builder, Format
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
-from flowserve.config.schema import MODEL_CONFIG
 from flowserve.config.suggest import nearest
 from flowserve.config.syntax import Text, parse_json, parse_pbtxt
 from flowserve.config.types import SourceMap

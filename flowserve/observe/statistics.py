@@ -16,7 +16,7 @@ an observed value, and a minute of any traffic needs a few hundred counts. The w
 dropped as a whole. Another thread may read.
 
 Does not know its readers or a clock: times come in as nanoseconds. Callers: `runtime` (writes), metrics, the statistics
-endpoints, `rates` (read).
+endpoints, the live page (read).
 """
 
 from __future__ import annotations

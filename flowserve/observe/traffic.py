@@ -14,7 +14,7 @@ contiguously once on receipt. They are counted per tensor and not per edge, of w
 A batch without a copy costs a few additions: the traffic of its edges follows from its rows. Written only on the event
 loop's thread; every figure only grows, also for a reader on another thread. Output rows are sent to the caller from
 where they are, so edges to the graph's outputs have no counters. Callers: `runtime` (writes), `statistics`,
-`deployment_metrics`, `rates` (read).
+`deployment_metrics`, the live page (read).
 """
 
 from __future__ import annotations

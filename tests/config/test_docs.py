@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from flowserve.config.build import MESSAGES, MODEL_CONFIG, Message
 from flowserve.config.load import Draft, finish
-from flowserve.config.schema import MESSAGES, MODEL_CONFIG, Message
 from flowserve.config.unsupported import IGNORED, IGNORED_IN_GROUPS
 from flowserve.errors import Problems
 

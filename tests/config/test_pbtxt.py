@@ -11,9 +11,9 @@ from google.protobuf.text_encoding import CEscape
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from flowserve.config.build import ENUMS, MESSAGES, MODEL_CONFIG, RANGES, Field, Message
 from flowserve.config.model_config_pb2 import ModelConfig
 from flowserve.config.parse import parse_model_config, read_text
-from flowserve.config.schema import ENUMS, MESSAGES, MODEL_CONFIG, RANGES, Field, Message
 from flowserve.errors import Place, Problem, Problems
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flowserve.observe.rates import (
+from flowserve.http.page.sampler import (
     CounterSample,
     deployment_figures,
     edge_figures,

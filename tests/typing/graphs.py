@@ -8,8 +8,7 @@ from typing import Any, assert_type
 import numpy as np
 
 from flowserve import Graph, Tensor, model, model_folder, onnx_model
-from flowserve.graph.builder import Outputs
-from flowserve.graph.functions import FunctionModel
+from flowserve.graph.builder import FunctionModel, Outputs
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
