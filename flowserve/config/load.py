@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -29,7 +29,7 @@ from flowserve.config.complete import fill_defaults, gpus_to_cpu, merge
 from flowserve.config.convert import to_config
 from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.parse import Parsed, field_of, parse, read_text
-from flowserve.config.rules import Rule, RuleInput, batching, model, tensors
+from flowserve.config.rules import RULES, RuleInput
 from flowserve.config.types import NO_GPUS, Completion, Gpus, ModelConfig, SourceMap
 from flowserve.config.unsupported import ignored_fields, refusals
 from flowserve.errors import Place, Problem, Problems
@@ -56,35 +56,6 @@ DETERMINING: Final = frozenset(
 )
 INDEPENDENT: Final = frozenset({"name", "version_policy"})  # their rules read no other field
 DEPENDS_ON_BACKEND: Final = frozenset({"instance_group", "parameters"})  # their rules read only the backend besides
-
-RULES: Final[Sequence[Rule]] = (
-    model.name,
-    model.backend_is_known,
-    model.platform_fits_backend,
-    model.batch_size_and_versions,
-    model.instance_groups,
-    model.execution,
-    model.other_parameters,
-    model.model_files,
-    model.metrics,
-    model.response_cache,
-    model.ensemble,
-    tensors.declarations,
-    tensors.reshapes,
-    tensors.tensorrt_tensors,
-    tensors.unique_names,
-    tensors.model_outputs,
-    tensors.batch_inputs,
-    tensors.batch_outputs,
-    tensors.whole_batches,
-    tensors.warmup,
-    batching.preferred_sizes,
-    batching.priorities,
-    batching.control_tensors,
-    batching.slot_utilization,
-    batching.server_inputs,
-    batching.states,
-)
 
 
 @dataclass(frozen=True, slots=True)

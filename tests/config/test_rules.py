@@ -46,9 +46,7 @@ Said = Callable[..., list[str]]
 
 def test_every_rule_has_a_test_and_every_test_a_rule(root: Path) -> None:
     tested = re.findall(r"^def test_rule_(M\d+)_", Path(__file__).read_text(encoding="utf-8"), re.MULTILINE)
-    rules = "".join(
-        path.read_text(encoding="utf-8") for path in (root / "flowserve/config/rules").iterdir() if path.is_file()
-    )
+    rules = (root / "flowserve/config/rules.py").read_text(encoding="utf-8")
     assert set(tested) == set(re.findall(r'"(M\d+)"', rules))
 
 
