@@ -269,6 +269,16 @@ class ModelConfig:
         """The steps of an ensemble; () for a plain model."""
         return self.ensemble.steps if self.ensemble else ()
 
+    @property
+    def max_inflight_requests(self) -> int:
+        """The limit of an ensemble; 0 for none, and for a plain model."""
+        return self.ensemble.max_inflight_requests if self.ensemble else 0
+
+    @property
+    def active_groups(self) -> list[InstanceGroup]:
+        """The instances that get work."""
+        return [group for group in self.instance_groups if not group.passive]
+
 
 def instances_of(config: ModelConfig) -> list[tuple[str, InstanceGroup]]:
     """The name of every instance of a model, and its group with `gpus` reduced to the instance's own: () on the CPU,

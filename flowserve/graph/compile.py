@@ -17,19 +17,19 @@ import networkx as nx
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Problem, Problems
 from flowserve.graph.nesting import are_nested, origins, written_by
-from flowserve.graph.rules import ensemble_problems
-from flowserve.graph.types import DEPTH_LIMIT, GRAPH, Edge, Graph, ModelKey, Node, conversion, inside
-from flowserve.graph.wiring import (
+from flowserve.graph.rules import (
     AvailableModels,
     Declaration,
     WiredStep,
     Wiring,
+    ensemble_problems,
     ensembles_below,
     inconsistent_shape,
     port_index,
     shapes_meet,
     wire,
 )
+from flowserve.graph.types import DEPTH_LIMIT, GRAPH, Edge, Graph, Node, conversion, inside, node_of
 from flowserve.values import TensorSpec
 
 # Nested ensembles grow exponentially if each uses the inner one twice: twenty such levels are a million nodes.
@@ -140,7 +140,9 @@ class _Folding:
         self.available = available
         self.calls: list[_Call] = []
         inputs = {spec.name: _Source(GRAPH, i, spec.name, spec).entering(spec) for i, spec in enumerate(config.inputs)}
-        self.outputs = self._fold(_Scope(wire(config, available, {}), inputs, max_inflight=_limit(config)))
+        self.outputs = self._fold(
+            _Scope(wire(config, available, {}), inputs, max_inflight=config.max_inflight_requests)
+        )
 
     def _fold(self, scope: _Scope) -> list[_Source]:
         """Add the calls of one ensemble. Returns the sources of its outputs, in order."""
@@ -168,7 +170,7 @@ class _Folding:
             prefix=f"{name}/",
             path=(*scope.path, step.model.name),
             order=(*scope.order, step.index),
-            max_inflight=min(filter(None, (_limit(step.model), scope.max_inflight)), default=0),
+            max_inflight=min(filter(None, (step.model.max_inflight_requests, scope.max_inflight)), default=0),
         )
         return self._fold(inner)
 
@@ -179,18 +181,8 @@ class _Folding:
         # An omitted optional input of a nested ensemble has no source, and neither have the inputs it feeds.
         sources = tuple(scope.tensors.get(step.written.input_map.get(spec.name, "")) for spec in config.inputs)
         call = len(self.calls)
-        node = Node(
-            index=call,
-            name=name,
-            model=ModelKey(config.name, version),
-            inputs=config.inputs,
-            outputs=config.outputs,
-            max_batch_size=config.max_batch_size,
-            path=scope.path,
-            place=scope.wiring.place(step.written.path),
-            decoupled=config.decoupled,
-            max_inflight=scope.max_inflight,
-        )
+        node = node_of(config, version, call, name, scope.wiring.place(step.written.path))
+        node = replace(node, path=scope.path, max_inflight=scope.max_inflight)
         self.calls.append(_Call(node, config, (*scope.order, step.index), sources))
         return [_Source(call, j, f"{name}/{spec.name}", spec) for j, spec in enumerate(config.outputs)]
 
@@ -235,10 +227,6 @@ class _Folding:
 
     def producer(self, source: _Source) -> ModelConfig:
         return self.config if source.call == GRAPH else self.calls[source.call].config
-
-
-def _limit(config: ModelConfig) -> int:
-    return config.ensemble.max_inflight_requests if config.ensemble else 0
 
 
 def shares_limits(config: ModelConfig) -> bool:
@@ -324,4 +312,4 @@ def deadlocking_limits(graph: Graph, available: Mapping[str, Mapping[int, ModelC
 
 def _instances(node: Node, available: Mapping[str, Mapping[int, ModelConfig]]) -> int:
     config = available[node.model.name][node.model.version]
-    return sum(group.count for group in config.instance_groups if not group.passive)
+    return sum(group.count for group in config.active_groups)

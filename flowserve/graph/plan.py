@@ -273,11 +273,8 @@ def _may_disagree(graph: Graph, edge: Edge) -> bool:
     """
     reader = graph.nodes[edge.consumer]
     spec = reader.inputs[edge.input]
-    if edge.producer != GRAPH:
-        writer = graph.nodes[edge.producer]
-        dims, rows = writer.outputs[edge.output].dims, writer.max_batch_size
-    else:
-        dims, rows = graph.inputs[edge.output].dims, graph.max_batch_size
+    writer = graph if edge.producer == GRAPH else graph.nodes[edge.producer]
+    dims, rows = graph.written(edge).dims, writer.max_batch_size
     wanted, promised = _full(spec.dims, reader.max_batch_size), _full(dims, rows)
     if edge.conversion is not None:
         if edge.conversion.batch < 0:

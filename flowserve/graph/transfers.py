@@ -46,8 +46,7 @@ def memory_places(config: ModelConfig) -> MemoryPlaces:
     """The memories of the tensors of a model's instances. An ensemble has those of its steps."""
     places = {
         place
-        for group in config.instance_groups
-        if not group.passive
+        for group in config.active_groups
         for place in (_places_of(group) if stays_on_device(config) else (HOST_MEMORY,))
     }
     return frozenset(places) or ON_HOST
@@ -87,7 +86,7 @@ def transfers(graph: Graph, places: Sequence[MemoryPlaces]) -> tuple[Transfer, .
 
 
 def _transfer(graph: Graph, edge: Edge, places: Sequence[MemoryPlaces], crossed: set[tuple[object, ...]]) -> Transfer:
-    spec = (graph.inputs if edge.producer == GRAPH else graph.nodes[edge.producer].outputs)[edge.output]
+    spec = graph.written(edge)
     source = ON_HOST if edge.producer == GRAPH or spec.dtype is DType.BYTES else places[edge.producer]
     to = ON_HOST if edge.consumer == GRAPH or spec.dtype is DType.BYTES else places[edge.consumer]
     kind = _kind(source, to)

@@ -154,19 +154,20 @@ class Graph:
         """Whether a request may get any number of responses."""
         return any(node.decoupled for node in self.nodes)
 
+    def written(self, edge: Edge) -> TensorSpec:
+        """The producer's declaration of an edge's tensor."""
+        return (self.inputs if edge.producer == GRAPH else self.nodes[edge.producer].outputs)[edge.output]
+
+
+def node_of(config: ModelConfig, version: int, index: int, name: str, place: Place) -> Node:
+    """A call of a model, in no nested ensemble and without a limit."""
+    sides = config.inputs, config.outputs, config.max_batch_size
+    return Node(index, name, ModelKey(config.name, version), *sides, place=place, decoupled=config.decoupled)
+
 
 def compile_model(config: ModelConfig, version: int) -> Graph:
     """A plain model as a graph of one node, fed by the graph's inputs in order."""
-    node = Node(
-        index=0,
-        name=config.name,
-        model=ModelKey(config.name, version),
-        inputs=config.inputs,
-        outputs=config.outputs,
-        max_batch_size=config.max_batch_size,
-        place=config.source.place(""),
-        decoupled=config.decoupled,
-    )
+    node = node_of(config, version, 0, config.name, config.source.place(""))
     edges = [Edge(spec.name, GRAPH, i, 0, i) for i, spec in enumerate(config.inputs)]
     edges += [Edge(spec.name, 0, j, GRAPH, j) for j, spec in enumerate(config.outputs)]
     return Graph(

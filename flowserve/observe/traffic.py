@@ -173,8 +173,7 @@ def _bytes_of(graph: Graph, edge: Edge) -> int:
     if own or edge.conversion is not None:
         return own
     maker = graph if edge.producer == GRAPH else graph.nodes[edge.producer]
-    made = graph.inputs[edge.output] if edge.producer == GRAPH else graph.nodes[edge.producer].outputs[edge.output]
-    return _row_bytes(made) if (maker.max_batch_size > 0) == (reader.max_batch_size > 0) else 0
+    return _row_bytes(graph.written(edge)) if (maker.max_batch_size > 0) == (reader.max_batch_size > 0) else 0
 
 
 def _row_bytes(spec: TensorSpec) -> int:

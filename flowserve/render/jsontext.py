@@ -16,14 +16,11 @@ from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.render.labels import (
     UNKNOWN,
     Configs,
-    active_groups,
     batcher,
     device,
-    max_inflight,
     queueing,
     resources,
     transfers_of,
-    written,
 )
 from flowserve.render.scopes import scopes_of
 from flowserve.values import TensorSpec
@@ -43,14 +40,14 @@ def graph_document(graph: Graph, configs: Configs) -> dict[str, Any]:
         "version": graph.version,
         "is_ensemble": graph.is_ensemble,
         "max_batch_size": graph.max_batch_size,
-        "max_inflight_requests": max_inflight(configs.get(graph.name, UNKNOWN)),
+        "max_inflight_requests": configs.get(graph.name, UNKNOWN).max_inflight_requests,
         "inputs": _tensors(graph.inputs),
         "outputs": _tensors(graph.outputs),
         "ensembles": [
             {
                 "path": scope.path,
                 "name": scope.ensemble,
-                "max_inflight_requests": max_inflight(configs.get(scope.ensemble, UNKNOWN)),
+                "max_inflight_requests": configs.get(scope.ensemble, UNKNOWN).max_inflight_requests,
             }
             for scope in scopes_of(graph).walk()
         ],
@@ -90,7 +87,7 @@ def _node(node: Node, config: ModelConfig) -> dict[str, Any]:
             "max_queue_delay_us": queue.max_queue_delay_us,
         },
         "instances": [
-            {"count": group.count, "device": device(group), "gpus": list(group.gpus)} for group in active_groups(config)
+            {"count": group.count, "device": device(group), "gpus": list(group.gpus)} for group in config.active_groups
         ],
         "is_stateful": batcher(config) == "sequence",
         "is_decoupled": config.decoupled,
@@ -105,7 +102,7 @@ def _node(node: Node, config: ModelConfig) -> dict[str, Any]:
 
 
 def _edge(graph: Graph, edge: Edge, transfer: Transfer) -> dict[str, Any]:
-    spec = written(graph, edge)
+    spec = graph.written(edge)
     reader = graph.outputs if edge.consumer == GRAPH else graph.nodes[edge.consumer].inputs
     return {
         "tensor": edge.tensor,

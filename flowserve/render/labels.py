@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from flowserve.config.types import DynamicBatching, InstanceGroup, ModelConfig, SourceMap
 from flowserve.graph.transfers import Transfer, memory_places, transfers
-from flowserve.graph.types import GRAPH, Edge, Graph, Node
+from flowserve.graph.types import Graph, Node
 from flowserve.values import TensorSpec, shape_text
 
 Configs = Mapping[str, ModelConfig]  # of the deployments in a picture, by name
@@ -28,18 +28,9 @@ def queueing(config: ModelConfig) -> DynamicBatching:
     return config.dynamic_batching or DynamicBatching()
 
 
-def active_groups(config: ModelConfig) -> list[InstanceGroup]:
-    """The instances that get work."""
-    return [group for group in config.instance_groups if not group.passive]
-
-
 def device(group: InstanceGroup) -> str:
     """The device of instances without a list of GPUs: "CPU", "GPU" or "MODEL"."""
     return group.kind.removeprefix("KIND_")
-
-
-def max_inflight(config: ModelConfig) -> int:
-    return config.ensemble.max_inflight_requests if config.ensemble else 0
 
 
 def resources(config: ModelConfig) -> dict[str, int]:
@@ -73,12 +64,6 @@ def title(graph: Graph, configs: Configs) -> str:
 def ensemble_title(name: str, ensemble: str, configs: Configs) -> str:
     """`name` is the nested ensemble's name in its outer one: "find", or "find#2" for the second."""
     return ", ".join([f"ensemble {name}", *_inflight(configs.get(ensemble, UNKNOWN))])
-
-
-def written(graph: Graph, edge: Edge) -> TensorSpec:
-    """The producer's declaration of an edge's tensor."""
-    specs = graph.inputs if edge.producer == GRAPH else graph.nodes[edge.producer].outputs
-    return specs[edge.output]
 
 
 def transfers_of(graph: Graph, configs: Configs) -> tuple[Transfer, ...]:
@@ -120,7 +105,7 @@ def _special_inputs(graph: Graph, node: Node) -> Iterator[str]:
 def model_lines(node: Node, config: ModelConfig) -> Iterator[str]:
     yield f"{node.model}, {config.backend}" if config.backend else str(node.model)
     yield _batches(node, config)
-    if groups := active_groups(config):
+    if groups := config.active_groups:
         yield " + ".join(map(_instances, groups))
     marks = ["stateful"] if batcher(config) == "sequence" else []
     marks += ["decoupled"] if config.decoupled else []
@@ -148,5 +133,5 @@ def _instances(group: InstanceGroup) -> str:
 
 
 def _inflight(config: ModelConfig) -> list[str]:
-    limit = max_inflight(config)
+    limit = config.max_inflight_requests
     return [f"at most {limit} in flight per step"] if limit else []

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Final, Literal
 
 from flowserve.graph.types import Graph
-from flowserve.render.labels import Configs, ensemble_title, kind, node_lines, written
+from flowserve.render.labels import Configs, ensemble_title, kind, node_lines
 from flowserve.render.scopes import BoxId, Joint, Scope, scopes_of
 
 CHAR: Final = 6.7  # width of a character of the label font, in px: generous, because the viewer's font is unknown
@@ -211,7 +211,7 @@ class _Layout:
         """The label of a joint; none for an input, whose box shows its type, and inside a frame's border."""
         if joint.source[0] == "in":
             return ("", self.spare.tensor) if self.spare.tensor and not scope.path else ()
-        return joint.tensor, kind(written(self.graph, self.graph.edges[joint.edges[0]])) + self.spare.tensor
+        return joint.tensor, kind(self.graph.written(self.graph.edges[joint.edges[0]])) + self.spare.tensor
 
     def _fold(self, scope: Scope) -> Box:
         count = sum(len(each.nodes) for each in (scope, *scope.walk()))

@@ -23,7 +23,6 @@ from flowserve.render.labels import (
     node_lines,
     title,
     transfers_of,
-    written,
 )
 from flowserve.render.scopes import Scope, scopes_of
 from flowserve.values import TensorSpec
@@ -65,7 +64,7 @@ def _input_rows(graph: Graph, consumer: int, specs: Sequence[TensorSpec], costs:
 
 def _source(graph: Graph, edge: Edge) -> str:
     """The source of a tensor; the tensor's own name only if it differs from the port's."""
-    port = written(graph, edge).name
+    port = graph.written(edge).name
     if edge.producer == GRAPH:
         return f"input {port}"
     name = graph.nodes[edge.producer].name
@@ -144,7 +143,7 @@ def _statements(graph: Graph, configs: Configs, language: _Language) -> Iterator
         source = f"in{edge.output}" if edge.producer == GRAPH else f"n{edge.producer}"
         target = f"out{edge.input}" if edge.consumer == GRAPH else f"n{edge.consumer}"
         # The box of an input of the graph shows its type.
-        label = () if edge.producer == GRAPH else (edge.tensor, kind(written(graph, edge)))
+        label = () if edge.producer == GRAPH else (edge.tensor, kind(graph.written(edge)))
         yield language.edge(source, target, *label)
 
 

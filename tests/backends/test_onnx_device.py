@@ -15,7 +15,7 @@ import pytest
 from flowserve.backends import registry
 from flowserve.backends.base import DeviceWork, OnDevice, Work
 from flowserve.backends.onnx.backend import OnnxModel
-from flowserve.backends.onnx.device import OnnxDeviceInstance, OnnxGraphInstance
+from flowserve.backends.onnx.device import OnnxDeviceInstance
 from flowserve.backends.onnx.instance import OnnxInstance
 from flowserve.backends.onnx.session import asynchronous_run_options
 from flowserve.config.types import InstanceGroup, ModelConfig
@@ -216,7 +216,7 @@ def test_a_captured_run_uses_fixed_addresses_and_its_outputs_are_not_overwritten
         config = onnx_config(instance_groups=GPU, json=graphs)
         model = registry.find("onnxruntime").load(config, repository.files(), {})
         instance = model.instance("m_0", GPU[0])
-        assert isinstance(instance, OnnxGraphInstance)
+        assert isinstance(instance, OnnxDeviceInstance)
         assert not instance.is_of_any_thread  # each thread would capture graphs of its own
         instance.open()
 

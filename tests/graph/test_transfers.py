@@ -13,7 +13,6 @@ from flowserve.config.types import InstanceGroup, ModelConfig, SequenceBatching
 from flowserve.graph.compile import compile_ensemble
 from flowserve.graph.transfers import MemoryPlaces, Transfer, memory_places, transfers
 from flowserve.graph.types import GRAPH, Graph
-from flowserve.render.labels import written
 from flowserve.values import ANY_GPU, HOST_MEMORY, DType, gpu_memory
 from tests.support.ensembles import Drawn, available, ensemble, ensembles, model
 
@@ -120,7 +119,7 @@ def test_property_each_tensor_is_copied_at_most_once_per_place_and_only_if_neede
     assert len(crossings) == len(set(crossings))
     for edge, transfer in zip(graph.edges, found, strict=True):
         ends: Mapping[int, MemoryPlaces] = {GRAPH: HOST} | dict(enumerate(places))
-        is_text = written(graph, edge).dtype is DType.BYTES
+        is_text = graph.written(edge).dtype is DType.BYTES
         assert (transfer.kind == "view") == (is_text or ends[edge.producer] == ends[edge.consumer])
         if transfer.kind == "shared":
             assert (edge.producer, edge.output, transfer.to) in crossings

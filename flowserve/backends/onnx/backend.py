@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flowserve.backends.base import ModelFiles
-from flowserve.backends.onnx.device import OnnxDeviceInstance, OnnxGraphInstance
+from flowserve.backends.onnx.device import OnnxDeviceInstance
 from flowserve.backends.onnx.instance import OnnxInstance
 from flowserve.backends.onnx.session import (
     accelerators,
@@ -118,9 +118,7 @@ class OnnxModel:
         if not stays_on_device(self._config):
             return OnnxInstance(self.tensors, lambda: executor(open_session_on(0), self._config))
         sizes = graph_sizes(self._config)
-        if sizes:
-            return OnnxGraphInstance(self.tensors, memory, open_session_on, asynchronous_run_options, sizes)
-        return OnnxDeviceInstance(self.tensors, memory, open_session_on, asynchronous_run_options)
+        return OnnxDeviceInstance(self.tensors, memory, open_session_on, asynchronous_run_options, sizes)
 
     def close(self) -> None:
         """The session is freed with its last reference."""

@@ -35,9 +35,20 @@ _GPU: Final = "cuda"  # onnxruntime's device name
 _ONNX_BFLOAT16: Final = 16  # TensorProto.DataType; the one type that numpy has no dtype for
 
 
+@dataclass(slots=True, eq=False)
+class _GraphBuffers:
+    """The fixed buffers of the graph of one batch size, bound once, and the options of its runs."""
+
+    binding: Any
+    options: Any
+    inputs: list[DeviceArray]
+    outputs: list[DeviceArray]
+
+
 class OnnxDeviceInstance:
     """A session and a stream on one GPU. `open_session` takes the address of that stream, `run_options` the number of a
-    captured graph or NO_GRAPH.
+    captured graph or NO_GRAPH. The session captures its runs for some batch `sizes` (1 for a model without batching) as
+    CUDA graphs. The number of a graph is its batch size.
     """
 
     def __init__(
@@ -46,13 +57,17 @@ class OnnxDeviceInstance:
         memory: DeviceMemory,
         open_session: Callable[[int], Any],
         run_options: Callable[[int], Any],
+        sizes: Collection[int] = (),
     ) -> None:
         self.place = memory.place
-        self.is_of_any_thread = True
+        self.is_of_any_thread = not sizes  # onnxruntime captures a graph again for each thread that runs it
         self._model = model
         self._memory = memory
         self._open_session = open_session
         self._options = run_options(NO_GRAPH)
+        self._graph_options = run_options
+        self._sizes = frozenset(sizes)
+        self._buffers: dict[int, _GraphBuffers | None] = {}
 
     def open(self) -> None:
         self._stream = DeviceStream(self._memory)
@@ -63,11 +78,16 @@ class OnnxDeviceInstance:
             raise
 
     def close(self) -> None:
+        self._buffers.clear()
         self._stream.wait()
         del self._session  # it computes on the stream until then
         self._stream.close()
 
     def run(self, work: Work, clock: ClockNs) -> Results:
+        buffers = self._graph_of(work) if self._sizes else None
+        return self._run_once(work, clock) if buffers is None else self._replay(buffers, work, clock)
+
+    def _run_once(self, work: Work, clock: ClockNs) -> Results:
         model, stream = self._model, self._stream
         binding = self._session.io_binding()
         with stream.batch():
@@ -111,41 +131,10 @@ class OnnxDeviceInstance:
         self._bind(binding.bind_output, spec.name, array)
         return array
 
+    # ------------------------------------------------------------------ captured graphs
 
-@dataclass(slots=True, eq=False)
-class _GraphBuffers:
-    """The fixed buffers of the graph of one batch size, bound once, and the options of its runs."""
-
-    binding: Any
-    options: Any
-    inputs: list[DeviceArray]
-    outputs: list[DeviceArray]
-
-
-class OnnxGraphInstance(OnnxDeviceInstance):
-    """A session that captures its runs for some batch `sizes` (1 for a model without batching) as CUDA graphs. The
-    number of a graph is its batch size.
-    """
-
-    def __init__(
-        self,
-        model: ModelTensors,
-        memory: DeviceMemory,
-        open_session: Callable[[int], Any],
-        run_options: Callable[[int], Any],
-        sizes: Collection[int],
-    ) -> None:
-        super().__init__(model, memory, open_session, run_options)
-        self.is_of_any_thread = False  # onnxruntime captures a graph again for each thread that runs it
-        self._graph_options = run_options
-        self._sizes = frozenset(sizes)
-        self._buffers: dict[int, _GraphBuffers | None] = {}
-
-    def close(self) -> None:
-        self._buffers.clear()
-        super().close()
-
-    def run(self, work: Work, clock: ClockNs) -> Results:
+    def _graph_of(self, work: Work) -> _GraphBuffers | None:
+        """The buffers of the graph that runs this batch, None if no graph does."""
         size = sum(work.rows) if self._model.is_batching else 1
         _, indices = self._model.selected(work.wanted)
         is_whole = len(indices) == len(self._model.outputs) and None not in [column[0] for column in work.inputs]
@@ -154,13 +143,12 @@ class OnnxGraphInstance(OnnxDeviceInstance):
             tensor is None or tensor.start != tensor.stop for tensor in work.inputs[0]
         )
         if size not in self._sizes or not is_whole or not is_exact:
-            return super().run(work, clock)
+            return None
         if size not in self._buffers:
             self._buffers[size] = self._make_buffers(size)
-        buffers = self._buffers[size]
-        return super().run(work, clock) if buffers is None else self._replay(buffers, size, work, clock)
+        return self._buffers[size]
 
-    def _replay(self, buffers: _GraphBuffers, size: int, work: Work, clock: ClockNs) -> Results:
+    def _replay(self, buffers: _GraphBuffers, work: Work, clock: ClockNs) -> Results:
         stream = self._stream
         with stream.batch():
             copied = []
@@ -174,7 +162,7 @@ class OnnxGraphInstance(OnnxDeviceInstance):
             for output in buffers.outputs:
                 made.append(stream.empty(output.dtype, output.shape))
                 stream.copy(output, made[-1])
-            total = size if self._model.is_batching else -1
+            total = sum(work.rows) if self._model.is_batching else -1
             outputs = self._model.deliver(stream, work, range(len(made)), made, total)
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=clock(), copied=copied)
 
