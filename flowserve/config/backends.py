@@ -68,7 +68,7 @@ FILES: Final = (
 VERSION_MAX: Final = 2**63 - 1
 
 
-def is_version(name: str) -> bool:
+def is_version_folder(name: str) -> bool:
     """Whether a folder of that name is a version: a positive number without leading zeros."""
     # str.isdigit alone accepts the digits of every script, and int() accepts "1_0".
     return (
@@ -103,7 +103,7 @@ def _guess(message: ModelConfigProto, folder: Path, default_files: Mapping[str, 
 def _first_version(folder: Path) -> Iterator[str]:
     """The file names in the first version's folder; first in the order of names, as on Triton."""
     try:
-        versions = sorted(entry.name for entry in folder.iterdir() if is_version(entry.name) and entry.is_dir())
+        versions = sorted(entry.name for entry in folder.iterdir() if is_version_folder(entry.name) and entry.is_dir())
         if versions:
             yield from (entry.name for entry in (folder / versions[0]).iterdir())
     except OSError:  # the rule that requires a backend, or the backend itself, reports an unreadable folder

@@ -399,7 +399,7 @@ class SlidingWindow:
         """Count `count` observations of one value at `now_ns`, which may be in an earlier part."""
         if now_ns >= self._end_ns:
             self._turn(now_ns)
-        part = self._parts[-1] if self._end_ns - now_ns <= _PART_NS else self._elder(now_ns)
+        part = self._parts[-1] if self._end_ns - now_ns <= _PART_NS else self._earlier_part(now_ns)
         place = round(math.log(value_ns) / _STEP) if value_ns > 0 else _NONE
         part[place] = part.get(place, 0) + count
 
@@ -412,7 +412,7 @@ class SlidingWindow:
                 counts[place] = counts.get(place, 0) + count
         return [_quantile(sorted(counts.items()), share) for share in wanted]
 
-    def _elder(self, then_ns: int) -> dict[int, int]:
+    def _earlier_part(self, then_ns: int) -> dict[int, int]:
         """The part of a time before the newest one; an unused dict if that part was dropped."""
         newer = (self._end_ns - 1 - then_ns) // _PART_NS  # parts
         if newer >= PARTS:

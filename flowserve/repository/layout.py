@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from flowserve.config.backends import is_version
+from flowserve.config.backends import is_version_folder
 from flowserve.config.load import CONFIG_FILE
 from flowserve.config.parameters import MARKS
 from flowserve.config.suggest import meant
@@ -164,7 +164,7 @@ def model_folder_at(path: Path) -> ModelFolder:
     for name in inside:
         if _is_hidden(name) or name in SET_ASIDE:
             continue
-        if is_version(name):
+        if is_version_folder(name):
             versions.append(int(name))
         elif not any(os.path.exists(path / name / mark) for mark in MARKS):
             text = "not a version (a positive number without leading zeros); ignored"
@@ -181,7 +181,7 @@ def _misplaced(path: Path, folders: Mapping[str, bool]) -> Iterator[Problem]:
     """Files that were probably meant as the model's configuration. `folders`: entry name -> whether it is a folder."""
     files = [name for name, is_folder in folders.items() if not is_folder]
     found = [name for name in files if name.lower().startswith(("config.pb", "config.pr")) or name.endswith(".pbtxt")]
-    inside = (f"{name}/{CONFIG_FILE}" for name in folders if is_version(name))
+    inside = (f"{name}/{CONFIG_FILE}" for name in folders if is_version_folder(name))
     found += [name for name in inside if os.path.exists(path / name)]
     for name in sorted(found):
         text = f"not read: a model's configuration is {path.name}/{CONFIG_FILE}"

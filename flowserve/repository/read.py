@@ -178,10 +178,10 @@ def _ask(
     except Exception as error:  # backends run third-party code: plug-ins and model.py files
         text = f"model '{draft.folder.name}': backend '{draft.preliminary.backend}' failed to read it"
         failure = Invalid(f"{text}: {type(error).__name__}: {error}")
-    raise Problems(refusals(failure, folder, version, draft.preliminary, default_files)) from failure
+    raise Problems(backend_refusals(failure, folder, version, draft.preliminary, default_files)) from failure
 
 
-def refusals(
+def backend_refusals(
     error: FlowserveError, folder: ModelFolder, version: int, config: ModelConfig, default_files: Mapping[str, str]
 ) -> list[Problem]:
     """A backend's errors about a version. Without a place they refer to the model's file."""

@@ -399,7 +399,7 @@ class SimulatedDeployment(Agenda):
         self._batches.append(FormedBatch(config.name, batch.instance, numbers, rows, self.now_ns / MS_NS, 0.0))
         position = len(self._batches) - 1
         if config.decoupled:
-            Execution(self, batch, config, took_ns, partial(self._ended, position))
+            SimulatedExecution(self, batch, config, took_ns, partial(self._ended, position))
         else:
             self.at(self.now_ns + took_ns, partial(self._return, batch, config, position))
 
@@ -413,7 +413,7 @@ class SimulatedDeployment(Agenda):
         self._batches[position] = replace(self._batches[position], end_ms=self.now_ns / MS_NS)
 
 
-class Execution:
+class SimulatedExecution:
     """A batch of a decoupled model, which responds to its requests one after the other."""
 
     def __init__(
@@ -438,7 +438,7 @@ class Execution:
 class Sending:
     """One step of the batch: implements `StreamSender` (scheduling/streaming/iterations.py)."""
 
-    def __init__(self, execution: Execution, source: StreamSource) -> None:
+    def __init__(self, execution: SimulatedExecution, source: StreamSource) -> None:
         self._execution = execution
         self._world = execution.world
         self._source = source

@@ -250,12 +250,12 @@ class RaggedPorts:
             (made.targets, index[made.source], BATCH_INPUTS[made.kind], made.dtype.numpy)
             for made in config.batch_inputs
         ]
-        self._cut = [
+        self._split = [
             (outputs[target], index[made.source], (*batch, *config.outputs[outputs[target]].dims))
             for made in config.batch_outputs
             for target in made.targets
         ]
-        flat = [config.outputs[j] for j, _, _ in self._cut]
+        flat = [config.outputs[j] for j, _, _ in self._split]
         self.flat_outputs = {spec.name: TensorSpec(spec.name, spec.dtype, (-1,)) for spec in flat}
 
     def feed(self, work: Work) -> tuple[dict[str, Array], list[int], int]:
@@ -280,7 +280,7 @@ class RaggedPorts:
         empty = [m for m, tensor in enumerate(work.inputs[0]) if tensor is not None and not tensor.shape[0]]
         if not empty or not self._is_batching:
             results = run(work, clock)
-            results.outputs = self._cut_flat(results.outputs, work)
+            results.outputs = self._split_flat(results.outputs, work)
             return results
         members = [m for m in range(len(work.rows)) if m not in empty]
         if members:
@@ -290,14 +290,14 @@ class RaggedPorts:
         results.outputs = self._with_empty_members(results.outputs, members, work)
         return results
 
-    def _cut_flat(self, outputs: Outputs, work: Work) -> Outputs:
+    def _split_flat(self, outputs: Outputs, work: Work) -> Outputs:
         """The outputs, with the flat ones split among the members. In `outputs` each member has the whole array of a
         flat output as its block.
 
         Raises ModelFailed if the model returned more or fewer elements than the members' shapes have.
         """
         made = [*outputs]
-        for j, source, dims in self._cut:
+        for j, source, dims in self._split:
             whole = outputs[j][0]
             if whole is None:
                 continue  # no member requested it
@@ -315,7 +315,7 @@ class RaggedPorts:
     def _with_empty_members(self, outputs: Outputs, members: Sequence[int], work: Work) -> Outputs:
         """The outputs of the whole batch: `outputs` are those of `members`, the others get outputs without rows."""
         place = {m: k for k, m in enumerate(members)}
-        sources = {j: (source, dims) for j, source, dims in self._cut}
+        sources = {j: (source, dims) for j, source, dims in self._split}
         made: list[list[Tensor | None]] = []
         for j, spec in enumerate(self._outputs):
             column: list[Tensor | None] = []

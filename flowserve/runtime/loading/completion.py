@@ -19,7 +19,7 @@ from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import Completion, ModelConfig
 from flowserve.errors import FlowserveError, Problem, Problems, Unsupported
 from flowserve.repository.layout import ModelFolder
-from flowserve.repository.read import environment_of, refusals
+from flowserve.repository.read import backend_refusals, environment_of
 from flowserve.runtime.processes.children import Child, SpawnChild, task_result
 from flowserve.runtime.processes.environments import Environment
 from flowserve.runtime.workers.factory import PROCESS, execution_of
@@ -115,7 +115,7 @@ def problems_of_files(backend: Backend, config: ModelConfig, folder: ModelFolder
         if isinstance(backend, Verifies):
             backend.verify(config, _files(folder, version))
     except FlowserveError as error:
-        return refusals(error, folder, version, config, registry.default_files())
+        return backend_refusals(error, folder, version, config, registry.default_files())
     return ()
 
 
