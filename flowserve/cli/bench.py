@@ -24,17 +24,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from flowserve.cli import load
 from flowserve.cli.client import Address, describe, id_maker, sequence_ids
-from flowserve.cli.load import (
-    LENGTH,
-    Measured,
-    StreamsMeasured,
-    measure,
-    measure_sequences,
-    measure_server,
-    measure_server_sequences,
-    measure_streams,
-)
 from flowserve.cli.progress import output
 from flowserve.cli.tensors import InferBody, flat_body, generated_inputs, read_inputs
 from flowserve.config.load import CONFIG_FILE
@@ -72,8 +63,8 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     described, is_decoupled = describe(address, model)
     inputs = read_inputs(arguments.input, described) if arguments.input else generated_inputs(described)
     make_id = sequence_ids(address, model)
-    length = arguments.sequence_length or (LENGTH if make_id else 0)
-    measured: Sequence[Measured | StreamsMeasured]
+    length = arguments.sequence_length or (load.LENGTH if make_id else 0)
+    measured: Sequence[load.Measured | load.StreamsMeasured]
     if is_decoupled:
         if length:
             raise Unsupported(
@@ -82,14 +73,14 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
             )
         path = address.path(model, "", "/generate_stream")
         body = flat_body(inputs, described, parameters)
-        measured = streams = _each_level(arguments, partial(measure_streams, address, path, body))
+        measured = streams = _each_level(arguments, partial(load.measure_streams, address, path, body))
         table = _streams(streams)
     else:
         path, infer_body = address.path(model, "", "/infer"), InferBody(inputs)
         measure_level = (
-            partial(measure_server_sequences, address, path, infer_body, parameters, make_id or int, length)
+            partial(load.measure_server_sequences, address, path, infer_body, parameters, make_id or int, length)
             if length
-            else partial(measure_server, address, path, *infer_body.of(parameters))
+            else partial(load.measure_server, address, path, *infer_body.of(parameters))
         )
         measured = levels = _each_level(arguments, measure_level)
         table = _levels(levels)
@@ -132,7 +123,12 @@ def _sweep(arguments: argparse.Namespace, model: str) -> int:
             progress.update(task, description=str(variant), completed=number, total=total)
 
         trials = trio.run(
-            sweep, target, max(arguments.concurrency), arguments.seconds, report, arguments.sequence_length or LENGTH
+            sweep,
+            target,
+            max(arguments.concurrency),
+            arguments.seconds,
+            report,
+            arguments.sequence_length or load.LENGTH,
         )
     best = recommended(trials, arguments.p99_ms)
     if arguments.json:
@@ -176,7 +172,7 @@ class Variant:
 @dataclass(frozen=True, slots=True)
 class Trial:
     variant: Variant
-    measured: Measured
+    measured: load.Measured
 
 
 class SweepTarget:
@@ -233,7 +229,7 @@ async def sweep(
     concurrency: int,
     seconds: float,
     report: Callable[[Variant, int, int], None],
-    length: int = LENGTH,
+    length: int = load.LENGTH,
 ) -> list[Trial]:
     """Measure every variant under the same load. `report` is called before each one, with its number and the total.
     `length` is the number of requests of a sequence, if a model has sequences. Raises FlowserveError if a variant
@@ -255,9 +251,9 @@ async def sweep(
                 await engine.load(target.name)
             if target.make_id is not None:
                 senders = [partial(_ask, engine, target)] * concurrency
-                measured = await measure_sequences(senders, target.make_id, length, seconds)
+                measured = await load.measure_sequences(senders, target.make_id, length, seconds)
             else:
-                measured = await measure([partial(_ask, engine, target)] * concurrency, seconds)
+                measured = await load.measure([partial(_ask, engine, target)] * concurrency, seconds)
             tried.append(Trial(variant, measured))
     return tried
 
@@ -302,7 +298,7 @@ def _say(message: str) -> None:
     print(f"flowserve: {message}", file=sys.stderr)
 
 
-def _levels(measured: Sequence[Measured]) -> Table:
+def _levels(measured: Sequence[load.Measured]) -> Table:
     table = Table("at a time", "requests/s", "", "p50 ms", "p90 ms", "p99 ms", "failed", box=SIMPLE)
     most = max(one.requests_per_s for one in measured)
     for one in measured:
@@ -310,7 +306,7 @@ def _levels(measured: Sequence[Measured]) -> Table:
     return table
 
 
-def _streams(measured: Sequence[StreamsMeasured]) -> Table:
+def _streams(measured: Sequence[load.StreamsMeasured]) -> Table:
     columns = ("first p50 ms", "p99 ms", "between p50 ms", "p99 ms")
     table = Table("at a time", "requests/s", "responses/s", "", *columns, "failed", box=SIMPLE)
     most = max(one.responses_per_s for one in measured)
@@ -330,7 +326,7 @@ def _variants(trials: Sequence[Trial], best: Trial | None) -> Table:
     return table
 
 
-def _figures(one: Measured, most: float) -> list[str]:
+def _figures(one: load.Measured, most: float) -> list[str]:
     latencies = [f"{ms:.2f}" for ms in (one.p50_ms, one.p90_ms, one.p99_ms)]
     return [f"{one.requests_per_s:.0f}", _bar(one.requests_per_s, most), *latencies, str(one.failed)]
 

@@ -12,18 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flowserve.cli import tensors
 from flowserve.cli.client import Address, ask, describe, events
 from flowserve.cli.option_values import request_parameter
-from flowserve.cli.tensors import (
-    InferBody,
-    dtype_of,
-    flat_body,
-    plain,
-    read_answer,
-    read_flat_answer,
-    read_inputs,
-    write_output,
-)
 from flowserve.errors import Invalid
 from flowserve.values import Array
 
@@ -41,7 +32,7 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     model, version, outputs = arguments.model, str(arguments.model_version or ""), arguments.output
     address = Address.of(arguments.url)
     described, is_decoupled = describe(address, model, version)
-    inputs = read_inputs(arguments.input, described)
+    inputs = tensors.read_inputs(arguments.input, described)
     if is_decoupled:
         known = {tensor["name"]: tensor for tensor in described["outputs"]}
         for word in outputs:
@@ -52,15 +43,15 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         shown = {name: known[name] for name in outputs or known}
         # Over HTTP, streamed responses are plain JSON.
         path = address.path(model, version, "/generate_stream")
-        for event in events(address, path, flat_body(inputs, described, parameters)):
-            _show(*read_flat_answer(event, shown), as_json=arguments.json)
+        for event in events(address, path, tensors.flat_body(inputs, described, parameters)):
+            _show(*tensors.read_flat_answer(event, shown), as_json=arguments.json)
             sys.stdout.flush()
         return 0
-    body, headers = InferBody(inputs, [word.partition("=")[0] for word in outputs]).of(parameters)
-    header, arrays = read_answer(*ask(address, "POST", address.path(model, version, "/infer"), body, headers))
+    body, headers = tensors.InferBody(inputs, [word.partition("=")[0] for word in outputs]).of(parameters)
+    header, arrays = tensors.read_answer(*ask(address, "POST", address.path(model, version, "/infer"), body, headers))
     files = {name: Path(file) for name, equals, file in (word.partition("=") for word in outputs) if equals}
     for name, file in files.items():
-        write_output(arrays[name], file)
+        tensors.write_output(arrays[name], file)
     _show(header, {name: array for name, array in arrays.items() if name not in files}, as_json=arguments.json)
     for name, file in files.items() if not arguments.json else ():
         print(f"{name}  written to {file}")
@@ -70,10 +61,15 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 def _show(header: Mapping[str, Any], arrays: Mapping[str, Array], *, as_json: bool) -> None:
     if as_json:
         outputs = [
-            {"name": name, "datatype": dtype_of(array).wire, "shape": [*array.shape], "data": plain(array)}
+            {
+                "name": name,
+                "datatype": tensors.dtype_of(array).wire,
+                "shape": [*array.shape],
+                "data": tensors.plain(array),
+            }
             for name, array in arrays.items()
         ]
         print(json.dumps({**header, "outputs": outputs}))
         return
     for name, array in arrays.items():
-        print(f"{name}  {dtype_of(array)} {json.dumps([*array.shape])}\n{array}")
+        print(f"{name}  {tensors.dtype_of(array)} {json.dumps([*array.shape])}\n{array}")

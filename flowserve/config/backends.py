@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
+from flowserve.config import model_config_pb2 as pb
 
 BACKEND_OF_PLATFORM: Final[Mapping[str, str]] = {
     "onnxruntime_onnx": "onnxruntime",
@@ -76,7 +76,7 @@ def is_version_folder(name: str) -> bool:
     )
 
 
-def fill_backend(message: ModelConfigProto, folder: Path, default_files: Mapping[str, str]) -> None:
+def fill_backend(message: pb.ModelConfig, folder: Path, default_files: Mapping[str, str]) -> None:
     """Fill in `backend`, `platform` and `default_model_filename` if they can be derived, else leave them empty."""
     if message.platform == "ensemble" or message.HasField("ensemble_scheduling"):
         return
@@ -91,7 +91,7 @@ def fill_backend(message: ModelConfigProto, folder: Path, default_files: Mapping
         message.default_model_filename = default_files.get(message.backend, usual)
 
 
-def _guess(message: ModelConfigProto, folder: Path, default_files: Mapping[str, str]) -> str:
+def _guess(message: pb.ModelConfig, folder: Path, default_files: Mapping[str, str]) -> str:
     candidates = dict(FILES) | {file: backend for backend, file in default_files.items()}
     named = message.default_model_filename
     if named:

@@ -17,12 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from google.protobuf.descriptor_pb2 import (
-    DescriptorProto,
-    EnumDescriptorProto,
-    FieldDescriptorProto,
-    FileDescriptorProto,
-)
+from google.protobuf import descriptor_pb2
 from google.protobuf.message import Message as ProtoMessage
 
 from flowserve.config.model_config_pb2 import DESCRIPTOR
@@ -61,7 +56,9 @@ MESSAGES: Final[dict[str, Message]] = {}
 ENUMS: Final[dict[str, dict[str, int]]] = {}
 
 
-def _read(prefix: str, messages: Iterable[DescriptorProto], enums: Iterable[EnumDescriptorProto]) -> None:
+def _read(
+    prefix: str, messages: Iterable[descriptor_pb2.DescriptorProto], enums: Iterable[descriptor_pb2.EnumDescriptorProto]
+) -> None:
     for enum in enums:
         ENUMS[f"{prefix}.{enum.name}"] = {value.name: value.number for value in enum.value}
     for message in messages:
@@ -70,12 +67,12 @@ def _read(prefix: str, messages: Iterable[DescriptorProto], enums: Iterable[Enum
         fields = {
             field.name: Field(
                 name=field.name,
-                kind=FieldDescriptorProto.Type.Name(field.type)
+                kind=descriptor_pb2.FieldDescriptorProto.Type.Name(field.type)
                 .removeprefix("TYPE_")
                 .lower()
                 .replace("double", "float"),
                 type=field.type_name.removeprefix("."),
-                is_repeated=field.label == FieldDescriptorProto.LABEL_REPEATED,
+                is_repeated=field.label == descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED,
                 is_map=field.type_name in maps,
                 oneof=message.oneof_decl[field.oneof_index].name if field.HasField("oneof_index") else "",
             )
@@ -85,7 +82,7 @@ def _read(prefix: str, messages: Iterable[DescriptorProto], enums: Iterable[Enum
         _read(name, message.nested_type, message.enum_type)
 
 
-_FILE: Final = FileDescriptorProto()
+_FILE: Final = descriptor_pb2.FileDescriptorProto()
 DESCRIPTOR.CopyToProto(_FILE)
 _read(_FILE.package, _FILE.message_type, _FILE.enum_type)
 MODEL_CONFIG: Final = MESSAGES["inference.ModelConfig"]

@@ -13,15 +13,14 @@ from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, cast
 
-from flowserve.config.model_config_pb2 import DataType, ModelInput, ModelInstanceGroup, ModelOutput
-from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
+from flowserve.config import model_config_pb2 as pb
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import NO_GPUS, Completion, Gpus, ModelConfig, SourceMap
 from flowserve.errors import Problem
 from flowserve.values import TensorSpec, fits, shape_text
 
 TensorSide = Literal["input", "output"]
-Tensor = ModelInput | ModelOutput
+Tensor = pb.ModelInput | pb.ModelOutput
 RULE: Final = "M90"
 # Backends whose models write their own configuration, and so may extend the user's.
 AUTHORS: Final = frozenset({"python"})
@@ -30,7 +29,7 @@ HAVE_DEFAULTS: Final = frozenset({"onnxruntime"})
 SEQUENCE_IDLE_DEFAULT_US: Final = 1_000_000
 
 
-def merge(message: ModelConfigProto, completion: Completion, source: SourceMap) -> list[Problem]:
+def merge(message: pb.ModelConfig, completion: Completion, source: SourceMap) -> list[Problem]:
     """Fill `message` in place. Returns every contradiction."""
     merger = _Merger(message, completion, source, _is_whole(message.input) and _is_whole(message.output))
     about_batches = [*merger.batch_size()]
@@ -41,7 +40,7 @@ def merge(message: ModelConfigProto, completion: Completion, source: SourceMap) 
 
 @dataclass(slots=True)
 class _Merger:
-    message: ModelConfigProto
+    message: pb.ModelConfig
     completion: Completion
     source: SourceMap
     # As on Triton, an ONNX file completes nothing if the user specified both inputs and outputs completely.
@@ -101,7 +100,7 @@ class _Merger:
             return
         known = [spec.name for spec in theirs]
         for index, tensor in enumerate(ours):
-            may_be_absent = isinstance(tensor, ModelInput) and tensor.optional
+            may_be_absent = isinstance(tensor, pb.ModelInput) and tensor.optional
             if tensor.name and tensor.name not in known and not may_be_absent:
                 text = f"unexpected inference {side} '{tensor.name}', allowed {side}s are: {', '.join(known)}"
                 hint = did_you_mean(tensor.name, known) or f"those are what the file of model '{self.message.name}' has"
@@ -119,7 +118,7 @@ class _Merger:
         if not ours.data_type:
             ours.data_type = _data_type(spec)
         elif ours.data_type != spec.dtype.number:
-            text = f"unable to load model '{name}', {side} '{spec.name}' is {DataType.Name(ours.data_type)} in the"
+            text = f"unable to load model '{name}', {side} '{spec.name}' is {pb.DataType.Name(ours.data_type)} in the"
             text = f"{text} configuration, but the model provides {spec.dtype.config_name}"
             yield self._problem(f"{path}.data_type", text)
         if not ours.dims:
@@ -171,14 +170,14 @@ def _is_whole(tensors: Sequence[Tensor]) -> bool:
     return bool(tensors) and all(tensor.data_type and tensor.dims for tensor in tensors)
 
 
-def _data_type(spec: TensorSpec) -> DataType:
-    return cast("DataType", spec.dtype.number)
+def _data_type(spec: TensorSpec) -> pb.DataType:
+    return cast("pb.DataType", spec.dtype.number)
 
 
 # ---------------------------------------------------------------------------------------------- defaults
 
 
-def fill_defaults(message: ModelConfigProto, completion: Completion | None = None, gpus: Gpus = NO_GPUS) -> None:
+def fill_defaults(message: pb.ModelConfig, completion: Completion | None = None, gpus: Gpus = NO_GPUS) -> None:
     """Apply all defaults in place. `completion` has the backend's default number of instances. Idempotent."""
     if message.version_policy.WhichOneof("policy_choice") is None:
         message.version_policy.latest.num_versions = 1
@@ -198,7 +197,7 @@ def fill_defaults(message: ModelConfigProto, completion: Completion | None = Non
         _fill_instance_groups(message, completion or Completion(), gpus)
 
 
-def forget_defaults(message: ModelConfigProto, served: ModelConfig) -> None:
+def forget_defaults(message: pb.ModelConfig, served: ModelConfig) -> None:
     """Remove defaults from a configuration that was read from a server if they no longer fit: with another
     max_batch_size, the preferred size changes. `served`: the current, or last, configuration of that name.
     """
@@ -214,7 +213,7 @@ def _prefer_the_largest(sizes: MutableSequence[int], max_batch_size: int) -> Non
         sizes.append(max_batch_size)
 
 
-def _fill_instance_groups(message: ModelConfigProto, completion: Completion, gpus: Gpus) -> None:
+def _fill_instance_groups(message: pb.ModelConfig, completion: Completion, gpus: Gpus) -> None:
     """A model without groups gets one with the model's name; unnamed groups are numbered. A group without a kind uses
     the GPUs that it lists, or all, if they exist and its backend uses GPUs; else the CPU.
     """
@@ -222,24 +221,24 @@ def _fill_instance_groups(message: ModelConfigProto, completion: Completion, gpu
         message.instance_group.add(name=message.name)
     for index, group in enumerate(message.instance_group):
         group.name = group.name or f"{message.name}_{index}"
-        if group.kind == ModelInstanceGroup.KIND_AUTO:
+        if group.kind == pb.ModelInstanceGroup.KIND_AUTO:
             can_use = gpus.ids and completion.gpu_instance_count and set(group.gpus) <= set(gpus.ids)
-            group.kind = ModelInstanceGroup.KIND_GPU if can_use else ModelInstanceGroup.KIND_CPU
+            group.kind = pb.ModelInstanceGroup.KIND_GPU if can_use else pb.ModelInstanceGroup.KIND_CPU
             if not can_use:
                 del group.gpus[:]
-        is_on_gpus = group.kind == ModelInstanceGroup.KIND_GPU
+        is_on_gpus = group.kind == pb.ModelInstanceGroup.KIND_GPU
         if is_on_gpus and not group.gpus:
             group.gpus.extend(gpus.ids)
         if group.count < 1:
             group.count = completion.gpu_instance_count if is_on_gpus else completion.instance_count
 
 
-def gpus_to_cpu(message: ModelConfigProto) -> list[str]:
+def gpus_to_cpu(message: pb.ModelConfig) -> list[str]:
     """Move every group to the CPU (`--gpu=off`). Returns the names of the groups that requested a GPU."""
     moved = []
     for index, group in enumerate(message.instance_group):
-        if group.kind == ModelInstanceGroup.KIND_GPU:
+        if group.kind == pb.ModelInstanceGroup.KIND_GPU:
             moved.append(group.name or f"{message.name}_{index}")
-            group.kind = ModelInstanceGroup.KIND_CPU
+            group.kind = pb.ModelInstanceGroup.KIND_CPU
             del group.gpus[:]
     return moved

@@ -11,36 +11,15 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
+from flowserve.config import model_config_pb2 as pb
+from flowserve.config import types as records
 from flowserve.config.build import MESSAGES, MODEL_CONFIG, Field
-from flowserve.config.model_config_pb2 import BatchInput as BatchInputProto
-from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
-from flowserve.config.model_config_pb2 import ModelInput, ModelInstanceGroup, ModelOutput, ModelQueuePolicy, ModelWarmup
-from flowserve.config.model_config_pb2 import ModelSequenceBatching as SequenceProto
-from flowserve.config.types import (
-    BatchInput,
-    BatchOutput,
-    DynamicBatching,
-    Ensemble,
-    EnsembleStep,
-    InstanceGroup,
-    LimitedResource,
-    ModelConfig,
-    QueuePolicy,
-    RateLimiter,
-    SequenceBatching,
-    SequenceControl,
-    SequenceState,
-    SourceMap,
-    VersionPolicy,
-    WarmupInput,
-    WarmupSample,
-)
 from flowserve.values import BY_NUMBER, DType, TensorSpec
 
 
-def to_config(message: ModelConfigProto, source: SourceMap) -> ModelConfig:
+def to_config(message: pb.ModelConfig, source: records.SourceMap) -> records.ModelConfig:
     """The record of one configuration."""
-    return ModelConfig(
+    return records.ModelConfig(
         name=message.name,
         backend=message.backend,
         platform=message.platform,
@@ -55,7 +34,7 @@ def to_config(message: ModelConfigProto, source: SourceMap) -> ModelConfig:
         instance_groups=tuple(_instance_group(group) for group in message.instance_group),
         batch_inputs=_batch_inputs(message),
         batch_outputs=tuple(
-            BatchOutput(tuple(made.target_name), source)
+            records.BatchOutput(tuple(made.target_name), source)
             for made in message.batch_output
             for source in made.source_input
         ),
@@ -68,7 +47,7 @@ def to_config(message: ModelConfigProto, source: SourceMap) -> ModelConfig:
     )
 
 
-def to_json(message: ModelConfigProto) -> dict[str, Any]:
+def to_json(message: pb.ModelConfig) -> dict[str, Any]:
     """The message as GET v2/models/NAME/config returns it: every plain field, defaults included, proto names,
     enumerations by name, 64-bit integers as numbers.
     """
@@ -86,26 +65,26 @@ def _with_numbers(value: Any, field: Field) -> Any:
     return int(value) if field.kind in ("int64", "uint64") else value
 
 
-def _specs(tensors: Iterable[ModelInput | ModelOutput]) -> tuple[TensorSpec, ...]:
+def _specs(tensors: Iterable[pb.ModelInput | pb.ModelOutput]) -> tuple[TensorSpec, ...]:
     return tuple(
         TensorSpec(
             name=tensor.name,
             dtype=BY_NUMBER[tensor.data_type],
             dims=tuple(tensor.dims),
-            optional=isinstance(tensor, ModelInput) and tensor.optional,
-            ragged=isinstance(tensor, ModelInput) and tensor.allow_ragged_batch,
+            optional=isinstance(tensor, pb.ModelInput) and tensor.optional,
+            ragged=isinstance(tensor, pb.ModelInput) and tensor.allow_ragged_batch,
             reshape=tuple(tensor.reshape.shape) if tensor.HasField("reshape") else None,
-            labels=tensor.label_filename if isinstance(tensor, ModelOutput) else "",
+            labels=tensor.label_filename if isinstance(tensor, pb.ModelOutput) else "",
         )
         for tensor in tensors
         if tensor.data_type in BY_NUMBER
     )
 
 
-def _batch_inputs(message: ModelConfigProto) -> tuple[BatchInput, ...]:
+def _batch_inputs(message: pb.ModelConfig) -> tuple[records.BatchInput, ...]:
     return tuple(
-        BatchInput(
-            kind=BatchInputProto.Kind.Name(made.kind),
+        records.BatchInput(
+            kind=pb.BatchInput.Kind.Name(made.kind),
             targets=tuple(made.target_name),
             dtype=BY_NUMBER[made.data_type],
             source=source,
@@ -116,13 +95,13 @@ def _batch_inputs(message: ModelConfigProto) -> tuple[BatchInput, ...]:
     )
 
 
-def _warmup_sample(sample: ModelWarmup) -> WarmupSample:
-    return WarmupSample(
+def _warmup_sample(sample: pb.ModelWarmup) -> records.WarmupSample:
+    return records.WarmupSample(
         name=sample.name,
         batch_size=sample.batch_size,
         count=sample.count or 1,
         inputs={
-            name: WarmupInput(
+            name: records.WarmupInput(
                 dtype=BY_NUMBER[given.data_type],
                 dims=tuple(given.dims),
                 is_random=given.WhichOneof("input_data_type") == "random_data",
@@ -134,18 +113,18 @@ def _warmup_sample(sample: ModelWarmup) -> WarmupSample:
     )
 
 
-def _version_policy(message: ModelConfigProto) -> VersionPolicy:
+def _version_policy(message: pb.ModelConfig) -> records.VersionPolicy:
     policy = message.version_policy
     choice = policy.WhichOneof("policy_choice")
     latest = policy.latest.num_versions if choice else 1  # 0 unless it is the choice
-    return VersionPolicy(latest, all=choice == "all", specific=tuple(policy.specific.versions))
+    return records.VersionPolicy(latest, all=choice == "all", specific=tuple(policy.specific.versions))
 
 
-def _dynamic_batching(message: ModelConfigProto) -> DynamicBatching | None:
+def _dynamic_batching(message: pb.ModelConfig) -> records.DynamicBatching | None:
     if not message.HasField("dynamic_batching"):
         return None
     batching = message.dynamic_batching
-    return DynamicBatching(
+    return records.DynamicBatching(
         preferred_batch_sizes=tuple(batching.preferred_batch_size),
         max_queue_delay_us=batching.max_queue_delay_microseconds,
         preserve_ordering=batching.preserve_ordering,
@@ -158,14 +137,14 @@ def _dynamic_batching(message: ModelConfigProto) -> DynamicBatching | None:
     )
 
 
-def _sequence(message: ModelConfigProto) -> SequenceBatching | None:
+def _sequence(message: pb.ModelConfig) -> records.SequenceBatching | None:
     """The sequence batching; the default strategy is direct, as on Triton."""
     if not message.HasField("sequence_batching"):
         return None
     batching = message.sequence_batching
     is_direct = not batching.HasField("oldest")
     chosen = batching.direct if is_direct else batching.oldest
-    return SequenceBatching(
+    return records.SequenceBatching(
         idle_us=batching.max_sequence_idle_microseconds,
         is_direct=is_direct,
         controls=tuple(_control(tensor.name, one) for tensor in batching.control_input for one in tensor.control),
@@ -178,22 +157,22 @@ def _sequence(message: ModelConfigProto) -> SequenceBatching | None:
     )
 
 
-def _control(name: str, control: SequenceProto.Control) -> SequenceControl:
-    kind = SequenceProto.Control.Kind.Name(control.kind).removeprefix("CONTROL_SEQUENCE_")
+def _control(name: str, control: pb.ModelSequenceBatching.Control) -> records.SequenceControl:
+    kind = pb.ModelSequenceBatching.Control.Kind.Name(control.kind).removeprefix("CONTROL_SEQUENCE_")
     if kind == "CORRID":
-        return SequenceControl(name, kind, BY_NUMBER.get(control.data_type, DType.UINT64))
+        return records.SequenceControl(name, kind, BY_NUMBER.get(control.data_type, DType.UINT64))
     pairs: list[tuple[DType, Sequence[float]]] = [
         (DType.INT32, control.int32_false_true),
         (DType.FP32, control.fp32_false_true),
         (DType.BOOL, control.bool_false_true),
     ]
     dtype, pair = next(((dtype, pair) for dtype, pair in pairs if len(pair) == 2), (DType.BOOL, (False, True)))
-    return SequenceControl(name, kind, dtype, pair[0], pair[1])
+    return records.SequenceControl(name, kind, dtype, pair[0], pair[1])
 
 
-def _state(state: SequenceProto.State) -> SequenceState:
+def _state(state: pb.ModelSequenceBatching.State) -> records.SequenceState:
     initial = state.initial_state[0] if state.initial_state else None
-    return SequenceState(
+    return records.SequenceState(
         input=state.input_name,
         output=state.output_name,
         dtype=BY_NUMBER[state.data_type],
@@ -203,22 +182,22 @@ def _state(state: SequenceProto.State) -> SequenceState:
     )
 
 
-def _queue_policy(policy: ModelQueuePolicy) -> QueuePolicy:
-    return QueuePolicy(
-        timeout_action=ModelQueuePolicy.TimeoutAction.Name(policy.timeout_action),
+def _queue_policy(policy: pb.ModelQueuePolicy) -> records.QueuePolicy:
+    return records.QueuePolicy(
+        timeout_action=pb.ModelQueuePolicy.TimeoutAction.Name(policy.timeout_action),
         default_timeout_us=policy.default_timeout_microseconds,
         allow_timeout_override=policy.allow_timeout_override,
         max_queue_size=policy.max_queue_size,
     )
 
 
-def _ensemble(message: ModelConfigProto) -> Ensemble | None:
+def _ensemble(message: pb.ModelConfig) -> records.Ensemble | None:
     if not message.HasField("ensemble_scheduling"):
         return None
     scheduling = message.ensemble_scheduling
-    return Ensemble(
+    return records.Ensemble(
         steps=tuple(
-            EnsembleStep(
+            records.EnsembleStep(
                 model=step.model_name,
                 version=step.model_version,
                 input_map=dict(step.input_map),
@@ -231,16 +210,16 @@ def _ensemble(message: ModelConfigProto) -> Ensemble | None:
     )
 
 
-def _instance_group(group: ModelInstanceGroup) -> InstanceGroup:
-    return InstanceGroup(
+def _instance_group(group: pb.ModelInstanceGroup) -> records.InstanceGroup:
+    return records.InstanceGroup(
         name=group.name,
-        kind=ModelInstanceGroup.Kind.Name(group.kind),
+        kind=pb.ModelInstanceGroup.Kind.Name(group.kind),
         count=max(group.count, 0),
         gpus=tuple(group.gpus),
         passive=group.passive,
-        rate_limiter=RateLimiter(
+        rate_limiter=records.RateLimiter(
             resources=tuple(
-                LimitedResource(resource.name, resource.count, getattr(resource, "global"))
+                records.LimitedResource(resource.name, resource.count, getattr(resource, "global"))
                 for resource in group.rate_limiter.resources
             ),
             priority=group.rate_limiter.priority or 1,

@@ -23,11 +23,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Final
 
+from flowserve.config import model_config_pb2 as pb
 from flowserve.config.backends import fill_backend
 from flowserve.config.build import MODEL_CONFIG
 from flowserve.config.complete import fill_defaults, gpus_to_cpu, merge
 from flowserve.config.convert import to_config
-from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.parse import Parsed, field_of, parse, read_text
 from flowserve.config.rules import RULES, RuleInput
 from flowserve.config.types import NO_GPUS, Completion, Gpus, ModelConfig, SourceMap
@@ -101,7 +101,7 @@ def read_draft(folder: Path, repository: Path, default_files: Mapping[str, str],
         parsed = parse(read_text(folder / found, file), file)
         parsed = replace(parsed, source=authored(folder, parsed.source))
     else:
-        parsed = Parsed(ModelConfigProto(), SourceMap(home))
+        parsed = Parsed(pb.ModelConfig(), SourceMap(home))
     return draft_of(parsed, folder, default_files)
 
 
@@ -125,7 +125,7 @@ def validate(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) 
     """Complete and check a draft. `completion` has the declarations of the model's own files, None for ensembles.
     `gpus` are those available to the model's instances.
     """
-    message, source = ModelConfigProto(), draft.parsed.source
+    message, source = pb.ModelConfig(), draft.parsed.source
     message.CopyFrom(draft.parsed.message)
     if gpus.is_off:
         for group in gpus_to_cpu(message):

@@ -18,8 +18,8 @@ from typing import Any, Final
 from google.protobuf import text_format
 from google.protobuf.json_format import MessageToDict
 
+from flowserve.config import model_config_pb2 as pb
 from flowserve.config.build import MODEL_CONFIG, Builder, Format
-from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.suggest import nearest
 from flowserve.config.syntax import Text, parse_json, parse_pbtxt
 from flowserve.config.types import SourceMap
@@ -35,7 +35,7 @@ class Parsed:
     fields with problems are not in the `message`. `broken` are the top-level fields that contain such mistakes.
     """
 
-    message: ModelConfigProto
+    message: pb.ModelConfig
     source: SourceMap
     problems: tuple[Problem, ...] = ()
     broken: frozenset[str] = frozenset()
@@ -45,7 +45,7 @@ def parse_model_config(
     text: str,
     file: str,
     format: Format = "pbtxt",  # noqa: A002, the term that users know
-) -> tuple[ModelConfigProto, SourceMap]:
+) -> tuple[pb.ModelConfig, SourceMap]:
     """The message of `text` if it has no mistakes. Raises `Problems` otherwise."""
     parsed = parse(text, file, format)
     if parsed.problems:
@@ -62,7 +62,7 @@ def parse(text: str, file: str, format: Format = "pbtxt") -> Parsed:  # noqa: A0
     source = Text(text, file)
     tree = parse_json(source) if format == "json" else parse_pbtxt(source)
     builder = Builder(source, format)
-    message = ModelConfigProto()
+    message = pb.ModelConfig()
     builder.fill(message, MODEL_CONFIG, tree)
     problems = sorted(builder.problems, key=lambda problem: problem.place or Place(file))
     return Parsed(message, SourceMap(file, builder.places), tuple(problems), frozenset(map(field_of, builder.broken)))
@@ -99,7 +99,7 @@ def _too_large(file: str) -> Problem:
     return Problem(f"larger than {SIZE_MAX_BYTES >> 20} MiB, which is too large for a configuration", Place(file, 1, 1))
 
 
-def config_message(config: Mapping[str, Any], file: str) -> ModelConfigProto:
+def config_message(config: Mapping[str, Any], file: str) -> pb.ModelConfig:
     """The message of a configuration in JSON form. `file` is used in error messages. Raises Problems."""
     return parse_model_config(json.dumps(config, default=_plain), file, "json")[0]
 

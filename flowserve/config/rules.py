@@ -27,24 +27,8 @@ from math import prod
 from pathlib import Path
 from typing import Final
 
+from flowserve.config import model_config_pb2 as pb
 from flowserve.config.backends import BACKEND_OF_PLATFORM, OTHER_BACKENDS, PLATFORM_OF_BACKEND
-from flowserve.config.model_config_pb2 import (
-    TYPE_BOOL,
-    TYPE_FP32,
-    TYPE_INT32,
-    TYPE_INT64,
-    TYPE_INVALID,
-    TYPE_STRING,
-    TYPE_UINT32,
-    TYPE_UINT64,
-    DataType,
-    ModelInput,
-    ModelInstanceGroup,
-    ModelOutput,
-    ModelQueuePolicy,
-    ModelSequenceBatching,
-)
-from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
 from flowserve.config.parameters import ADMISSION_KEYS, FORCE_CPU, parameter_error
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import NO_GPUS, Gpus, SourceMap
@@ -60,7 +44,7 @@ class RuleInput:
     GPU.
     """
 
-    message: ModelConfigProto
+    message: pb.ModelConfig
     source: SourceMap
     folder: Path
     gpus: Gpus = NO_GPUS
@@ -70,7 +54,7 @@ class RuleInput:
     def is_ensemble(self) -> bool:
         return self.message.platform == ENSEMBLE or self.message.HasField("ensemble_scheduling")
 
-    def tensors(self) -> Iterator[tuple[str, str, ModelInput | ModelOutput]]:
+    def tensors(self) -> Iterator[tuple[str, str, pb.ModelInput | pb.ModelOutput]]:
         """(path, "input 'X'", tensor) of every input, then every output."""
         for index, given in enumerate(self.message.input):
             yield f"input[{index}]", f"input '{given.name}'", given
@@ -180,8 +164,8 @@ def instance_groups(s: RuleInput) -> Iterator[Problem]:
         if group.count > INSTANCES_MAX:
             text = f"{label} asks for {group.count} instances"
             yield s.problem("M10", f"{path}.count", text, f"at most {INSTANCES_MAX} are allowed")
-        if group.gpus and group.kind in (ModelInstanceGroup.KIND_CPU, ModelInstanceGroup.KIND_MODEL):
-            kind = ModelInstanceGroup.Kind.Name(group.kind)
+        if group.gpus and group.kind in (pb.ModelInstanceGroup.KIND_CPU, pb.ModelInstanceGroup.KIND_MODEL):
+            kind = pb.ModelInstanceGroup.Kind.Name(group.kind)
             yield s.problem("M11", f"{path}.gpus", f"{label} has kind {kind} but specifies one or more GPUs")
         for gpu in group.gpus:
             if gpu < 0:
@@ -199,7 +183,7 @@ def instance_groups(s: RuleInput) -> Iterator[Problem]:
         for gpu in sorted({gpu for gpu in group.gpus if [*group.gpus].count(gpu) > 1}):
             text = f"{label} lists gpu id {gpu} twice"
             yield s.problem("M44", f"{path}.gpus", text, "for several instances on each GPU, write `count`")
-        if group.kind == ModelInstanceGroup.KIND_GPU:  # groups without a kind use the CPU instead of missing GPUs
+        if group.kind == pb.ModelInstanceGroup.KIND_GPU:  # groups without a kind use the CPU instead of missing GPUs
             if not s.gpus.is_assumed:
                 yield from _requested_gpus_exist(s, path, label, group)
             if not s.uses_gpus:
@@ -210,7 +194,7 @@ def instance_groups(s: RuleInput) -> Iterator[Problem]:
         yield s.problem("M17", "instance_group[0].passive", text, "leave `passive` out of one of them")
 
 
-def _requested_gpus_exist(s: RuleInput, path: str, label: str, group: ModelInstanceGroup) -> Iterator[Problem]:
+def _requested_gpus_exist(s: RuleInput, path: str, label: str, group: pb.ModelInstanceGroup) -> Iterator[Problem]:
     if not s.gpus.ids:
         reason = f": {s.gpus.absence}" if s.gpus.absence else ""
         hint = "write kind: KIND_CPU or leave `kind` out, or start with --gpu=off, which runs such models on the CPU"
@@ -333,7 +317,7 @@ def ensemble(s: RuleInput) -> Iterator[Problem]:
 # ---------------------------------------------------------------------------------------------- tensors
 
 TENSORRT_PLATFORM: Final = "tensorrt_plan"
-FORMATS: Final = (ModelInput.FORMAT_NHWC, ModelInput.FORMAT_NCHW)
+FORMATS: Final = (pb.ModelInput.FORMAT_NHWC, pb.ModelInput.FORMAT_NCHW)
 A_DIMENSION: Final = "must be integer >= 1, or -1 to indicate a variable-size dimension"
 
 
@@ -343,7 +327,7 @@ def declarations(s: RuleInput) -> Iterator[Problem]:
     for path, text, tensor in s.tensors():
         if not tensor.name:
             yield s.problem("M20", path, f"model {path.partition('[')[0]} must specify 'name' for {model}")
-        if tensor.data_type == TYPE_INVALID:
+        if tensor.data_type == pb.TYPE_INVALID:
             yield s.problem("M21", path, f"model {text} must specify 'data_type' for {model}")
         if not tensor.dims:
             hint = "a batch of single values has dims: [ 1 ]" if s.message.max_batch_size > 0 else ""
@@ -442,7 +426,7 @@ def batch_inputs(s: RuleInput) -> Iterator[Problem]:
     for index, tensor in enumerate(s.message.batch_input):
         path = f"batch_input[{index}]"
         yield from _sources_exist(s, "M35", path, tensor.Kind.Name(tensor.kind), tensor.source_input)
-        if tensor.data_type not in (TYPE_INT32, TYPE_FP32):
+        if tensor.data_type not in (pb.TYPE_INT32, pb.TYPE_FP32):
             text = f"batch input data type must be TYPE_INT32 or TYPE_FP32 for {model}"
             yield s.problem("M36", f"{path}.data_type" if tensor.data_type else path, text)
         if not tensor.target_name:
@@ -490,7 +474,7 @@ def _sources_exist(s: RuleInput, rule: str, path: str, kind: str, sources: Seque
             yield s.problem("M37", f"{path}.source_input[{index}]", text, did_you_mean(source, names))
 
 
-def _shape_is_known(s: RuleInput, path: str, target: ModelOutput, source: ModelInput | None) -> Iterator[Problem]:
+def _shape_is_known(s: RuleInput, path: str, target: pb.ModelOutput, source: pb.ModelInput | None) -> Iterator[Problem]:
     """The varying dimensions of a batch output are those of its source."""
     if target.HasField("reshape"):
         text = f"target output name '{target.name}' has a reshape for {s.message.name}"
@@ -550,23 +534,25 @@ def warmup(s: RuleInput) -> Iterator[Problem]:
             yield s.problem("M58", f"model_warmup[{index}].batch_size", text, f"at most {most} requests run at once")
 
 
-def _sequence_inputs(s: RuleInput) -> Iterator[ModelInput]:
+def _sequence_inputs(s: RuleInput) -> Iterator[pb.ModelInput]:
     """The control and state inputs of a sequence model, which it has besides those it lists."""
     for tensor in s.message.sequence_batching.control_input:
         for control in tensor.control[:1]:
             if control.int32_false_true:
-                data_type = TYPE_INT32
+                data_type = pb.TYPE_INT32
             else:
-                data_type = TYPE_FP32 if control.fp32_false_true else control.data_type or TYPE_BOOL
-            yield ModelInput(name=tensor.name, data_type=data_type, dims=[1])
+                data_type = pb.TYPE_FP32 if control.fp32_false_true else control.data_type or pb.TYPE_BOOL
+            yield pb.ModelInput(name=tensor.name, data_type=data_type, dims=[1])
     for state in s.message.sequence_batching.state:
-        yield ModelInput(name=state.input_name, data_type=state.data_type, dims=state.dims)
+        yield pb.ModelInput(name=state.input_name, data_type=state.data_type, dims=state.dims)
 
 
-def _sample_fits(s: RuleInput, path: str, declared: ModelInput, data_type: int, dims: list[int]) -> Iterator[Problem]:
+def _sample_fits(
+    s: RuleInput, path: str, declared: pb.ModelInput, data_type: int, dims: list[int]
+) -> Iterator[Problem]:
     what = f"warmup input '{declared.name}' of model {s.message.name}"
     if data_type != declared.data_type:
-        found, wanted = (DataType.Name(number) for number in (data_type, declared.data_type))
+        found, wanted = (pb.DataType.Name(number) for number in (data_type, declared.data_type))
         yield s.problem("M57", f"{path}.data_type", f"{what} has data_type {found}", f"the input is {wanted}")
     wanted_dims = [*declared.dims]
     is_alike = len(dims) == len(wanted_dims) and all(w in (-1, d) for w, d in zip(wanted_dims, dims, strict=True))
@@ -580,9 +566,9 @@ def _sample_fits(s: RuleInput, path: str, declared: ModelInput, data_type: int, 
 BATCHING: Final = "dynamic_batching"
 SEQUENCES: Final = "sequence_batching"
 LISTS: Final = ("int32_false_true", "fp32_false_true", "bool_false_true")
-ID_TYPES: Final = (TYPE_UINT64, TYPE_INT64, TYPE_UINT32, TYPE_INT32, TYPE_STRING)
-_Control = ModelSequenceBatching.Control
-_State = ModelSequenceBatching.State
+ID_TYPES: Final = (pb.TYPE_UINT64, pb.TYPE_INT64, pb.TYPE_UINT32, pb.TYPE_INT32, pb.TYPE_STRING)
+_Control = pb.ModelSequenceBatching.Control
+_State = pb.ModelSequenceBatching.State
 
 
 def preferred_sizes(s: RuleInput) -> Iterator[Problem]:
@@ -621,7 +607,7 @@ def priorities(s: RuleInput) -> Iterator[Problem]:
         text = f"Only one priority level is allowed when 'preserve_ordering' is true for {model}"
         yield s.problem("M53", f"{BATCHING}.priority_levels", text)
     for path, policy in policies:
-        if policy.default_timeout_microseconds and policy.timeout_action == ModelQueuePolicy.DELAY:
+        if policy.default_timeout_microseconds and policy.timeout_action == pb.ModelQueuePolicy.DELAY:
             text = f"Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for {model}"
             yield s.problem("M54", path, text)
 

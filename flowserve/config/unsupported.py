@@ -15,9 +15,8 @@ from typing import Any, Final
 
 from google.protobuf.message import Message
 
+from flowserve.config import model_config_pb2 as pb
 from flowserve.config.backends import OTHER_BACKENDS
-from flowserve.config.model_config_pb2 import ModelConfig as ModelConfigProto
-from flowserve.config.model_config_pb2 import ModelOptimizationPolicy
 from flowserve.config.parameters import ADMISSION_KEYS, ENVIRONMENT
 from flowserve.config.rules import RuleInput
 from flowserve.config.types import ModelConfig, SourceMap
@@ -79,7 +78,7 @@ BATCH_STRATEGY_FILE: Final = "batchstrategy.so"
 LIKENESS_MIN: Final = 0.85  # similarity of a typing error; most models' own keys are far below
 
 
-def ignored_fields(message: ModelConfigProto, source: SourceMap) -> Iterator[Problem]:
+def ignored_fields(message: pb.ModelConfig, source: SourceMap) -> Iterator[Problem]:
     """A warning for each ignored field with a non-default value: servers write out fields at their default too."""
     found = {path: attrgetter(path)(message) for path in IGNORED}
     for index, group in enumerate(message.instance_group):
@@ -90,7 +89,7 @@ def ignored_fields(message: ModelConfigProto, source: SourceMap) -> Iterator[Pro
 
 
 def _has_effect(value: Any) -> bool:
-    if isinstance(value, ModelOptimizationPolicy.PinnedMemoryBuffer):
+    if isinstance(value, pb.ModelOptimizationPolicy.PinnedMemoryBuffer):
         return not value.enable  # enabled is the default
     return bool(value.ListFields() if isinstance(value, Message) else value)
 

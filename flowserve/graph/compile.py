@@ -16,19 +16,8 @@ import networkx as nx
 
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Problem, Problems
+from flowserve.graph import rules
 from flowserve.graph.nesting import are_nested, origins, written_by
-from flowserve.graph.rules import (
-    AvailableModels,
-    Declaration,
-    WiredStep,
-    Wiring,
-    ensemble_problems,
-    ensembles_below,
-    inconsistent_shape,
-    port_index,
-    shapes_meet,
-    wire,
-)
 from flowserve.graph.types import DEPTH_LIMIT, GRAPH, Edge, Graph, Node, conversion, inside, node_of
 from flowserve.values import TensorSpec
 
@@ -39,15 +28,15 @@ SCOPE: Final = "max_inflight_scope"
 
 
 def compile_ensemble(
-    config: ModelConfig, version: int, available: AvailableModels, failed: Mapping[str, str] | None = None
+    config: ModelConfig, version: int, available: rules.AvailableModels, failed: Mapping[str, str] | None = None
 ) -> Graph:
     """An ensemble as one flat graph. Raises Problems with every violation of every rule.
 
     `available`: every known deployment by name and version, nested ensembles included. `failed`: the reasons of known
     deployments that are not available, for the messages of ensembles that need them.
     """
-    wiring = wire(config, available, failed or {})
-    problems = ensemble_problems(wiring) or list(_too_large(wiring))
+    wiring = rules.wire(config, available, failed or {})
+    problems = rules.ensemble_problems(wiring) or list(_too_large(wiring))
     if problems:
         raise Problems(problems)
     folding = _Folding(config, available)
@@ -106,7 +95,7 @@ class _Scope:
     `prefix` precedes the names of its nodes and tensors, "" for the outermost.
     """
 
-    wiring: Wiring
+    wiring: rules.Wiring
     tensors: dict[str, _Source]
     prefix: str = ""
     path: tuple[str, ...] = ()
@@ -114,7 +103,7 @@ class _Scope:
     seen: dict[str, int] = field(default_factory=dict)
     max_inflight: int = 0  # the smallest limit of this ensemble and those around it, 0 if there is none
 
-    def name_step(self, step: WiredStep) -> str:
+    def name_step(self, step: rules.WiredStep) -> str:
         """The model's name, "name#2" for its second step in this ensemble."""
         count = self.seen[step.written.model] = self.seen.get(step.written.model, 0) + 1
         return f"{self.prefix}{step.written.model}" + (f"#{count}" if count > 1 else "")
@@ -135,13 +124,13 @@ class _Joint(NamedTuple):
 class _Folding:
     """Traverses a well-formed ensemble and those inside it, and collects model calls, each after its sources."""
 
-    def __init__(self, config: ModelConfig, available: AvailableModels) -> None:
+    def __init__(self, config: ModelConfig, available: rules.AvailableModels) -> None:
         self.config = config
         self.available = available
         self.calls: list[_Call] = []
         inputs = {spec.name: _Source(GRAPH, i, spec.name, spec).entering(spec) for i, spec in enumerate(config.inputs)}
         self.outputs = self._fold(
-            _Scope(wire(config, available, {}), inputs, max_inflight=config.max_inflight_requests)
+            _Scope(rules.wire(config, available, {}), inputs, max_inflight=config.max_inflight_requests)
         )
 
     def _fold(self, scope: _Scope) -> list[_Source]:
@@ -156,16 +145,16 @@ class _Folding:
                 else self._call(scope, step, names[index])
             )
             for port, tensor in step.written.output_map.items():
-                source = made[port_index(step.model.outputs, port)]
+                source = made[rules.port_index(step.model.outputs, port)]
                 scope.tensors[tensor] = replace(source, tensor=scope.prefix + tensor)
         return [scope.tensors[spec.name].leaving(spec) for spec in scope.wiring.config.outputs]
 
-    def _fold_nested(self, scope: _Scope, step: WiredStep, name: str) -> list[_Source]:
+    def _fold_nested(self, scope: _Scope, step: rules.WiredStep, name: str) -> list[_Source]:
         assert step.model is not None
         given = {port: scope.tensors.get(tensor) for port, tensor in step.written.input_map.items()}
         ports = {spec.name: spec for spec in step.model.inputs}
         inner = _Scope(
-            wire(step.model, self.available, {}),
+            rules.wire(step.model, self.available, {}),
             {port: source.entering(ports[port]) for port, source in given.items() if source is not None},
             prefix=f"{name}/",
             path=(*scope.path, step.model.name),
@@ -174,7 +163,7 @@ class _Folding:
         )
         return self._fold(inner)
 
-    def _call(self, scope: _Scope, step: WiredStep, name: str) -> list[_Source]:
+    def _call(self, scope: _Scope, step: rules.WiredStep, name: str) -> list[_Source]:
         config, version = step.model, step.version
         assert config is not None
         assert version is not None
@@ -234,13 +223,13 @@ def shares_limits(config: ModelConfig) -> bool:
     return config.parameters.get(SCOPE) == "shared"
 
 
-def _too_large(wiring: Wiring) -> Iterator[Problem]:
+def _too_large(wiring: rules.Wiring) -> Iterator[Problem]:
     """Size limits, checked by counting the nodes of all nested ensembles, innermost first, before folding."""
-    below = ensembles_below(wiring.config, wiring.available)
+    below = rules.ensembles_below(wiring.config, wiring.available)
     sizes: dict[str, int] = {}
     depths: dict[str, int] = {}
     for name in reversed(list(nx.topological_sort(below))):
-        inside = wire(below.nodes[name]["config"], wiring.available, {})
+        inside = rules.wire(below.nodes[name]["config"], wiring.available, {})
         sizes[name] = sum(sizes.get(step.written.model, 1) for step in inside.steps)
         depths[name] = 1 + max((depths.get(step.written.model, 0) for step in inside.steps), default=0)
     name = wiring.name
@@ -257,9 +246,9 @@ def _disagreements_across_folds(config: ModelConfig, folding: _Folding) -> Itera
     """A -1 in a nested ensemble's inputs and outputs matches everything; the tensors on both sides must match too."""
     for source, consumer, port, spec, reader in folding.joints():
         place = config.source.place(f"output[{port}]") if consumer == GRAPH else folding.calls[consumer].node.place
-        first, second = Declaration(folding.producer(source), source.spec), Declaration(reader, spec)
-        if not shapes_meet(first, second):
-            text = inconsistent_shape(config.name, source.tensor, first, second)
+        first, second = rules.Declaration(folding.producer(source), source.spec), rules.Declaration(reader, spec)
+        if not rules.shapes_meet(first, second):
+            text = rules.inconsistent_shape(config.name, source.tensor, first, second)
             yield Problem(text, place, "G15", "a dimension of -1 in a nested ensemble hides this")
 
 

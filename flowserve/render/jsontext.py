@@ -13,26 +13,18 @@ from typing import Any, Final
 from flowserve.config.types import ModelConfig
 from flowserve.graph.transfers import Transfer
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
-from flowserve.render.labels import (
-    UNKNOWN,
-    Configs,
-    batcher,
-    device,
-    queueing,
-    resources,
-    transfers_of,
-)
+from flowserve.render import labels
 from flowserve.render.scopes import scopes_of
 from flowserve.values import TensorSpec
 
 SCHEMA: Final = "flowserve.graph/1"
 
 
-def render_json(graph: Graph, configs: Configs) -> str:
+def render_json(graph: Graph, configs: labels.Configs) -> str:
     return json.dumps(graph_document(graph, configs), indent=2, ensure_ascii=False) + "\n"
 
 
-def graph_document(graph: Graph, configs: Configs) -> dict[str, Any]:
+def graph_document(graph: Graph, configs: labels.Configs) -> dict[str, Any]:
     """The document as plain dicts and lists. Equal graphs and configs give equal documents, keys in order."""
     return {
         "schema": SCHEMA,
@@ -40,21 +32,21 @@ def graph_document(graph: Graph, configs: Configs) -> dict[str, Any]:
         "version": graph.version,
         "is_ensemble": graph.is_ensemble,
         "max_batch_size": graph.max_batch_size,
-        "max_inflight_requests": configs.get(graph.name, UNKNOWN).max_inflight_requests,
+        "max_inflight_requests": configs.get(graph.name, labels.UNKNOWN).max_inflight_requests,
         "inputs": _tensors(graph.inputs),
         "outputs": _tensors(graph.outputs),
         "ensembles": [
             {
                 "path": scope.path,
                 "name": scope.ensemble,
-                "max_inflight_requests": configs.get(scope.ensemble, UNKNOWN).max_inflight_requests,
+                "max_inflight_requests": configs.get(scope.ensemble, labels.UNKNOWN).max_inflight_requests,
             }
             for scope in scopes_of(graph).walk()
         ],
-        "nodes": [_node(node, configs.get(node.model.name, UNKNOWN)) for node in graph.nodes],
+        "nodes": [_node(node, configs.get(node.model.name, labels.UNKNOWN)) for node in graph.nodes],
         "edges": [
             _edge(graph, edge, transfer)
-            for edge, transfer in zip(graph.edges, transfers_of(graph, configs), strict=True)
+            for edge, transfer in zip(graph.edges, labels.transfers_of(graph, configs), strict=True)
         ],
     }
 
@@ -73,7 +65,7 @@ def _tensors(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
 
 
 def _node(node: Node, config: ModelConfig) -> dict[str, Any]:
-    queue = queueing(config)
+    queue = labels.queueing(config)
     return {
         "index": node.index,
         "name": node.name,
@@ -82,18 +74,19 @@ def _node(node: Node, config: ModelConfig) -> dict[str, Any]:
         "ensemble": node.name.rpartition("/")[0],
         "backend": config.backend,
         "batching": {
-            "batcher": batcher(config),
+            "batcher": labels.batcher(config),
             "max_batch_size": node.max_batch_size,
             "max_queue_delay_us": queue.max_queue_delay_us,
         },
         "instances": [
-            {"count": group.count, "device": device(group), "gpus": list(group.gpus)} for group in config.active_groups
+            {"count": group.count, "device": labels.device(group), "gpus": list(group.gpus)}
+            for group in config.active_groups
         ],
-        "is_stateful": batcher(config) == "sequence",
+        "is_stateful": labels.batcher(config) == "sequence",
         "is_decoupled": config.decoupled,
         "limits": {
             "max_queue_size": queue.default_queue_policy.max_queue_size,
-            "resources": resources(config),
+            "resources": labels.resources(config),
         },
         "inputs": _tensors(node.inputs),
         "outputs": _tensors(node.outputs),

@@ -13,17 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
-from flowserve.render.labels import (
-    UNKNOWN,
-    Configs,
-    cost,
-    ensemble_title,
-    kind,
-    model_lines,
-    node_lines,
-    title,
-    transfers_of,
-)
+from flowserve.render import labels
 from flowserve.render.scopes import Scope, scopes_of
 from flowserve.values import TensorSpec
 
@@ -31,16 +21,18 @@ Row = tuple[str, str, str]
 Costs = Mapping[Edge, str]
 
 
-def render_text(graph: Graph, configs: Configs) -> str:
+def render_text(graph: Graph, configs: labels.Configs) -> str:
     """Several lines, each with a newline. Equal graphs give equal texts."""
     costs = _costs(graph, configs)
-    blocks = [("inputs", [(spec.name, kind(spec), _readers(graph, GRAPH, i)) for i, spec in enumerate(graph.inputs)])]
+    blocks = [
+        ("inputs", [(spec.name, labels.kind(spec), _readers(graph, GRAPH, i)) for i, spec in enumerate(graph.inputs)])
+    ]
     for node in graph.nodes:
-        model = ", ".join(model_lines(node, configs.get(node.model.name, UNKNOWN)))
+        model = ", ".join(labels.model_lines(node, configs.get(node.model.name, labels.UNKNOWN)))
         blocks.append((f"{node.index + 1}. {node.name}: model {model}", list(_node_rows(graph, node, costs))))
     blocks.append(("outputs", list(_input_rows(graph, GRAPH, graph.outputs, costs))))
     names, kinds = (max((len(row[column]) for _, rows in blocks for row in rows), default=0) for column in (0, 1))
-    lines = [title(graph, configs)]
+    lines = [labels.title(graph, configs)]
     for heading, rows in blocks:
         lines.append(f"  {heading}")
         lines += [f"    {name:{names}}  {what:{kinds}}  {where}".rstrip() for name, what, where in rows]
@@ -50,7 +42,7 @@ def render_text(graph: Graph, configs: Configs) -> str:
 def _node_rows(graph: Graph, node: Node, costs: Costs) -> Iterator[Row]:
     yield from _input_rows(graph, node.index, node.inputs, costs)
     for index, spec in enumerate(node.outputs):
-        yield spec.name, kind(spec), _readers(graph, node.index, index) or "not asked for"
+        yield spec.name, labels.kind(spec), _readers(graph, node.index, index) or "not asked for"
 
 
 def _input_rows(graph: Graph, consumer: int, specs: Sequence[TensorSpec], costs: Costs) -> Iterator[Row]:
@@ -59,7 +51,7 @@ def _input_rows(graph: Graph, consumer: int, specs: Sequence[TensorSpec], costs:
     for index, spec in enumerate(specs):
         edge = fed.get(index)
         source = "not given" if edge is None else f"<- {_source(graph, edge)}{costs.get(edge, '')}"
-        yield spec.name, kind(spec), source
+        yield spec.name, labels.kind(spec), source
 
 
 def _source(graph: Graph, edge: Edge) -> str:
@@ -83,12 +75,12 @@ def _reader(graph: Graph, edge: Edge) -> str:
     return f"{node.name}.{node.inputs[edge.input].name}"
 
 
-def _costs(graph: Graph, configs: Configs) -> Costs:
+def _costs(graph: Graph, configs: labels.Configs) -> Costs:
     """The transfer of each edge; {} if all of the graph is on the host, where every edge is a view."""
-    found = transfers_of(graph, configs)
+    found = labels.transfers_of(graph, configs)
     if not any(place.is_gpu for transfer in found for place in (*transfer.source, *transfer.to)):
         return {}
-    return {edge: f" ({cost(transfer)})" for edge, transfer in zip(graph.edges, found, strict=True)}
+    return {edge: f" ({labels.cost(transfer)})" for edge, transfer in zip(graph.edges, found, strict=True)}
 
 
 # Diagram languages
@@ -105,10 +97,10 @@ class _Language:
     edge: Callable[..., str]  # source, target, and the lines of the label, if there is one
 
 
-def render_dot(graph: Graph, configs: Configs) -> str:
+def render_dot(graph: Graph, configs: labels.Configs) -> str:
     """A `digraph`, ready for `dot -Tsvg`."""
     style = [
-        f'graph [rankdir=LR, label={_quote(title(graph, configs))}, labelloc=t, fontname="monospace"];',
+        f'graph [rankdir=LR, label={_quote(labels.title(graph, configs))}, labelloc=t, fontname="monospace"];',
         'node [shape=box, style="rounded,filled", fillcolor="#ddf4ff", fontname="monospace"];',
         'edge [fontname="monospace", fontsize=10];',
     ]
@@ -116,34 +108,34 @@ def render_dot(graph: Graph, configs: Configs) -> str:
     return f"digraph {_quote(graph.name)} {{\n{''.join(lines)}}}\n"
 
 
-def render_mermaid(graph: Graph, configs: Configs) -> str:
+def render_mermaid(graph: Graph, configs: labels.Configs) -> str:
     """The text of a ```mermaid block, without its fences."""
     return "flowchart LR\n" + "".join(f"    {line}\n" for line in _statements(graph, configs, _MERMAID))
 
 
-def _statements(graph: Graph, configs: Configs, language: _Language) -> Iterator[str]:
+def _statements(graph: Graph, configs: labels.Configs, language: _Language) -> Iterator[str]:
     outermost = scopes_of(graph)
     numbers = {id(scope): number for number, scope in enumerate(outermost.walk())}
 
     def contents(scope: Scope) -> Iterator[str]:
         for node in scope.nodes:
-            yield language.node(f"n{node.index}", *node_lines(graph, node, configs))
+            yield language.node(f"n{node.index}", *labels.node_lines(graph, node, configs))
         for inner in scope.inner:
-            yield from language.scope(numbers[id(inner)], ensemble_title(inner.name, inner.ensemble, configs))
+            yield from language.scope(numbers[id(inner)], labels.ensemble_title(inner.name, inner.ensemble, configs))
             for line in contents(inner):
                 yield f"    {line}"
             yield language.scope_end
 
     for index, spec in enumerate(graph.inputs):
-        yield language.end(f"in{index}", spec.name, kind(spec))
+        yield language.end(f"in{index}", spec.name, labels.kind(spec))
     yield from contents(outermost)
     for index, spec in enumerate(graph.outputs):
-        yield language.end(f"out{index}", spec.name, kind(spec))
+        yield language.end(f"out{index}", spec.name, labels.kind(spec))
     for edge in graph.edges:
         source = f"in{edge.output}" if edge.producer == GRAPH else f"n{edge.producer}"
         target = f"out{edge.input}" if edge.consumer == GRAPH else f"n{edge.consumer}"
         # The box of an input of the graph shows its type.
-        label = () if edge.producer == GRAPH else (edge.tensor, kind(graph.written(edge)))
+        label = () if edge.producer == GRAPH else (edge.tensor, labels.kind(graph.written(edge)))
         yield language.edge(source, target, *label)
 
 

@@ -26,19 +26,9 @@ from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.scheduling.rate_limit.limiter import Limiter, Resource
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX
 from flowserve.scheduling.scheduler import Scheduler
+from flowserve.testing import strategies
 from flowserve.testing.simulation import Agenda, BatchResults
-from flowserve.testing.strategies import (
-    COPY_COST,
-    FIXED,
-    NOTHING,
-    Handle,
-    SimModel,
-    SimRequest,
-    World,
-    draw_world,
-    handle_residence,
-    is_omitted,
-)
+from flowserve.testing.strategies import Handle, SimModel, SimRequest, World
 
 STEPS_MAX = 100_000  # a longer history is a livelock
 Step = tuple[int, int]  # the number of a request, and the index of a node of its plan
@@ -51,7 +41,7 @@ class Sim(Agenda):
         super().__init__()
         random = Random(seed)
         self._random = random
-        self.world = world or draw_world(random)
+        self.world = world or strategies.draw_world(random)
         self.log: list[tuple[object, ...]] = []
         self.queues: dict[ModelKey, ModelQueue] = {}
         self.flows: dict[int, Flow] = {}  # submitted and not over
@@ -229,13 +219,13 @@ class Sim(Agenda):
                 made[m, slot] if (m, slot) in made else ticket.flow.tensors[slot] if slot != NO_SLOT else None
                 for slot in ticket.node.inputs
             ]
-            contents = tuple(NOTHING if handle is None else handle.content for handle in found)
-            width = next((handle.width for handle in found if handle is not None), FIXED)
+            contents = tuple(strategies.NOTHING if handle is None else handle.content for handle in found)
+            width = next((handle.width for handle in found if handle is not None), strategies.FIXED)
             stop = start + ticket.rows if model.max_batch_size else -1
             for j, spec in enumerate(model.outputs):
-                wide = FIXED if spec.dims == (FIXED,) else width
+                wide = strategies.FIXED if spec.dims == (strategies.FIXED,) else width
                 handle = self._handle(model.content(j, contents), wide, start if stop >= 0 else 0, stop, block, device)
-                outputs[j].append(None if is_omitted(model, request, j) else handle)
+                outputs[j].append(None if strategies.is_omitted(model, request, j) else handle)
             start += ticket.rows
         if any(model.key in ticket.flow.request.poison for ticket in batch.tickets):
             return None
@@ -349,14 +339,14 @@ class Sim(Agenda):
             for m, ticket in enumerate(stage.tickets):
                 if model.key in ticket.flow.request.faults:
                     errors[m] = ModelFailed("a fault of its own")
-                returns |= any(is_omitted(model, ticket.flow.request, j) for j in range(len(model.outputs)))
+                returns |= any(strategies.is_omitted(model, ticket.flow.request, j) for j in range(len(model.outputs)))
                 made.update({(m, slot): outputs[j][m] for j, slot in enumerate(node.outputs) if slot != NO_SLOT})
             following = route.nodes[i + 1] if i + 1 < len(route) else None
             if following is not None:  # outputs that do not form one tensor are not passed on
                 specs = stage.tickets[0].flow.plan.graph.nodes[following.index].inputs
                 for slot, spec in zip(following.inputs, specs, strict=True):
                     widths = {handle.width for m in range(len(stage.tickets)) if (handle := made.get((m, slot)))}
-                    returns |= len(widths) > 1 or (spec.dims == (FIXED,) and widths != {FIXED})
+                    returns |= len(widths) > 1 or (spec.dims == (strategies.FIXED,) and widths != {strategies.FIXED})
             run.made.append(BatchResults(outputs, errors))
             if errors or returns:
                 return
@@ -523,7 +513,7 @@ class Sim(Agenda):
         free = {model.devices[instance] for instance in batch.queue.free}
         assert homes[0][0] not in free, "a batch left its device although an instance of it was free"
         waited_ns = self.now_ns - first[0].queued_ns
-        assert waited_ns >= sum(COPY_COST.cost_ns(nbytes) for _, nbytes in homes), "moved too early"
+        assert waited_ns >= sum(strategies.COPY_COST.cost_ns(nbytes) for _, nbytes in homes), "moved too early"
 
     # ------------------------------------------------------------------------------------------ checks after every step
 
@@ -609,7 +599,9 @@ class Sim(Agenda):
             return
         node = next(node for node in flow.plan.nodes if slot in node.outputs)
         model = self.world.by_key[node.model]
-        assert is_omitted(model, request, node.outputs.index(slot)), f"slot {slot} was released before its last reader"
+        assert strategies.is_omitted(model, request, node.outputs.index(slot)), (
+            f"slot {slot} was released before its last reader"
+        )
 
     # ------------------------------------------------------------------------------------------------ checks at the end
 
@@ -680,7 +672,7 @@ def home_of(ticket: Ticket, devices: Sequence[int]) -> tuple[int, int]:
     for slot in {slot for slot in ticket.node.inputs if slot != NO_SLOT}:
         handle = ticket.flow.tensors[slot]
         if handle is not None:
-            device, nbytes = handle_residence(handle)
+            device, nbytes = strategies.handle_residence(handle)
             sizes[device] = sizes.get(device, 0) + nbytes
     sizes.pop(NO_DEVICE, None)
     home, nbytes = max(sizes.items(), key=lambda pair: (pair[1], -pair[0]), default=(NO_DEVICE, 0))

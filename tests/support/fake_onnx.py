@@ -79,7 +79,7 @@ def onnx_on(machine: FakeMachine) -> Iterator[Devices]:
         return session if stream is None else OnFake(session, machine, int(stream))
 
     with (
-        mock.patch("flowserve.backends.onnx.backend.open_session", on_fake),
+        mock.patch("flowserve.backends.onnx.session.open_session", on_fake),
         using(Devices(machine.devices)) as devices,
     ):
         yield devices

@@ -17,20 +17,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from flowserve.backends.base import ModelFiles
+from flowserve.backends.onnx import session as sessions
 from flowserve.backends.onnx.device import OnnxDeviceInstance
 from flowserve.backends.onnx.instance import OnnxInstance
-from flowserve.backends.onnx.session import (
-    accelerators,
-    asynchronous_run_options,
-    executor,
-    gpu_providers,
-    graph_sizes,
-    metadata_settings,
-    open_session,
-    session_on_cpu,
-    session_signature,
-    settings,
-)
 from flowserve.backends.onnx.signature import Signature, completion, file_disagreements, with_flat_controls
 from flowserve.backends.onnx.tensors import ModelTensors
 from flowserve.config.complete import RULE
@@ -58,21 +47,21 @@ class OnnxRuntime:
         if config.inputs and config.outputs:
             return Completion()
         path = self._path(config, files)
-        session = open_session(config, path, files, metadata_settings)
-        return completion(config, session_signature(session), files.shown(path))
+        session = sessions.open_session(config, path, files, sessions.metadata_settings)
+        return completion(config, sessions.session_signature(session), files.shown(path))
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> OnnxModel:
         """Raises Invalid for a file that cannot be opened, Problems where file and configuration disagree."""
         path = self._path(config, files)
-        opening = partial(open_session, config, path, files, partial(settings, config, options))
+        opening = partial(sessions.open_session, config, path, files, partial(sessions.settings, config, options))
         groups = config.instance_groups
         on_cpu = not groups or any(group.kind != KIND_GPU for group in groups)
         if on_cpu:
-            session = session_on_cpu(config, path, files, options)
+            session = sessions.session_on_cpu(config, path, files, options)
         else:
-            session = open_session(config, path, files, metadata_settings)
+            session = sessions.open_session(config, path, files, sessions.metadata_settings)
         config, signature = _checked(config, session, files.shown(path))
-        if all(group.kind != KIND_GPU for group in groups) and accelerators(config):
+        if all(group.kind != KIND_GPU for group in groups) and sessions.accelerators(config):
             log.info("model '%s' has no instance on a GPU: gpu_execution_accelerator is not used", config.name)
         return OnnxModel(config, session if on_cpu else None, signature, opening)
 
@@ -81,10 +70,10 @@ class OnnxRuntime:
         session or of a GPU provider is invalid.
         """
         path = self._path(config, files)
-        settings(config, {})
+        sessions.settings(config, {})
         if any(group.kind == KIND_GPU for group in config.instance_groups):
-            gpu_providers(config, 0)
-        _checked(config, open_session(config, path, files, metadata_settings), files.shown(path))
+            sessions.gpu_providers(config, 0)
+        _checked(config, sessions.open_session(config, path, files, sessions.metadata_settings), files.shown(path))
 
     def _path(self, config: ModelConfig, files: ModelFiles) -> Path:
         path = files.model_file(config, self.default_filename)
@@ -104,7 +93,7 @@ class OnnxModel:
         self.tensors = ModelTensors(config, signature)
         self._config = config
         self._session = session
-        self.execute = None if session is None else executor(session, config)
+        self.execute = None if session is None else sessions.executor(session, config)
         self._open_session = opening
 
     def instance(self, name: str, group: InstanceGroup) -> OnnxInstance | OnnxDeviceInstance:
@@ -113,12 +102,12 @@ class OnnxModel:
         memory = devices()[group.gpus[0] if group.gpus else 0]
 
         def open_session_on(stream: int) -> Any:
-            return self._open_session(gpu_providers(self._config, memory.place.number, stream))
+            return self._open_session(sessions.gpu_providers(self._config, memory.place.number, stream))
 
         if not stays_on_device(self._config):
-            return OnnxInstance(self.tensors, lambda: executor(open_session_on(0), self._config))
-        sizes = graph_sizes(self._config)
-        return OnnxDeviceInstance(self.tensors, memory, open_session_on, asynchronous_run_options, sizes)
+            return OnnxInstance(self.tensors, lambda: sessions.executor(open_session_on(0), self._config))
+        sizes = sessions.graph_sizes(self._config)
+        return OnnxDeviceInstance(self.tensors, memory, open_session_on, sessions.asynchronous_run_options, sizes)
 
     def close(self) -> None:
         """The session is freed with its last reference."""
@@ -128,7 +117,7 @@ def _checked(config: ModelConfig, session: Any, file: str) -> tuple[ModelConfig,
     """The configuration that the session's inputs follow. Raises Problems or Unsupported where file and configuration
     disagree.
     """
-    signature = session_signature(session)
+    signature = sessions.session_signature(session)
     config = with_flat_controls(config, signature)
     strings = [spec.name for spec in config.inputs if spec.dtype is DType.BYTES]
     halves = [spec.name for spec in config.outputs if spec.dtype is DType.BF16]

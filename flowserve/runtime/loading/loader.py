@@ -33,15 +33,9 @@ from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.loading.completion import Completer
 from flowserve.runtime.loading.warmup import read_samples, warm_up
 from flowserve.runtime.processes.environments import Environment
+from flowserve.runtime.workers import policies
 from flowserve.runtime.workers.base import Worker
 from flowserve.runtime.workers.factory import PROCESS, execution_of, execution_timeout_ns, worker_maker
-from flowserve.runtime.workers.policies import (
-    asks_for_resources,
-    keeps_order,
-    needs_of,
-    queue_for,
-    refuse_what_never_runs,
-)
 from flowserve.runtime.workers.process import ProcessWorker
 from flowserve.runtime.workers.state import IterativeAdapter, SequenceAdapter
 
@@ -142,7 +136,7 @@ class Loader:
         loaded: dict[int, Loaded] = {}
         try:
             if self._engine.limiter is not None:
-                refuse_what_never_runs(self._engine.limiter, read.config, context.claiming)
+                policies.refuse_what_never_runs(self._engine.limiter, read.config, context.claiming)
             environment = await self._enter(read)
             for version in read.versions:
                 loaded[version] = await self._load_version(read, version, context, environment)
@@ -161,16 +155,16 @@ class Loader:
     def give(self, read: ReadModel, loaded: Mapping[int, Loaded], files: object) -> None:
         """Pass the loaded versions to the engine, which owns them from now on."""
         for version, one in loaded.items():
-            needs = [needs_of(group) for _, group in instances_of(read.config) if not group.passive]
+            needs = [policies.needs_of(group) for _, group in instances_of(read.config) if not group.passive]
             self._engine.add_model(
                 ModelKey(read.config.name, version),
-                queue_for(read.config, one.workers, is_limited=self._engine.limiter is not None),
+                policies.queue_for(read.config, one.workers, is_limited=self._engine.limiter is not None),
                 one.workers,
                 one.model,
                 one.passive,
                 (files, one.environment),
                 needs,
-                keeps_order=keeps_order(read.config),
+                keeps_order=policies.keeps_order(read.config),
                 execution_timeout_ns=one.execution_timeout_ns,
                 warm_up=one.warm_up,
             )
@@ -290,7 +284,7 @@ class PendingReads:
                 await self._is_over.wait()
         if self._context is None:
             self._context = LoadContext(
-                Counter(), [one.config for one in self._read.values() if asks_for_resources(one.config)]
+                Counter(), [one.config for one in self._read.values() if policies.asks_for_resources(one.config)]
             )
             for read in self._read.values():
                 self._context.runs_at_once[read.config.backend] += len(instances_of(read.config)) * len(read.versions)

@@ -23,22 +23,10 @@ import numpy as np
 from flowserve.backends.base import Results
 from flowserve.errors import FlowserveError, InstanceDied
 from flowserve.memory.tensor import Tensor
+from flowserve.observe import trace as reasons
 from flowserve.observe.trace import (
-    ADMISSION,
-    AGAIN,
     BACKEND_OUTPUT,
-    CLOSED,
-    DELAYED,
-    FULL,
-    HANDOVER,
-    INFLIGHT,
-    LIMITER,
     QUEUE_INPUT,
-    SAME_REQUEST,
-    SEND,
-    SEQUENCE,
-    SIZED,
-    TURN,
     BusyPeriods,
     Execution,
     TensorSeen,
@@ -245,7 +233,7 @@ class Tracing:
             trace.error = "its caller left"
         elif flow.done and not trace.steps:
             trace.is_cached = True
-            add(trace.waits, SAME_REQUEST, trace.arrived_ns, trace.ended_ns)
+            add(trace.waits, reasons.SAME_REQUEST, trace.arrived_ns, trace.ended_ns)
         elif not flow.done:
             trace.error = "it was refused"
         for step in trace.steps:
@@ -354,14 +342,19 @@ class Tracing:
             before = live.attempts.get(ticket)
             if before is not None and before.error:
                 became_ready = queued_ns = before.ended_ns
-                add(waits, AGAIN, queued_ns, now_ns)
+                add(waits, reasons.AGAIN, queued_ns, now_ns)
             else:
                 became_ready, queued_ns = self._moments(live, ticket, before)
-                add(waits, INFLIGHT, became_ready, queued_ns)
+                add(waits, reasons.INFLIGHT, became_ready, queued_ns)
                 if not i:
                     waits += waits_in_queue(self._scheduler, stage, queued_ns, now_ns, self._busy[stage.queue])
             if not live.trace.steps:
-                add(live.trace.waits, ADMISSION if live.would_wait else TURN, live.trace.arrived_ns, became_ready)
+                add(
+                    live.trace.waits,
+                    reasons.ADMISSION if live.would_wait else reasons.TURN,
+                    live.trace.arrived_ns,
+                    became_ready,
+                )
             step = live.attempts[ticket] = TracedStep(node, ticket.rows, became_ready, queued_ns, execution, waits)
             step.span_id = spans.get(m, 0)
             live.trace.steps.append(step)
@@ -423,7 +416,7 @@ class Tracing:
         order = stage.queue.order
         for _, live, ticket, step in steps:
             m = places.get(ticket, -1)
-            add(step.waits, HANDOVER, execution.taken_ns, execution.started_ns)
+            add(step.waits, reasons.HANDOVER, execution.taken_ns, execution.started_ns)
             step.ended_ns = now_ns
             step.error = execution.error
             if isinstance(outcome, Results) and m in outcome.errors:
@@ -472,7 +465,7 @@ class Tracing:
     def _resumed(self, live: _Live, source: Source, now_ns: int) -> None:
         since_ns = live.paused.pop(source, None)
         if since_ns is not None:
-            add(live.attempts[source].pauses, SEND, since_ns, now_ns)
+            add(live.attempts[source].pauses, reasons.SEND, since_ns, now_ns)
 
 
 def _passed_on_ns(trace: Trace, n: int) -> int:
@@ -489,15 +482,18 @@ def waits_in_queue(
     batcher = queue.batcher
     busy = periods.after(queued_ns)
     if queue.bound is not None:
-        return divided(queued_ns, taken_ns, busy, SEQUENCE)
-    otherwise = LIMITER if scheduler.rate_limit is not None and queue.needs else TURN
+        return divided(queued_ns, taken_ns, busy, reasons.SEQUENCE)
+    otherwise = reasons.LIMITER if scheduler.rate_limit is not None and queue.needs else reasons.TURN
     if not (isinstance(batcher, Queue) and batcher.delay_ns):
         return divided(queued_ns, taken_ns, busy, otherwise)
     due_ns = min(ticket.queued_ns for ticket in batch.tickets) + batcher.delay_ns
     until_ns = max(min(due_ns, taken_ns), queued_ns)
     return [
         *divided(
-            queued_ns, until_ns, busy, DELAYED if batch.started_ns >= due_ns else _why_complete(batch, len(batcher))
+            queued_ns,
+            until_ns,
+            busy,
+            reasons.DELAYED if batch.started_ns >= due_ns else _why_complete(batch, len(batcher)),
         ),
         *divided(until_ns, taken_ns, busy, otherwise),
     ]
@@ -506,8 +502,8 @@ def waits_in_queue(
 def _why_complete(batch: Batch, left: int) -> str:
     """Why a batch was formed before its delay was over."""
     if batch.rows >= batch.tickets[0].node.max_batch_size:
-        return FULL
-    return CLOSED if left else SIZED
+        return reasons.FULL
+    return reasons.CLOSED if left else reasons.SIZED
 
 
 def _traced_tensors(
