@@ -19,6 +19,7 @@ import trio
 from rich.table import Table
 
 from bench import acceptance, servers, wrk
+from bench.calls import measure_calls
 from bench.devices import measure_device
 from bench.in_process import measure_in_process
 from bench.measure import measure_echo, measure_work
@@ -225,6 +226,11 @@ def _parser() -> argparse.ArgumentParser:
         help="measure the engine inside a program, beside direct calls of the same model, instead",
     )
     parser.add_argument(
+        "--calls",
+        action="store_true",
+        help="count the calls of Python functions for each request, in the server and in worker processes, instead",
+    )
+    parser.add_argument(
         "--device",
         choices=("cpu", "gpu"),
         help="measure a chain of three steps on that device beside the same steps asked one by one, instead",
@@ -357,6 +363,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif options.device:
             for chain in measure_device(options.device, plan.rounds, plan.seconds, _say):
                 print(chain)
+        elif options.calls:
+            print(*measure_calls(_say), sep="\n")
         elif options.in_process:
             print(measure_in_process(plan.rounds, plan.seconds, _say))
         elif options.echo:
