@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import subprocess
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -18,7 +17,17 @@ from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
 from flowserve.backends.base import Remote, Results
-from flowserve.backends.worker.protocol import DONE, READY, SEGMENT, TOGETHER, decode_error, encode_error, pack, unpack
+from flowserve.backends.worker.protocol import (
+    DONE,
+    READY,
+    SEGMENT,
+    TOGETHER,
+    Garbled,
+    decode_error,
+    encode_error,
+    pack,
+    unpack,
+)
 from flowserve.backends.worker.tensors import InputReader, OutputWriter, Run
 from flowserve.errors import Invalid, ModelFailed, NotFound
 from flowserve.graph.plan import make_plan
@@ -27,7 +36,7 @@ from flowserve.memory.arena import Arena
 from flowserve.memory.column import Column
 from flowserve.memory.segment import PAGE, Lease, Segment
 from flowserve.memory.tensor import Tensor
-from flowserve.runtime.ipc.tensors import Garbled, InputPacker, OutputReader
+from flowserve.runtime.ipc.tensors import InputPacker, OutputReader
 from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.processes.children import Child
 from flowserve.runtime.workers.base import Completions, WorkerContext
@@ -489,7 +498,7 @@ def test_a_packed_message_is_unpacked_unchanged(kind: int, words: list[int], tex
 def test_any_bytes_are_a_message_or_a_protocol_error(message: bytes) -> None:
     try:
         _, words, text = unpack(message)
-    except struct.error:
+    except Garbled:
         return
     assert len(words) * 8 + len(text) == len(message)
 

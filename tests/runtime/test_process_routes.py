@@ -81,9 +81,9 @@ BODY = """
             made[:, 0] += pb_utils.get_output_tensor_by_name(response, 'OUT').as_numpy()[:, 0]
         if what == 11:
             from flowserve.backends.worker import driver
-            make = driver.protocol.make_stage
-            lie = [(int(given[0, 5]), int(given[0, 6]), given.shape)]
-            driver.protocol.make_stage = lambda fields: make((*fields[:5], lie))
+            make = driver.stage_words
+            lie = [1, int(given[0, 5]), int(given[0, 6]), given.ndim, *given.shape]
+            driver.stage_words = lambda *facts: make(*facts)[:5] + lie
 """
 
 

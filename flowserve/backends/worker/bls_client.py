@@ -14,7 +14,6 @@ Callers: main.py; the python backend, through the `BlsClient` interface (base.py
 from __future__ import annotations
 
 import asyncio
-import marshal
 import os
 import socket
 import threading
@@ -30,7 +29,14 @@ import numpy as np
 
 from flowserve.backends.base import IS_WITHDRAWN, METRIC, NO_FILES, Answer, BlsCall, Cells, ClockNs, answer_or_raise
 from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import ANCILLARY_BYTES, MESSAGE_BYTES_MAX, decode_error, pack, request_facts
+from flowserve.backends.worker.protocol import (
+    ANCILLARY_BYTES,
+    MESSAGE_BYTES_MAX,
+    decode_error,
+    pack,
+    request_facts,
+    unpack,
+)
 from flowserve.errors import Unavailable, Unsupported
 from flowserve.memory import raw
 from flowserve.memory.arena import Arena, BlockAddress, aligned
@@ -239,23 +245,25 @@ class WorkerBlsClient:
             for answered in waiting.values():
                 answered(Unavailable(_GONE))
             return False
-        message: tuple[Any, ...] = marshal.loads(packed)
-        if message[0] == protocol.ATTACH:
-            (self._segments[message[1]],) = protocol.descriptors(ancillary)
-        elif message[0] == protocol.SERVER_REPLY:
-            self._take_answer(*message[1:])
+        kind, words, text = unpack(packed)
+        if kind == protocol.ATTACH:
+            (self._segments[words[1]],) = protocol.descriptors(ancillary)
+        elif kind == protocol.SERVER_REPLY:
+            number, free, error, answer = protocol.decode_server_reply(words, text)
+            self._free.extend(free)
+            self._waiting.pop(number)(answer if error is None else decode_error(error))
         else:
-            self._take(*message[1:])
+            self._take(*protocol.decode_result(words, text))
         return True
 
     def _take(
         self,
         number: int,
         is_last: bool,
-        free: list[BlockAddress],
         token: int,
+        free: Sequence[BlockAddress],
         error: Any,
-        columns: list[Any] | None,
+        columns: Sequence[protocol.ResultColumn] | None,
     ) -> None:
         self._free.extend(free)
         answered = self._waiting.pop(number, None) if is_last else self._waiting.get(number)
@@ -263,17 +271,13 @@ class WorkerBlsClient:
         if error is not None:
             answer = decode_error(error)
         elif columns is not None:
-            answer = Response("", 0, {name: self._array(name, *rest) for name, *rest in columns})
+            answer = Response("", 0, {column[0]: self._array(*column) for column in columns})
         if token:
             self._say(pack(protocol.READ, (token,)))
         if answered is not None:  # None: the call was withdrawn
             answered(answer)
 
-    def _take_answer(self, number: int, free: list[BlockAddress], error: Any, answer: Any) -> None:
-        self._free.extend(free)
-        self._waiting.pop(number)(answer if error is None else decode_error(error))
-
-    def _array(self, name: str, dtype_number: int, shape: tuple[int, ...], where: Any) -> Array:
+    def _array(self, name: str, dtype_number: int, shape: Sequence[int], where: bytes | tuple[int, int, int]) -> Array:
         dtype = BY_NUMBER[dtype_number]
         if isinstance(where, bytes):
             flat = np.frombuffer(bytearray(where), np.uint8)

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from flowserve.backends.base import ClockNs, Instance, Work
 from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import Job, RunMessage, Stage, begin_reply, encode_error, pack, unpack
+from flowserve.backends.worker.protocol import Garbled, Job, RunMessage, encode_error, pack, unpack
 from flowserve.backends.worker.tensors import NOTHING_PLACED, InputReader, OutputWriter, Placed, Run, Together
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.device import why_lost
@@ -70,7 +70,8 @@ class Driver:
         names = [spec.name for spec in job.outputs]
         # Clients choose outputs in any order and number.
         self._names_of = lru_cache(100)(lambda outputs: tuple([names[j] for j in outputs]))
-        self._last: tuple[int, Stage | None] = (0, None)  # the last batch with a route that was run, and what it made
+        # The last batch with a route that was run, and the words about what it made.
+        self._last: tuple[int, Sequence[int] | None] = (0, None)
         self._cancelled: dict[int, None] = {}  # batches that must not be run here any more
         self._is_idle = False
         self._has_failed = False  # a batch, or some of its members
@@ -91,37 +92,39 @@ class Driver:
                 return
             kind, words, text = message
             if kind == protocol.RUN:
-                self._run(protocol.decode_run(text))
+                self._run(protocol.decode_run(words, text))
             elif kind == protocol.END:
                 return
             elif kind == protocol.CANCEL:
                 self._cancel(words[1])
 
     def _next_message(self) -> tuple[int, tuple[int, ...], bytes] | None:
-        """The next message that is not about memory or routes, None if the server has ended."""
+        """The next message that is not about memory or routes, None if the server has ended. Raises Garbled."""
         while True:
             packed, ancillary, _, _ = self._socket.recvmsg(
                 protocol.MESSAGE_BYTES_MAX, protocol.ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
             )
             if not packed:
                 return None
-            if packed.startswith(protocol.RUN_HEAD):
-                return protocol.RUN, (), packed
             message = unpack(packed)
             kind, words, _ = message
-            if kind == protocol.ATTACH:
-                self._inputs.attach(words[1], *protocol.descriptors(ancillary))
-            elif kind == protocol.SPILLED:
-                packed = self._inputs.message(*words[1:])
-                return (protocol.RUN, (), packed) if packed.startswith(protocol.RUN_HEAD) else unpack(packed)
-            elif kind == protocol.SHOW:
-                self._show(self._outputs.segment(words[1]))
-            elif kind == protocol.PEER:
-                self._handoff.add_peer(words, *protocol.descriptors(ancillary))
-            elif kind == protocol.ROUTE:
-                self._handoff.add_route(words)
-            else:
+            if kind == protocol.RUN:
                 return message
+            try:
+                if kind == protocol.ATTACH:
+                    self._inputs.attach(words[1], *protocol.descriptors(ancillary))
+                elif kind == protocol.SPILLED:
+                    return unpack(self._inputs.message(*words[1:]))
+                elif kind == protocol.SHOW:
+                    self._show(self._outputs.segment(words[1]))
+                elif kind == protocol.PEER:
+                    self._handoff.add_peer(words, *protocol.descriptors(ancillary))
+                elif kind == protocol.ROUTE:
+                    self._handoff.add_route(words)
+                else:
+                    return message
+            except (LookupError, TypeError, ValueError, OverflowError) as error:
+                raise Garbled(f"a message of kind {kind}: {error}") from None
 
     def _run(self, message: RunMessage) -> None:
         number, route, (free, ended) = message.number, message.route, message.update
@@ -129,8 +132,8 @@ class Driver:
             self._outputs.give_back(free)
         if ended:
             self._inputs.detach(ended)
-        if message.passed and (number in self._cancelled or not self._inputs.fit(message.columns)):
-            self._send(pack(protocol.RETURNED, begin_reply(number, message.passed)))
+        if message.stage and (number in self._cancelled or not self._inputs.fit(message.columns)):
+            self._send(pack(protocol.RETURNED, (number, message.stage, *message.passed)))
             return
         run = Run(number)
         self._guard.number = number if route else 0
@@ -150,13 +153,12 @@ class Driver:
             self._look_for_loss()
         if route:
             may_hand_on = self._guard.end_route() and kind == protocol.DONE and text is None
-            stage = stage_of(message, int(kept), times, placed) if may_hand_on else None
+            stage = stage_words(message, int(kept), times, placed) if may_hand_on else None
             self._last = number, stage
         else:
             stage = None
-        if stage is None or not message.later_updates or not self._handoff.hand_on(message, stage):
-            words = begin_reply(number, message.passed)
-            words.append(int(kept))
+        if stage is None or not message.later or not self._handoff.hand_on(message, stage):
+            words = [number, message.stage, *message.passed, int(kept)]
             if kind == protocol.DONE:
                 words += times
                 words += placed.words()
@@ -172,7 +174,7 @@ class Driver:
             self._cancelled[number] = None
             if len(self._cancelled) > _CANCELLED_MAX:
                 del self._cancelled[next(iter(self._cancelled))]
-        self._send(pack(protocol.CANCELLED, begin_reply(number, () if stage is None else (stage,))))
+        self._send(pack(protocol.CANCELLED, (number, 0) if stage is None else (number, 1, *stage)))
 
     def _look_for_loss(self) -> None:
         """After a failure: end this process if it has lost its GPU, since only a new process can use it. The batch is
@@ -209,12 +211,17 @@ class Driver:
         wanted = [*map(self._names_of, message.wanted)]
         if len(wanted) < count:
             wanted *= count
-        requests = [_PLAIN_REQUEST] * count if message.facts is None else BatchRequests(message.facts)
-        contexts = message.contexts[0] if message.contexts else None
+        requests: Sequence[Request] = [_PLAIN_REQUEST] * count
+        contexts = None
+        if message.about:
+            facts, by_stage = protocol.decode_about(message.about, message.text, count)
+            if facts is not None:
+                requests = BatchRequests(facts)
+            contexts = by_stage[message.stage] if by_stage else None
         # Everything may be written to: it is mapped privately.
         may_write = [[True] * count] * len(message.columns)
         given = self._inputs.take(run, message.columns, rows)
-        return Work(given, rows, requests, wanted, may_write, contexts=contexts or None)
+        return Work(given, rows, requests, wanted, may_write, contexts=contexts)
 
     def _send(self, message: bytes) -> None:
         if len(message) > protocol.MESSAGE_BYTES_MAX:
@@ -269,26 +276,28 @@ class HandOff:
             self._routes.pop(gone, None)
         self._routes[number] = peer, tuple(outputs), inputs
 
-    def hand_on(self, message: RunMessage, made: Stage) -> bool:
-        """Hand on a batch that was run here, with what it made. False if it must return to the server instead."""
-        following, wanted, inputs = self._routes[message.route]
+    def hand_on(self, message: RunMessage, made: Sequence[int]) -> bool:
+        """Hand on a batch that was run here, with the words about what it made. False if it must return to the server
+        instead.
+        """
+        number, route, stage, rows, _, _, _, later, passed, about, text = message
+        following, wanted, inputs = self._routes[route]
         peer, shown = self._peers[following], self._shown[following]
-        passed = [*message.passed, made]
+        passed = (*passed, *made)
+        stages, _ = protocol.read_passed(passed, 0, stage + 1)
         columns: list[protocol.ColumnPlace] = []
         for i, j in inputs:
-            stage = passed[i]
-            start, nbytes, shape = stage.outputs[j]
-            columns.append((stage.segment, stage.offset + start, nbytes, shape) if nbytes else (0, 0, 0, shape))
-        number, rows, _, _, _, facts, contexts, route, (update, *later), _ = message
-        fields = (wanted,), update, facts, contexts[1:], route, later, passed
-        onward = protocol.encode_run((number, rows, columns, *fields))
+            segment, block, outputs = stages[i][3:]
+            start, nbytes, shape = outputs[j]
+            columns.append((segment, block + start, nbytes, shape) if nbytes else (0, 0, 0, shape))
+        onward = protocol.encode_run(number, route, stage + 1, rows, (wanted,), later, columns, passed, about, text)
         if len(onward) > protocol.MESSAGE_BYTES_MAX:
             return False
         try:
-            for stage in passed:
-                if stage.segment and stage.segment not in shown:
-                    self._show(stage.segment, peer)
-                    shown.add(stage.segment)
+            for one in stages:  # also those that only a later stage reads
+                if one.segment and one.segment not in shown:
+                    self._show(one.segment, peer)
+                    shown.add(one.segment)
             peer.send(onward)  # without waiting: the server's sockets are non-blocking
         except OSError:  # the process has ended, or its socket is full
             return False
@@ -303,18 +312,19 @@ class HandOff:
             os.close(fd)
 
 
-def stage_of(message: RunMessage, kept: int, times: tuple[int, int], placed: Placed) -> Stage | None:
-    """What this stage made, for the later stages. None if an output is not one tensor of all members."""
+def stage_words(message: RunMessage, kept: int, times: tuple[int, int], placed: Placed) -> list[int] | None:
+    """What this stage made, for the later stages, as in PASSED. None if an output is not one tensor of all members."""
     total = sum(message.rows)
-    outputs: list[tuple[int, int, tuple[int, ...]]] = []
+    words = [kept, *times, placed.segment, placed.offset, len(placed.outputs)]
     for j, output in enumerate(placed.outputs):
         if output is None and j not in message.wanted[0]:
-            outputs.append((0, 0, ()))
+            words += (0, 0, 0)
         elif isinstance(output, Together) and not output.absent and output.shape[0] == total:
-            outputs.append((output.start, output.nbytes, output.shape))
+            start, nbytes, _, shape = output
+            words += (start, nbytes, len(shape), *shape)
         else:
             return None
-    return protocol.make_stage((kept, *times, placed.segment, placed.offset, outputs))
+    return words
 
 
 class RouteGuard:

@@ -22,7 +22,7 @@ from time import perf_counter_ns
 from flowserve.backends.base import CallsModels, Instance, Remote
 from flowserve.backends.worker.bls_client import WorkerBlsClient
 from flowserve.backends.worker.driver import Driver, RouteGuard
-from flowserve.backends.worker.protocol import BROKEN, MESSAGE_BYTES_MAX, Job, encode_error, pack
+from flowserve.backends.worker.protocol import BROKEN, MESSAGE_BYTES_MAX, Garbled, Job, encode_error, pack
 from flowserve.backends.worker.streaming import StreamDriver
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.pool import tune_malloc
@@ -32,7 +32,9 @@ log = logging.getLogger("flowserve.child")
 
 
 def serve(socket_fd: int, arguments: bytes) -> None:
-    """Run one instance until the server sends END or has ended. `arguments` are a pickled `Job`."""
+    """Run one instance until the server sends END or has ended. `arguments` are a pickled `Job`, which only the server
+    writes: pickle is used in this direction only.
+    """
     job: Job = pickle.loads(arguments)
     tune_malloc()  # as in the server, and for the same large arrays
     number_segments_from((job.number << 32) + 1)
@@ -56,6 +58,9 @@ def serve(socket_fd: int, arguments: bytes) -> None:
             driver(sock, job, instance, guard, perf_counter_ns).run()
         except ConnectionError:
             log.debug("instance %s: the server is gone", job.instance)
+        except Garbled as error:
+            log.error("instance %s: its process got an invalid message, and ends: %s", job.instance, error)
+            raise SystemExit(1) from None
         instance.close()
 
 

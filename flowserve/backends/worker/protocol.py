@@ -3,16 +3,18 @@
 Decides the form of each message. Messages are datagrams of at most `MESSAGE_BYTES_MAX` bytes; a longer one is written
 to shared memory and announced by SPILLED. Tensors are always in shared memory (memory/arena.py), and messages have
 their positions. A message is a sequence of unsigned 64-bit numbers, called words: the first has its kind and the number
-of words, the others follow; then a text, mostly JSON, where one is needed. A worker process runs third-party code, so
-the server checks every number that it receives.
+of words, the others follow; then a text in UTF-8, where one is needed. Every list in a message is preceded by its
+length, and each decoder checks that what it reads is all of the message, and nothing else: any bytes are decoded or
+raise `Garbled`. Nothing is decoded by `pickle` or `marshal`, except the arguments with which the server starts a
+process (`Job`), which that process trusts as it trusts its own command line. A worker process runs third-party code, so
+the server checks every number that it receives, and a worker process that receives an invalid message ends.
 
-RUN, which only worker processes read, has a batch's inputs, requests and route (`RunMessage`), written by `marshal` in
-its oldest version, which every Python reads. The server writes the message for the first stage of a route, each worker
-process the one for the next stage. The outputs of stages are also sent to the server, which trusts no worker process:
-as numbers, each of which it checks:
+RUN has a batch's inputs, requests and route (`RunMessage`). The server writes the message for the first stage of a
+route, each worker process the one for the next stage. The parts that a stage does not read (the updates for later
+stages, PASSED, the facts of the requests) are handed on as they are. What the stages made is also sent to the server,
+which trusts no worker process:
 
-  PASSED    the count of stages, then for each
-            kept gathered_ns computed_ns segment offset outputs (offset nbytes dimensions dim...)...
+  PASSED    for each stage: kept gathered_ns computed_ns segment offset outputs (offset nbytes dimensions dim...)...
 
 Numbers 16 to 31 are for messages between a decoupled model and the server during a batch.
 
@@ -22,13 +24,13 @@ Does not know memory or models. Callers: the modules of this package, and runtim
 from __future__ import annotations
 
 import json
-import marshal
 import socket
 import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -64,7 +66,19 @@ ANCILLARY_BYTES: Final = 64
 # ATTACH segment, with a descriptor: memory that inputs will be in. Segment numbers are unique in a server: those that a
 #   worker process creates begin at its own number << 32 (`Job.number`). Also between worker processes.
 ATTACH: Final = 1
-# RUN, with a text of its own: one batch. Also between worker processes, for a batch with a route.
+# RUN number route stage members sets updates passed about inputs  rows... wanted... updates... passed... about...
+#   columns...
+#   TEXT: one batch; also between worker processes, for a batch with a route. `stage` is the number of stages that it
+#   has passed. `members` counts the rows, `sets` the lists in `wanted`, the next three the words of these parts, and
+#   `inputs` the columns.
+#   wanted: (outputs output...)... indices of the outputs that each member requests, one list if all request the same
+#   updates: (blocks ended (segment offset)... segment...)... for this stage and each later one: blocks of its process
+#     that are free again, and attached memory that has ended
+#   passed: PASSED
+#   about: the facts of the members and their trace contexts, see `encode_about`; TEXT has their strings
+#   columns: for each input NOTHING, or TOGETHER segment offset nbytes dimensions dim..., the place of one tensor of all
+#     members; or APART, and for each member 0, or 1 segment offset nbytes dimensions dim...  The segment is 0 where
+#     there are no bytes.
 RUN: Final = 2
 # END: finalise the model and exit
 END: Final = 3
@@ -96,24 +110,24 @@ READY: Final = 1
 BROKEN: Final = 2
 # SEGMENT number, with a descriptor: memory that outputs will be in
 SEGMENT: Final = 3
-# DONE number PASSED kept gathered_ns computed_ns segment offset nbytes outputs...  TEXT {member: [kind, text] if it
-#   failed, its parameters, or null if it is rescheduled}
-#   PASSED: what the earlier stages of a route made; their count first
+# DONE number stages PASSED kept gathered_ns computed_ns segment offset nbytes outputs...  TEXT {member: [kind, text] if
+#   it failed, its parameters, or null if it is rescheduled}
+#   PASSED: what the `stages` before this one made, in a route
 #   kept: whether the model still holds views of this batch's inputs; GONE follows when it has released them
 #   outputs: for each output NOTHING, or
 #     TOGETHER offset nbytes absent member... dimensions dim...    contiguous, without the absent members
 #     APART, and for each member 0, or 1 offset nbytes dimensions dim...
 #   offsets are relative to the block
 DONE: Final = 4
-# FAILED number PASSED kept TEXT [kind, text]: the whole batch failed
+# FAILED number stages PASSED kept TEXT [kind, text]: the whole batch failed
 FAILED: Final = 5
 # GONE number...: the model has released the inputs of these batches
 GONE: Final = 6
 # SPILLED_OUT segment offset nbytes: as SPILLED
 SPILLED_OUT: Final = 7
-# RETURNED number PASSED: a batch of a route was not run here: it was cancelled, or its inputs do not fit
+# RETURNED number stages PASSED: a batch of a route was not run here: it was cancelled, or its inputs do not fit
 RETURNED: Final = 15
-# CANCELLED number PASSED: the reply to CANCEL: what the batch made here, if it was run (one stage or none)
+# CANCELLED number stages PASSED: the reply to CANCEL: what the batch made here, if it was run (one stage or none)
 CANCELLED: Final = 19
 # ... from a decoupled model, at any time; its DONE has NOTHING for every output
 # ANSWER number member infer_ns output_ns rows segment offset nbytes outputs..., and TEXT parameters if there are any:
@@ -142,12 +156,13 @@ LEAVE: Final = 11
 SERVER_REQUEST: Final = 13
 # DROP family: its metrics are not shown any more
 DROP: Final = 14
-# ... and messages of the server on it, by `marshal`: (ATTACH, segment number) with a descriptor, and
-# (SERVER_REPLY, number, free blocks, [kind, text] or None, answer): the answer to an SERVER_REQUEST
+# ... and messages of the server on it: ATTACH as above, and
+# SERVER_REPLY number (segment offset)...  TEXT [[kind, text] or null, answer]: the answer to a SERVER_REQUEST.
+#   The blocks, of inputs of calls, are free again: the server does not read them any more.
 SERVER_REPLY: Final = 13
-# (RESULT, number, is last, free blocks, token or 0, [kind, text] or None, columns or None): a response to a CALL
-#   columns: (name, type, shape, bytes or (segment, offset, nbytes)) of each output
-#   free blocks: (segment, offset) of inputs of calls that the server does not read any more
+# RESULT number is_last token blocks (segment offset)... outputs (type segment offset nbytes dimensions dim...)...  TEXT
+#   [[kind, text] or null, names or null], and behind a line feed the bytes of all outputs whose segment is 0, at these
+#   offsets: a response to a CALL, or its end where there are no names. `token` is 0 where no output is in a segment.
 RESULT: Final = 12
 
 # The fields of a `Request` that are sent with it, in this order: all but its tensors, and its outputs, since a step has
@@ -181,11 +196,15 @@ class Job:
     number: int = 0
 
 
+class Garbled(ValueError):
+    """A message that cannot be right."""
+
+
 NOTHING: Final = 0
 TOGETHER: Final = 1
 APART: Final = 2
 
-_FIRST: Final = struct.Struct("<Q")
+_WORD_END: Final = 1 << 64
 _STRUCTS: Final = [struct.Struct(f"<{n}Q") for n in range(256)]
 _KINDS: Final[Mapping[str, type[FlowserveError]]] = {
     one.kind: one
@@ -211,11 +230,11 @@ def pack(kind: int, words: Sequence[int], text: Any = None) -> bytes:
 
 
 def unpack(message: bytes) -> tuple[int, tuple[int, ...], bytes]:
-    """A message: its kind, its words with the head first, its text. Raises `struct.error` if it is too short."""
-    head = _FIRST.unpack_from(message)[0]
+    """A message: its kind, its words with the head first, its text. Raises Garbled if it is too short."""
+    head = int.from_bytes(message[:8], "little")
     count = head >> 8
-    if count * 8 > len(message):
-        raise struct.error(f"a message of {len(message)} bytes announces {count} words")
+    if not 8 <= count * 8 <= len(message):
+        raise Garbled(f"a message of {len(message)} bytes announces {count} words")
     form = _STRUCTS[count] if count < len(_STRUCTS) else struct.Struct(f"<{count}Q")
     return head & 255, form.unpack_from(message), message[count * 8 :]
 
@@ -258,13 +277,11 @@ def descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
 # Where a column is: the place (segment, offset, bytes, shape) of one tensor of all members; a list with a place, or
 # None, for each member; or None. The segment is 0 where there are no bytes.
 ColumnPlace = Any
-_MARSHAL_VERSION = 2
-RUN_HEAD = pack(RUN, ())
 
 
 class Stage(NamedTuple):
-    """What a stage of a route made, as the later processes and the server receive it: the times, the block, and for
-    each output its offset there, its bytes and its shape. `kept`: the model keeps inputs.
+    """What a stage of a route made, as the server receives it: the times, the block, and for each output its offset
+    there, its bytes and its shape. `kept`: the model keeps inputs.
     """
 
     kept: int
@@ -280,22 +297,23 @@ MemoryUpdate = tuple[Sequence[BlockAddress], Sequence[int]]
 
 
 class RunMessage(NamedTuple):
-    """One batch. `columns[i]` is the place of input i; `wanted` has the indices of the outputs that each member
-    requests, or one entry if all request the same. `update` is for the reader, `later_updates` for the stages after it.
-    `facts`: the `request_facts` of each member, None if all are plain. `contexts`: the trace contexts of the members,
-    by stage.
+    """One batch, as the process of one stage receives it. `stage`: the stages that it has passed. `columns[i]` is the
+    place of input i; `wanted` has the indices of the outputs that each member requests, or one entry if all request the
+    same. `update` is for this process. `later`, `passed`, `about` and `text` are the parts for later stages, the server
+    and `decode_about`, as they are in the message.
     """
 
     number: int
+    route: int
+    stage: int
     rows: list[int]
-    columns: Sequence[ColumnPlace]
     wanted: Sequence[tuple[int, ...]]
     update: MemoryUpdate
-    facts: Sequence[Any] | None
-    contexts: Sequence[Sequence[str]]
-    route: int
-    later_updates: Sequence[MemoryUpdate]
-    passed: Sequence[Stage]
+    columns: Sequence[ColumnPlace]
+    later: Sequence[int]
+    passed: Sequence[int]
+    about: Sequence[int]
+    text: bytes
 
 
 # Without the call of Python that a constructor is.
@@ -303,46 +321,272 @@ make_stage: Callable[[Sequence[Any]], Stage] = partial(tuple.__new__, Stage)
 _make_message: Callable[[Sequence[Any]], RunMessage] = partial(tuple.__new__, RunMessage)
 
 
-def encode_run(message: Sequence[Any]) -> bytes:
-    """The message of the batch that a `RunMessage` with these fields describes. All sequences are lists or tuples.
-    Raises Internal if a fact of a request is no text, number or boolean.
-    """
-    *fields, passed = message
+def encode_run(
+    number: int,
+    route: int,
+    stage: int,
+    rows: Sequence[int],
+    wanted: Sequence[Sequence[int]],
+    updates: Sequence[int],
+    columns: Sequence[ColumnPlace],
+    passed: Sequence[int] = (),
+    about: Sequence[int] = (),
+    text: bytes = b"",
+) -> bytes:
+    """The RUN message of a batch. `updates` has the words of the updates of this stage and all later ones."""
+    words = [number, route, stage, len(rows), len(wanted), len(updates), len(passed), len(about), len(columns), *rows]
+    for outputs in wanted:
+        words += (len(outputs), *outputs)
+    words += updates
+    words += passed
+    words += about
+    for column in columns:
+        if column is None:
+            words.append(NOTHING)
+        elif type(column) is tuple:
+            segment, offset, nbytes, shape = column
+            words += (TOGETHER, segment, offset, nbytes, len(shape), *shape)
+        else:
+            words.append(APART)
+            for one in column:
+                if one is None:
+                    words.append(0)
+                else:
+                    words += (1, *one[:3], len(one[3]), *one[3])
+    return pack(RUN, words) + text if text else pack(RUN, words)
+
+
+def decode_run(words: Sequence[int], text: bytes) -> RunMessage:
+    """Read the words and the text of a RUN message. Raises Garbled. `about` is not examined (`decode_about`)."""
     try:
-        return RUN_HEAD + marshal.dumps((*fields, [*map(tuple, passed)]), _MARSHAL_VERSION)
-    except ValueError:
+        number, route, stage, members, sets, updates, passed, about, inputs = words[1:10]
+        at = 10 + members
+        rows = words[10:at]
+        wanted = []
+        for _ in range(sets):
+            stop = at + 1 + words[at]
+            wanted.append(words[at + 1 : stop])
+            at = stop
+        passed_at = at + updates
+        blocks_at = at + 2
+        ended_at = blocks_at + 2 * words[at]
+        later_at = ended_at + words[at + 1]
+        blocks = [*zip(words[blocks_at:ended_at:2], words[blocks_at + 1 : ended_at : 2], strict=True)]
+        about_at = passed_at + passed
+        at = about_at + about
+        columns: list[ColumnPlace] = []
+        if later_at > passed_at:
+            raise Garbled("an update that is cut off")
+        for _ in range(inputs):
+            form = words[at]
+            at += 1
+            if form == TOGETHER:
+                stop = at + 4 + words[at + 3]
+                columns.append((words[at], words[at + 1], words[at + 2], words[at + 4 : stop]))
+                at = stop
+            elif form == APART:
+                places: list[Any] = []
+                for _ in range(members):
+                    if not words[at]:
+                        places.append(None)
+                        at += 1
+                        continue
+                    stop = at + 5 + words[at + 4]
+                    places.append((words[at + 1], words[at + 2], words[at + 3], words[at + 5 : stop]))
+                    at = stop
+                columns.append(places)
+            elif form == NOTHING:
+                columns.append(None)
+            else:
+                raise Garbled(f"an input of an unknown form: {form}")
+    except (IndexError, ValueError, OverflowError) as error:
+        raise Garbled(f"a batch that is none: {error}") from None
+    if at != len(words):
+        raise Garbled("a batch that is cut off")
+    update = blocks, words[ended_at:later_at]
+    parts = words[later_at:passed_at], words[passed_at:about_at], words[about_at : about_at + about]
+    return _make_message((number, route, stage, [*rows], wanted, update, columns, *parts, text))
+
+
+_STARTS: Final = 1
+_ENDS: Final = 2
+_IS_TEXT: Final = 4  # the sequence id
+_IS_LARGE: Final = 8  # the sequence id is a number that is no word
+
+
+def encode_about(facts: Sequence[Sequence[Any]] | None, contexts: Sequence[Sequence[str]]) -> tuple[list[int], bytes]:
+    """The facts of the members of a batch (`request_facts`; None if all are plain) and their trace contexts by stage,
+    as words and a text:
+
+      members has_facts stages  (priority timeout_us sequence flags)...  characters...
+
+    The strings in the text, whose lengths are the last words: of all members their ids, their sequence ids where these
+    are no words, and their parameters as JSON where they have any; then the contexts of each stage. Raises Internal for
+    what is no text, number or boolean.
+    """
+    texts: list[str] = []
+    words: list[int] = []
+    members = len(facts or contexts[0])
+    try:
+        for _, priority, timeout_us, sequence, starts, ends, _ in facts or ():
+            flags = (_STARTS if starts else 0) | (_ENDS if ends else 0)
+            if type(sequence) is str:
+                flags |= _IS_TEXT
+            elif not 0 <= sequence < _WORD_END:
+                flags |= _IS_LARGE
+            if (priority | timeout_us) >> 64:
+                raise ValueError("negative, or too large")
+            words += (priority, timeout_us, 0 if flags & (_IS_TEXT | _IS_LARGE) else sequence, flags)
+        if facts is not None:
+            texts += [one[0] for one in facts]
+            texts += [str(one[3]) if words[4 * m + 3] & (_IS_TEXT | _IS_LARGE) else "" for m, one in enumerate(facts)]
+            texts += [json.dumps(dict(one[6])) if one[6] else "" for one in facts]
+        for stage in contexts:
+            texts += stage
+        words = [members, facts is not None, len(contexts), *words, *map(len, texts)]
+        return words, "".join(texts).encode("utf-8", "surrogatepass")
+    except (TypeError, ValueError):
         pass  # raised in here, the error would hold these frames, and the batch, by its context
     raise Internal("a request holds a parameter that is no text, number or boolean")
 
 
-def decode_run(message: bytes) -> RunMessage:
-    """Read a RUN message."""
-    *fields, stages = marshal.loads(message[len(RUN_HEAD) :])
-    return _make_message((*fields, [*map(make_stage, stages)]))
+def decode_about(
+    words: Sequence[int], text: bytes, members: int
+) -> tuple[Sequence[Sequence[Any]] | None, Sequence[Sequence[str]]]:
+    """The facts and contexts that `encode_about` wrote for a batch of so many members. Raises Garbled."""
+    try:
+        count, has_facts, stages = words[:3]
+        if count != members or has_facts > 1:
+            raise Garbled("facts of other requests")
+        at = 3 + 4 * members * has_facts
+        lengths = words[at:]
+        if len(lengths) != (3 * has_facts + stages) * members:
+            raise Garbled("facts of other requests")
+        string = text.decode("utf-8", "surrogatepass")
+        texts = []
+        start = 0
+        for length in lengths:
+            texts.append(string[start : start + length])
+            start += length
+        if start != len(string):
+            raise Garbled("texts that are cut off")
+        facts = None
+        if has_facts:
+            facts = [_facts(words[3 + 4 * m : 7 + 4 * m], texts[m : 3 * members : members]) for m in range(members)]
+    except (ValueError, RecursionError) as error:
+        raise Garbled(f"facts of requests that are none: {error}") from None
+    first = 3 * members * has_facts
+    return facts, [texts[at : at + members] for at in range(first, len(texts), members)] if members else []
 
 
-def begin_reply(number: int, passed: Sequence[Stage]) -> list[int]:
-    """The first words of a message to the server about a batch: its number, and PASSED."""
-    words = [number, len(passed)]
-    for stage in passed:
-        words += (*stage[:5], len(stage.outputs))
-        for start, nbytes, shape in stage.outputs:
-            words += (start, nbytes, len(shape), *shape)
-    return words
+def _facts(words: Sequence[int], texts: Sequence[str]) -> tuple[Any, ...]:
+    priority, timeout_us, sequence, flags = words
+    request_id, sequence_text, parameters_text = texts
+    sequence_id: int | str = sequence
+    if flags & _IS_TEXT:
+        sequence_id = sequence_text
+    elif flags & _IS_LARGE:
+        sequence_id = int(sequence_text)
+    parameters = json.loads(parameters_text) if parameters_text else {}
+    if type(parameters) is not dict:
+        raise Garbled("parameters that are no object")
+    return request_id, priority, timeout_us, sequence_id, bool(flags & _STARTS), bool(flags & _ENDS), parameters
 
 
-def read_passed(words: Sequence[int], at: int) -> tuple[list[Stage], int]:
-    """PASSED, which is at `at`, and where it ends. Raises IndexError."""
-    count = words[at]
-    at += 1
+def read_passed(words: Sequence[int], at: int, count: int) -> tuple[list[Stage], int]:
+    """The `count` stages of PASSED, which is at `at`, and where it ends. Raises Garbled."""
     passed = []
-    for _ in range(count):
-        kept, gathered_ns, computed_ns, segment, offset, outputs = words[at : at + 6]
-        at += 6
-        made = []
-        for _ in range(outputs):
-            end = at + 3 + words[at + 2]
-            made.append((words[at], words[at + 1], tuple(words[at + 3 : end])))
-            at = end
-        passed.append(make_stage((kept, gathered_ns, computed_ns, segment, offset, made)))
+    try:
+        for _ in range(count):
+            kept, gathered_ns, computed_ns, segment, offset, outputs = words[at : at + 6]
+            at += 6
+            made = []
+            for _ in range(outputs):
+                end = at + 3 + words[at + 2]
+                made.append((words[at], words[at + 1], words[at + 3 : end]))
+                at = end
+            passed.append(make_stage((kept, gathered_ns, computed_ns, segment, offset, made)))
+    except (IndexError, ValueError, OverflowError) as error:
+        raise Garbled(f"a stage that is none: {error}") from None
+    if at > len(words):
+        raise Garbled("a stage that is cut off")
     return passed, at
+
+
+# An output of a called model: its name, type, shape, and its bytes or their place (segment, offset, bytes).
+ResultColumn = tuple[str, int, Sequence[int], "bytes | tuple[int, int, int]"]
+
+
+def encode_result(
+    number: int,
+    is_last: bool,
+    token: int,
+    blocks: Sequence[BlockAddress],
+    error: Sequence[str] | None,
+    columns: Sequence[ResultColumn] | None,
+) -> bytes:
+    """A RESULT message."""
+    words = [number, is_last, token, len(blocks), *chain.from_iterable(blocks), len(columns or ())]
+    inline: list[bytes] = []
+    size = 0
+    for _, dtype, shape, where in columns or ():
+        if isinstance(where, bytes):
+            words += (dtype, 0, size, len(where), len(shape), *shape)
+            inline.append(where)
+            size += len(where)
+        else:
+            words += (dtype, *where, len(shape), *shape)
+    names = None if columns is None else [column[0] for column in columns]
+    return b"\n".join((pack(RESULT, words, [error, names]), b"".join(inline)))
+
+
+def decode_result(
+    words: Sequence[int], text: bytes
+) -> tuple[int, bool, int, list[BlockAddress], Any, list[ResultColumn] | None]:
+    """Read a RESULT message: the arguments of `encode_result`. Raises Garbled."""
+    try:
+        number, is_last, token, count = words[1:5]
+        blocks, at = _blocks(words, 5, count)
+        outputs = words[at]
+        at += 1
+        head, _, inline = text.partition(b"\n")  # JSON escapes line feeds
+        error, names = json.loads(head)
+        if len(names or ()) != outputs or {*map(type, names or ())} - {str}:
+            raise Garbled("a result whose outputs have no names")
+        columns: list[ResultColumn] = []
+        for name in names or ():
+            dtype, segment, offset, nbytes, dimensions = words[at : at + 5]
+            stop = at + 5 + dimensions
+            where = (segment, offset, nbytes) if segment else inline[offset : offset + nbytes]
+            if len(where) != (3 if segment else nbytes):
+                raise Garbled("an output that is cut off")
+            columns.append((name, dtype, words[at + 5 : stop], where))
+            at = stop
+    except (IndexError, TypeError, ValueError, OverflowError, RecursionError) as fault:
+        raise Garbled(f"a result that is none: {fault}") from None
+    if at != len(words):
+        raise Garbled("a result that is cut off")
+    return number, bool(is_last), token, blocks, error, None if names is None else columns
+
+
+def encode_server_reply(number: int, blocks: Sequence[BlockAddress], error: Sequence[str] | None, answer: Any) -> bytes:
+    """A SERVER_REPLY message."""
+    return pack(SERVER_REPLY, (number, *chain.from_iterable(blocks)), [error, answer])
+
+
+def decode_server_reply(words: Sequence[int], text: bytes) -> tuple[int, list[BlockAddress], Any, Any]:
+    """Read a SERVER_REPLY message: the arguments of `encode_server_reply`. Raises Garbled."""
+    try:
+        blocks, _ = _blocks(words, 2, (len(words) - 2) // 2)
+        error, answer = json.loads(text)
+        return words[1], blocks, error, answer
+    except (IndexError, TypeError, ValueError, RecursionError) as fault:
+        raise Garbled(f"a reply that is none: {fault}") from None
+
+
+def _blocks(words: Sequence[int], at: int, count: int) -> tuple[list[BlockAddress], int]:
+    """The `count` blocks at `at`, and where they end. Raises ValueError."""
+    stop = at + 2 * count
+    if stop > len(words):
+        raise ValueError("blocks that are cut off")
+    return [*zip(words[at:stop:2], words[at + 1 : stop : 2], strict=True)], stop

@@ -30,10 +30,17 @@ from typing import Any, Final
 from trio.lowlevel import wait_readable
 
 from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import ANCILLARY_BYTES, MESSAGE_BYTES_MAX, descriptors, pack, unpack
+from flowserve.backends.worker.protocol import (
+    ANCILLARY_BYTES,
+    MESSAGE_BYTES_MAX,
+    Garbled,
+    descriptors,
+    pack,
+    unpack,
+)
 from flowserve.memory.arena import BlockAddress
 from flowserve.memory.segment import PAGE, Lease, Segment
-from flowserve.runtime.ipc.tensors import NO_DESCRIPTOR, Garbled, InputPacker, Packed
+from flowserve.runtime.ipc.tensors import NO_DESCRIPTOR, InputPacker, Packed
 from flowserve.runtime.loop import StepLoop
 
 log = logging.getLogger("flowserve.runtime")
@@ -47,7 +54,7 @@ _MSG_CTRUNC: Final = int(socket.MSG_CTRUNC)  # an operation on the enumeration's
 _MSG_CMSG_CLOEXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
 # A message: its kind, its words (the first of which is not for the reader), its text.
 Message = tuple[int, Sequence[int], bytes]
-_NO_UPDATE: Final[protocol.MemoryUpdate] = ((), ())
+_NO_UPDATE: Final = (0, 0)
 
 
 class Readiness:
@@ -221,23 +228,28 @@ class Channel:
         """Ask the process to finalise its model and leave. On any thread, when nothing else is sent any more."""
         self._socket.send(pack(protocol.END, ()))
 
-    def take_update(self) -> protocol.MemoryUpdate:
-        """What the process learns about memory with its next batch. Requests missing descriptors again."""
+    def take_update(self) -> Sequence[int]:
+        """What the process learns about memory with its next batch, as words of a RUN message. Requests missing
+        descriptors again.
+        """
         for number in self._unseen:
             self.tell(pack(protocol.SHOW, (number,)))
         if not self.free_blocks and not self._ended:
             return _NO_UPDATE
-        free_blocks, ended = [], []  # on other threads more may be added meanwhile
-        while self.free_blocks:
-            free_blocks.append(self.free_blocks.popleft())
+        words = [0, 0]
+        while self.free_blocks:  # on other threads more may be added meanwhile
+            words += self.free_blocks.popleft()
+            words[0] += 1
         while self._ended:
-            ended.append(self._ended.popleft())
-        return free_blocks, ended
+            words.append(self._ended.popleft())
+            words[1] += 1
+        return words
 
-    def restore_update(self, update: protocol.MemoryUpdate) -> None:
+    def restore_update(self, update: Sequence[int]) -> None:
         """It was not sent to the process: the next batch takes it."""
-        self.free_blocks.extend(update[0])
-        self._ended.extend(update[1])
+        ended_at = 2 + 2 * update[0]
+        self.free_blocks.extend(zip(update[2:ended_at:2], update[3:ended_at:2], strict=True))
+        self._ended.extend(update[ended_at:])
 
     def introduce(self, peer: Channel) -> None:
         """Give the process the server's end of another process's socket, once. It closes those of processes that have

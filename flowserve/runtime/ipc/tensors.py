@@ -25,7 +25,7 @@ import numpy as np
 
 from flowserve.backends.base import Work
 from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import ColumnPlace, Stage, request_facts
+from flowserve.backends.worker.protocol import ColumnPlace, Garbled, Stage, request_facts
 from flowserve.errors import Invalid
 from flowserve.memory import raw
 from flowserve.memory.arena import Arena, aligned
@@ -39,15 +39,12 @@ NO_DESCRIPTOR: Final = "the server has as many files open as it may (RLIMIT_NOFI
 _NO_MEMORY: Final = np.empty(0, np.uint8)
 
 
-class Garbled(Exception):
-    """A worker process sent a message that cannot be right."""
-
-
 class Packed(NamedTuple):
     """A batch in shared memory: the places of its inputs, and the memory to keep until the model is done with them.
 
     `segments` hold the inputs; `held` keeps their blocks alive. `taken[i]`: bytes of input i, of which `copied[i]` were
-    copied. `columns`, `wanted` and `facts` are those of its `RunMessage`.
+    copied. `columns` and `wanted` are those of its `RunMessage`; `facts`: the `request_facts` of the
+    members, None if all are plain.
     """
 
     columns: list[ColumnPlace]

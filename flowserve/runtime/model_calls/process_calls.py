@@ -8,7 +8,6 @@ that the calls and metrics of a process end with it. Its other requests (server_
 from __future__ import annotations
 
 import json
-import marshal
 import operator
 import os
 import socket
@@ -29,12 +28,15 @@ from flowserve.backends.worker.protocol import (
     LEAVE,
     MESSAGE_BYTES_MAX,
     READ,
-    RESULT,
     SEGMENT,
-    SERVER_REPLY,
     SERVER_REQUEST,
+    Garbled,
+    ResultColumn,
     descriptors,
     encode_error,
+    encode_result,
+    encode_server_reply,
+    pack,
     unpack,
 )
 from flowserve.errors import FlowserveError, Internal
@@ -42,7 +44,7 @@ from flowserve.memory import raw
 from flowserve.memory.arena import Arena, BlockAddress, aligned
 from flowserve.memory.segment import PAGE, Lease, Segment
 from flowserve.runtime.ipc.channel import Outbox, Readiness, descriptor
-from flowserve.runtime.ipc.tensors import NO_DESCRIPTOR, Garbled, OutputReader
+from flowserve.runtime.ipc.tensors import NO_DESCRIPTOR, OutputReader
 from flowserve.runtime.model_calls.calls import Calls, PendingCall, is_withdrawn
 from flowserve.scheduling.batch import Batch
 from flowserve.values import BY_NUMBER, BY_NUMPY, Array, Request, TensorSpec
@@ -237,7 +239,7 @@ class ProcessCalls:
         if what == OPEN_FAMILY and isinstance(answer, int):
             self._families.add(answer)
         error = encode_error(answer) if isinstance(answer, FlowserveError) else None
-        self._send(marshal.dumps((SERVER_REPLY, number, self._free_blocks(), error, None if error else answer)))
+        self._send(encode_server_reply(number, self._free_blocks(), error, None if error else answer))
 
     def _respond(self, number: int, answer: Answer) -> None:
         pending = self._pending.get(number)
@@ -255,13 +257,13 @@ class ProcessCalls:
                 error = encode_error(
                     Internal(f"the answer of model '{pending.call.model}' cannot be handed on: {none}")
                 )
-        message = marshal.dumps((RESULT, number, is_last, home, token, error, columns))
+        message = encode_result(number, is_last, token, home, error, columns)
         if len(message) > MESSAGE_BYTES_MAX:
             self._lent.pop(token, None)
             error = encode_error(
                 Internal(f"the answer of model '{pending.call.model}' has too many outputs for a call")
             )
-            message = marshal.dumps((RESULT, number, is_last, home, 0, error, None))
+            message = encode_result(number, is_last, 0, home, error, None)
         if is_last:
             del self._pending[number]
         self._send(message)
@@ -270,7 +272,7 @@ class ProcessCalls:
         """The blocks of the process that have no reader any more; on other threads more may be added meanwhile."""
         return [self._come_home.popleft() for _ in range(len(self._come_home))]
 
-    def _columns(self, outputs: Mapping[str, Array]) -> tuple[int, list[Any]]:
+    def _columns(self, outputs: Mapping[str, Array]) -> tuple[int, list[ResultColumn]]:
         """The outputs in the form of a message, and its token. Large outputs are in shared memory until the process
         acknowledges the token; 0: none are.
         """
@@ -285,7 +287,7 @@ class ProcessCalls:
             lease = self._arena.lease(size)
             segment = lease.segment
             if segment.number not in self._shown:
-                self._send(marshal.dumps((ATTACH, segment.number)), segment)
+                self._send(pack(ATTACH, (segment.number,)), segment)
                 self._shown.add(segment.number)
             for one, start in zip(flat, starts, strict=True):
                 segment.memory[lease.offset + start : lease.offset + start + one.nbytes] = one

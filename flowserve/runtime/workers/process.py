@@ -39,14 +39,23 @@ import trio
 
 from flowserve.backends.base import Remote, Results
 from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import Job, MemoryUpdate, Stage, decode_error, encode_run, pack, read_passed
+from flowserve.backends.worker.protocol import (
+    Garbled,
+    Job,
+    Stage,
+    decode_error,
+    encode_about,
+    encode_run,
+    pack,
+    read_passed,
+)
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, InstanceDied, Internal, ModelFailed, Unavailable
 from flowserve.memory.column import Column
 from flowserve.memory.segment import Lease
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.ipc.channel import Channel, Readiness, Unseen
-from flowserve.runtime.ipc.tensors import Garbled, InputPacker, OutputReader, Packed
+from flowserve.runtime.ipc.tensors import InputPacker, OutputReader, Packed
 from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.model_calls.process_calls import ProcessCalls
 from flowserve.runtime.processes.children import Child, Children, SpawnChild
@@ -203,9 +212,15 @@ class ProcessWorker:
             for channel in channels:
                 run.updates.append(channel.take_update())
             route_number = 0 if route is None else _route_number(route, channels, workers)
-            update, *later = run.updates
-            fields = packed.columns, packed.wanted, update, packed.facts, batch.contexts, route_number, later, ()
-            channels[0].run(encode_run((number, work.rows, *fields)), packed, self.packer)
+            about: Sequence[int] = ()
+            text = b""
+            if packed.facts is not None or batch.contexts:
+                about, text = encode_about(packed.facts, batch.contexts)
+            updates: list[int] = []
+            for update in run.updates:
+                updates += update
+            fields = route_number, 0, work.rows, packed.wanted, updates, packed.columns, (), about, text
+            channels[0].run(encode_run(number, *fields), packed, self.packer)
         except Exception as error:
             run.restore_updates(0)
             self._end(run)
@@ -412,7 +427,7 @@ class ProcessRun:
     channels: Sequence[Channel]
     packed: Packed = field(init=False)
     rows: Sequence[int] = field(init=False)
-    updates: list[MemoryUpdate] = field(default_factory=list)
+    updates: list[Sequence[int]] = field(default_factory=list)
     _owed: dict[int, int] = field(default_factory=dict)  # by stage: CANCELs that are not answered yet
     _acknowledged: dict[int, Stage] = field(default_factory=dict)
     _dead: dict[int, str] = field(default_factory=dict)  # stages whose process has ended, and how
@@ -432,7 +447,7 @@ class ProcessRun:
                 raise Garbled("a batch without a route that passed stages")
             at = 3
         else:
-            passed, at = read_passed(words, 2)
+            passed, at = read_passed(words, 3, words[2])
         k = len(passed)
         if k >= len(self.workers) or self.workers[k] is not worker:
             raise Garbled(f"a reply to batch {self.number}, which is not there")
@@ -587,7 +602,7 @@ class ProcessRun:
     def cancelled(self, worker: ProcessWorker, words: Sequence[int]) -> None:
         """A process answered CANCEL: its instance is free. Raises Garbled."""
         i = self.workers.index(worker)
-        passed, _ = read_passed(words, 2)
+        passed, _ = read_passed(words, 3, words[2])
         if not self._owed.get(i):
             raise Garbled("an answer to a CANCEL that was not sent")
         self._owed[i] -= 1

@@ -25,13 +25,13 @@ import trio
 from flowserve.backends.base import Sent
 from flowserve.backends.credit import CreditSender
 from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import decode_error, pack
+from flowserve.backends.worker.protocol import Garbled, decode_error, pack
 from flowserve.errors import FlowserveError, Internal
 from flowserve.memory.devices import check_for_loss
 from flowserve.observe.statistics import BACKEND, Statistics
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.ipc.channel import Channel, Unseen
-from flowserve.runtime.ipc.tensors import Garbled, OutputReader
+from flowserve.runtime.ipc.tensors import OutputReader
 from flowserve.runtime.workers.base import Outcome, Returned
 from flowserve.runtime.workers.parameters import request_after
 from flowserve.scheduling.batch import Batch
