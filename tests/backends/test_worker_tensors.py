@@ -36,7 +36,7 @@ from flowserve.memory.arena import Arena
 from flowserve.memory.column import Column
 from flowserve.memory.segment import PAGE, Lease, Segment
 from flowserve.memory.tensor import Tensor
-from flowserve.runtime.ipc.tensors import InputPacker, OutputReader
+from flowserve.runtime.ipc.tensors import InputPacker, Members, OutputReader
 from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.processes.children import Child
 from flowserve.runtime.workers.base import Completions, WorkerContext
@@ -243,7 +243,7 @@ class Both:
     def _see(self, segment: Segment) -> None:
         self.segments[segment.number] = Segment.read_shared(os.dup(segment.fd), segment.number)
 
-    def read(self, words: Sequence[int], rows: Sequence[int]) -> list[Column]:
+    def read(self, words: Sequence[int], rows: Sequence[int]) -> list[Members]:
         number, offset, nbytes = words[:3]
         block = Lease(self.segments[number], offset, nbytes, self.gone.append, (number, offset)) if nbytes else None
         columns, _ = self.reader.read(words, 3, block, rows)

@@ -205,7 +205,19 @@ TOGETHER: Final = 1
 APART: Final = 2
 
 _WORD_END: Final = 1 << 64
-_STRUCTS: Final = [struct.Struct(f"<{n}Q") for n in range(256)]
+
+
+class _Forms(dict[int, struct.Struct]):
+    """Of a message of so many words; kept for the lengths of nearly all messages."""
+
+    def __missing__(self, count: int) -> struct.Struct:
+        form = struct.Struct(f"<{count}Q")
+        if count < 256:
+            self[count] = form
+        return form
+
+
+_FORMS: Final = _Forms()
 _KINDS: Final[Mapping[str, type[FlowserveError]]] = {
     one.kind: one
     for one in (
@@ -224,8 +236,7 @@ _KINDS: Final[Mapping[str, type[FlowserveError]]] = {
 def pack(kind: int, words: Sequence[int], text: Any = None) -> bytes:
     """A message. `text` is any value that JSON can represent."""
     count = len(words) + 1
-    form = _STRUCTS[count] if count < len(_STRUCTS) else struct.Struct(f"<{count}Q")
-    packed = form.pack(kind | count << 8, *words)
+    packed = _FORMS[count].pack(kind | count << 8, *words)
     return packed if text is None else packed + json.dumps(text).encode()
 
 
@@ -235,8 +246,7 @@ def unpack(message: bytes) -> tuple[int, tuple[int, ...], bytes]:
     count = head >> 8
     if not 8 <= count * 8 <= len(message):
         raise Garbled(f"a message of {len(message)} bytes announces {count} words")
-    form = _STRUCTS[count] if count < len(_STRUCTS) else struct.Struct(f"<{count}Q")
-    return head & 255, form.unpack_from(message), message[count * 8 :]
+    return head & 255, _FORMS[count].unpack_from(message), message[count * 8 :]
 
 
 def encode_error(error: FlowserveError) -> list[str]:
@@ -334,7 +344,19 @@ def encode_run(
     text: bytes = b"",
 ) -> bytes:
     """The RUN message of a batch. `updates` has the words of the updates of this stage and all later ones."""
-    words = [number, route, stage, len(rows), len(wanted), len(updates), len(passed), len(about), len(columns), *rows]
+    words = [
+        RUN,
+        number,
+        route,
+        stage,
+        len(rows),
+        len(wanted),
+        len(updates),
+        len(passed),
+        len(about),
+        len(columns),
+        *rows,
+    ]
     for outputs in wanted:
         words += (len(outputs), *outputs)
     words += updates
@@ -353,7 +375,9 @@ def encode_run(
                     words.append(0)
                 else:
                     words += (1, *one[:3], len(one[3]), *one[3])
-    return pack(RUN, words) + text if text else pack(RUN, words)
+    count = len(words)
+    words[0] |= count << 8
+    return _FORMS[count].pack(*words) + text
 
 
 def decode_run(words: Sequence[int], text: bytes) -> RunMessage:

@@ -227,7 +227,10 @@ class Engine:
             else:
                 error = outcome
             if made:
-                regathered = find_regathered(batch, made[0].copied) if made[0].copied else ()  # with its inputs
+                regathered: Sequence[int] = ()
+                first = batch.tickets[0]
+                if made[0].copied and first.flow.plan.missing[first.node.index]:  # it reads what other nodes made
+                    regathered = find_regathered(batch, made[0].copied)  # while the flows have it
                 if batch.route is None:
                     record = partial(record_batch, batch.queue.statistics, batch, made[0], now_ns, (), regathered)
                 else:

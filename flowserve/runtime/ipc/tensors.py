@@ -29,7 +29,7 @@ from flowserve.backends.worker.protocol import ColumnPlace, Garbled, Stage, requ
 from flowserve.errors import Invalid
 from flowserve.memory import raw
 from flowserve.memory.arena import Arena, aligned
-from flowserve.memory.column import Column, scatter
+from flowserve.memory.column import scatter
 from flowserve.memory.segment import Lease, Segment, locate
 from flowserve.memory.tensor import Tensor
 from flowserve.values import Array, DType, Request, TensorSpec, fits
@@ -59,6 +59,8 @@ class Packed(NamedTuple):
 # Without the call of Python that a constructor is.
 _make_packed: Callable[[Sequence[Any]], Packed] = partial(tuple.__new__, Packed)
 
+# One output, or input, of a batch: a tensor for each member, None for a member without one.
+Members = Sequence[Tensor | None]
 # Arrays that will be contiguous in the batch's block: of which input, and of which member (-1: of all).
 _Copy = tuple[int, int, list[Array]]
 
@@ -174,12 +176,12 @@ class OutputReader:
 
     def read(
         self, words: Sequence[int], at: int, block: Lease | None, rows: Sequence[int]
-    ) -> tuple[list[Column], Sequence[int]]:
+    ) -> tuple[list[Members], Sequence[int]]:
         """The outputs that `words` describe from `at` on, and the bytes of each. `block` contains them, of members with
         `rows`. Raises Garbled.
         """
         memory = _NO_MEMORY if block is None else block
-        columns: list[Column] = []
+        columns: list[Members] = []
         placed: list[int] = []
         try:
             for spec in self._specs:
@@ -193,15 +195,13 @@ class OutputReader:
                     array = self.array(spec, offset, nbytes, tuple(words[shape_at + 1 : at]), memory)
                     if absent:
                         column = self._with_gaps(spec, array, rows, frozenset(words[shape_at - absent : shape_at]))
-                    elif self._batches and sum(rows) == len(array):
-                        column = Column(rows, array)
                     else:
-                        column = self._column(array, rows, spec)
+                        column = self._members(array, rows, spec)
                 elif kind == protocol.APART:
                     column, nbytes, at = self._apart(spec, words, at, memory, rows)
                     placed.append(nbytes)
                 elif kind == protocol.NOTHING:
-                    column = Column.of([None] * len(rows), rows)
+                    column = [None] * len(rows)
                     placed.append(0)
                 else:
                     raise Garbled(f"output '{spec.name}' has an unknown form: {kind}")
@@ -214,38 +214,37 @@ class OutputReader:
             raise Garbled(f"the message has {len(words) - at} words too many")
         return columns, placed
 
-    def read_stage(self, stage: Stage, block: Lease | None, rows: Sequence[int]) -> list[Column]:
+    def read_stage(self, stage: Stage, block: Lease | None, rows: Sequence[int]) -> list[Members]:
         """The outputs that a stage of a route made. Raises Garbled."""
         memory = _NO_MEMORY if block is None else block
-        columns = []
+        columns: list[Members] = []
         try:
             for spec, (offset, nbytes, shape) in zip(self._specs, stage.outputs, strict=True):
                 if shape:
-                    columns.append(self._column(self.array(spec, offset, nbytes, shape, memory), rows, spec))
+                    columns.append(self._members(self.array(spec, offset, nbytes, shape, memory), rows, spec))
                 else:
-                    columns.append(Column.of([None] * len(rows), rows))
+                    columns.append([None] * len(rows))
         except ValueError as error:
             raise Garbled(str(error)) from None
         return columns
 
-    def _with_gaps(self, spec: TensorSpec, array: Array, rows: Sequence[int], absent: frozenset[int]) -> Column:
-        """The column of an output that some members do not have."""
+    def _with_gaps(self, spec: TensorSpec, array: Array, rows: Sequence[int], absent: frozenset[int]) -> Members:
+        """The members' tensors of an output that some members do not have."""
         present = [n for m, n in enumerate(rows) if m not in absent]
-        following = iter(self._column(array, present, spec))
-        return Column.of([None if m in absent else next(following) for m in range(len(rows))], rows)
+        following = iter(self._members(array, present, spec))
+        return [None if m in absent else next(following) for m in range(len(rows))]
 
-    def _column(self, array: Array, rows: Sequence[int], spec: TensorSpec) -> Column:
-        if not self._batches:
-            if len(rows) == 1:
-                return Column.of([Tensor(array)], rows)
-            return Column.of([*scatter(array, rows)], rows)
-        if sum(rows) != len(array):
+    def _members(self, array: Array, rows: Sequence[int], spec: TensorSpec) -> Members:
+        """The members' tensors of an output that is one array."""
+        if not self._batches and len(rows) == 1:
+            return [Tensor(array)]
+        if self._batches and sum(rows) != len(array):
             raise Garbled(f"output '{spec.name}' has {len(array)} rows, its members have {sum(rows)}")
-        return Column(rows, array)
+        return [Tensor(array, 0, rows[0])] if len(rows) == 1 else [*scatter(array, rows)]
 
     def _apart(
         self, spec: TensorSpec, words: Sequence[int], at: int, memory: Array, rows: Sequence[int]
-    ) -> tuple[Column, int, int]:
+    ) -> tuple[Members, int, int]:
         tensors: list[Tensor | None] = []
         total = 0
         for n in rows:
@@ -262,7 +261,7 @@ class OutputReader:
                 raise Garbled(f"output '{spec.name}' has {len(array)} rows for a member of {n}")
             tensors.append(Tensor(array, 0, n) if self._batches else Tensor(array))
             total += nbytes
-        return Column.of(tensors, rows), total, at
+        return tensors, total, at
 
     def array(self, spec: TensorSpec, offset: int, nbytes: int, shape: tuple[int, ...], memory: Array) -> Array:
         """The tensor that is at `offset` of a block. Raises Garbled."""

@@ -51,11 +51,10 @@ from flowserve.backends.worker.protocol import (
 )
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, InstanceDied, Internal, ModelFailed, Unavailable
-from flowserve.memory.column import Column
 from flowserve.memory.segment import Lease
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.ipc.channel import Channel, Readiness, Unseen
-from flowserve.runtime.ipc.tensors import InputPacker, OutputReader, Packed
+from flowserve.runtime.ipc.tensors import InputPacker, Members, OutputReader, Packed
 from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.model_calls.process_calls import ProcessCalls
 from flowserve.runtime.processes.children import Child, Children, SpawnChild
@@ -558,7 +557,7 @@ class ProcessRun:
         made: list[Results] = []
         before_ns = self.batch.started_ns
         for i, stage in enumerate(passed):
-            outputs: Sequence[Column] = ()
+            outputs: Sequence[Members] = ()
             if has_outputs:
                 lease = leases[i]
                 if isinstance(lease, FlowserveError):
