@@ -56,10 +56,11 @@ Place = tuple[int, int, int, tuple[int, ...]]
 class Server:
     """The server's side of one worker's inputs: an arena, and columns with the positions of arrays in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.arena = Arena()
         self.said: list[int] = []
-        self.inputs = InputReader("m", [spec("IN", (4,), DType.FP32)], batches=True, let_go=self._let_go)
+        specs = [spec("IN", (4,), DType.FP32)]
+        self.inputs = InputReader("m", specs, batches=True, let_go=self._let_go, **options)
         self._runs = 0
         self._attached: set[int] = set()
 
@@ -94,7 +95,7 @@ def rows(count: int, first: float = 0.0) -> Array:
 
 
 def test_members_get_their_rows_and_may_write_to_them() -> None:
-    server = Server()
+    server = Server(copied_max=0)
     lease, column = server.lay(rows(3))
     run, tensors = server.give(column, [1] * 3)
     arrays = [tensor.array for tensor in tensors if tensor is not None]
@@ -107,7 +108,7 @@ def test_members_get_their_rows_and_may_write_to_them() -> None:
 
 def test_writes_of_one_batch_are_not_visible_to_the_next() -> None:
     """The same block is reused at once: a stale page would show."""
-    server = Server()
+    server = Server(copied_max=0)
     for number in range(20):
         lease, column = server.lay(rows(16, number))
         run, tensors = server.give(column, [1] * 16)
@@ -122,7 +123,7 @@ def test_writes_of_one_batch_are_not_visible_to_the_next() -> None:
 
 
 def test_a_kept_input_is_unchanged_and_released_when_it_is_freed() -> None:
-    server = Server()
+    server = Server(copied_max=0)
     _lease, column = server.lay(rows(2))
     run, tensors = server.give(column, [1] * 2)
     assert tensors[0] is not None
@@ -149,8 +150,22 @@ def test_a_kept_input_is_unchanged_and_released_when_it_is_freed() -> None:
     finished(server.inputs, last)
 
 
-def test_rows_on_the_page_of_a_kept_row_are_discarded_with_it() -> None:
+def test_a_small_input_is_a_copy_that_belongs_to_the_model() -> None:
     server = Server()
+    lease, column = server.lay(rows(2))
+    run, tensors = server.give(column, [1] * 2)
+    assert tensors[0] is not None
+    kept = tensors[0].array
+    kept[:] = 42
+    assert not finished(server.inputs, run)
+    lease.segment.memory[lease.offset : lease.offset + 32] = 0  # the next batch
+    assert kept.tolist() == [[42] * 4]
+    assert tensors[1] is not None
+    assert tensors[1].array.tolist() == [rows(2)[1].tolist()]
+
+
+def test_rows_on_the_page_of_a_kept_row_are_discarded_with_it() -> None:
+    server = Server(copied_max=0)
     _, column = server.lay(rows(4))
     segment, offset, nbytes, _ = column
     left = (segment, offset, nbytes // 2, (2, 4))
@@ -178,7 +193,7 @@ def test_rows_on_the_page_of_a_kept_row_are_discarded_with_it() -> None:
 def test_rows_on_the_page_of_a_row_freed_meanwhile_are_discarded_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server = Server()
+    server = Server(copied_max=0)
     _, column = server.lay(rows(1000))
     segment, offset, nbytes, _ = column
     part = nbytes // 500

@@ -5,7 +5,8 @@ Decides how tensors in shared memory become arrays, and when their pages are res
 model may write to its inputs, and only the pages of its own process change. After the run the written pages are
 discarded, since a block that is reused would show them. If the model keeps an input (a view of it is alive, as its
 reference count shows), its pages stay, and the server is notified once the model has released it. A later tensor at the
-same place is copied past those pages.
+same place is copied past those pages. An input of a few kilobytes is copied instead, which costs less than the look
+into the page table after the run: it belongs to the model.
 
 Decides how the members' outputs are written into one block of this process's own shared memory: contiguously, so that
 the next model reads them as one array. This is the only time that an output is copied, however it was made. A member
@@ -57,15 +58,25 @@ class Run:
 class InputReader:
     """Turns columns of a `RUN` message into tensors."""
 
-    def __init__(self, model: str, specs: Sequence[TensorSpec], *, batches: bool, let_go: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        model: str,
+        specs: Sequence[TensorSpec],
+        *,
+        batches: bool,
+        let_go: Callable[[], None],
+        copied_max: int = raw.COPIED_BYTES_MAX,
+    ) -> None:
+        """`let_go` is called on any thread after `gone` has grown. Inputs of up to `copied_max` bytes are copied."""
         self._model = model
+        self._copied_max = copied_max
         self._specs = specs
         self._is_free = [set(spec.dims) == {-1} for spec in specs]  # whether all dims may vary
         self._batches = batches
         self._segments: dict[int, Segment] = {}
         self._held: dict[int, Run] = {}  # by number: runs whose inputs the model keeps
         self._pages = PageTable()
-        self._let_go = let_go  # called on any thread after `gone` has grown
+        self._let_go = let_go
         self.gone: deque[int] = deque()  # numbers of runs whose inputs the model has released
 
     def attach(self, number: int, fd: int) -> None:
@@ -152,6 +163,8 @@ class InputReader:
             encoded = memoryview(memory)[start : start + nbytes]
             return raw.decode_bytes(encoded, prod(shape), name=spec.name, model=self._model).reshape(shape)
         array = np.ndarray(shape, dtype.numpy, memory, start)
+        if nbytes <= self._copied_max:
+            return array.copy()
         if memory is segment.map:
             run.arrays.append(array)
             run.ranges.append((segment, offset, offset + nbytes))
