@@ -113,13 +113,17 @@ class NodeTraffic:
             self.placed[j] += nbytes
         if sizes is None:
             return
-        if self.is_fixed and not any(copied):
-            self.whole_rows += rows
+        if not any(copied):
+            if self.is_fixed:
+                self.whole_rows += rows
+                return
+            for edge in self.edges:
+                edge.handed_on += rows * edge.row_bytes or sizes[edge.input]
             return
         for edge in self.edges:
             i = edge.input
             nbytes = rows * edge.row_bytes or sizes[i]
-            more = copied[i] if copied else 0
+            more = copied[i]
             edge.copied += more
             if nbytes > more:  # copied BYTES can be larger than the references to them
                 edge.handed_on += nbytes - more

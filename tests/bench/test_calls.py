@@ -13,11 +13,23 @@ def test_calls_are_counted_by_package_and_file() -> None:
     assert str(calls).endswith("3 calls in  1 files, of trio   4 in 1")
 
 
+# The calls of flowserve's functions at most. A figure that has to grow needs a reason: a call costs CPU time.
+MOST = {
+    "identity, in a process: the server, a request": 92,
+    "identity, in a process: the process of identity, a batch": 36,
+    "identity, inline: the server, a request": 87,
+    "chain, in a process: the server, a request": 119,
+    "chain, in a process: the process of chain_double, a batch": 38,
+    "chain, in a process: the process of chain_add, a batch": 39,
+    "chain, in a process: the process of chain_subtract, a batch": 39,
+    "chain, inline: the server, a request": 150,
+    "a small ONNX model, in process: await Engine.infer": 76,
+}
+
+
 @pytest.mark.slow
 @pytest.mark.server
-def test_the_calls_of_every_request_are_within_what_its_path_may_cost() -> None:
-    """More calls are more CPU time for each request: a higher figure needs a reason."""
-    found = {calls.subject.rpartition(",")[0].partition(": the process")[0]: calls for calls in measure_calls(print)}
-    assert len(found) == 5
-    for calls in found.values():
-        assert calls.of("flowserve")[0] > 10
+def test_the_path_of_a_request_has_no_more_calls_than_it_had() -> None:
+    found = {calls.subject: calls.of("flowserve")[0] for calls in measure_calls(print)}
+    assert found.keys() == MOST.keys()
+    assert not {subject: count for subject, count in found.items() if not 10 < count <= MOST[subject]}

@@ -157,7 +157,7 @@ class Driver:
             self._last = number, stage
         else:
             stage = None
-        if stage is None or not message.later or not self._handoff.hand_on(message, stage):
+        if stage is None or not message.later or not self._handoff.hand_on(message, stage, placed):
             words = [number, message.stage, *message.passed, int(kept)]
             if kind == protocol.DONE:
                 words += times
@@ -276,28 +276,37 @@ class HandOff:
             self._routes.pop(gone, None)
         self._routes[number] = peer, tuple(outputs), inputs
 
-    def hand_on(self, message: RunMessage, made: Sequence[int]) -> bool:
-        """Hand on a batch that was run here, with the words about what it made. False if it must return to the server
-        instead.
+    def hand_on(self, message: RunMessage, made: Sequence[int], placed: Placed) -> bool:
+        """Hand on a batch that was run here, with the words about what it made (`stage_words` of `placed`). False if it
+        must return to the server instead.
         """
         number, route, stage, rows, _, _, _, later, passed, about, text = message
         following, wanted, inputs = self._routes[route]
         peer, shown = self._peers[following], self._shown[following]
-        passed = (*passed, *made)
-        stages, _ = protocol.read_passed(passed, 0, stage + 1)
+        earlier: Sequence[protocol.Stage] = protocol.read_passed(passed, 0, stage)[0] if stage else ()
+        segments = [placed.segment]
+        for one in earlier:
+            segments.append(one.segment)  # noqa: PERF401  # a comprehension is one more call
         columns: list[protocol.ColumnPlace] = []
         for i, j in inputs:
-            segment, block, outputs = stages[i][3:]
-            start, nbytes, shape = outputs[j]
+            if i < stage:
+                segment, block, outputs = earlier[i][3:]
+                start, nbytes, shape = outputs[j]
+            else:
+                segment, block = placed.segment, placed.offset
+                output = placed.outputs[j]
+                assert isinstance(output, Together)  # as `stage_words` found it
+                start, nbytes, _, shape = output
             columns.append((segment, block + start, nbytes, shape) if nbytes else (0, 0, 0, shape))
+        passed = (*passed, *made)
         onward = protocol.encode_run(number, route, stage + 1, rows, (wanted,), later, columns, passed, about, text)
         if len(onward) > protocol.MESSAGE_BYTES_MAX:
             return False
         try:
-            for one in stages:  # also those that only a later stage reads
-                if one.segment and one.segment not in shown:
-                    self._show(one.segment, peer)
-                    shown.add(one.segment)
+            for segment in segments:  # also those that only a later stage reads
+                if segment and segment not in shown:
+                    self._show(segment, peer)
+                    shown.add(segment)
             peer.send(onward)  # without waiting: the server's sockets are non-blocking
         except OSError:  # the process has ended, or its socket is full
             return False

@@ -242,11 +242,10 @@ def pack(kind: int, words: Sequence[int], text: Any = None) -> bytes:
 
 def unpack(message: bytes) -> tuple[int, tuple[int, ...], bytes]:
     """A message: its kind, its words with the head first, its text. Raises Garbled if it is too short."""
-    head = int.from_bytes(message[:8], "little")
-    count = head >> 8
+    count = int.from_bytes(message[1:8], "little")
     if not 8 <= count * 8 <= len(message):
         raise Garbled(f"a message of {len(message)} bytes announces {count} words")
-    return head & 255, _FORMS[count].unpack_from(message), message[count * 8 :]
+    return message[0], _FORMS[count].unpack_from(message), message[count * 8 :]
 
 
 def encode_error(error: FlowserveError) -> list[str]:
