@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import islice
 from typing import Any
 
 from flowserve.errors import Unavailable
@@ -50,13 +50,64 @@ class CalledFlow(Flow):
 Called = CalledFlow | StreamFlow
 
 
+class _OpenCalls:
+    """The open calls of one execution. `by_queue`: those with a step at that queue, in the order of their begin; calls
+    whose steps there are over may be missing.
+    """
+
+    __slots__ = ("by_queue", "flows")
+
+    def __init__(self) -> None:
+        self.flows: dict[Called, None] = {}
+        self.by_queue: dict[ModelQueue, dict[Called, None]] = {}
+
+    def add(self, flow: Called) -> None:
+        self.flows[flow] = None
+        for node in _pending(flow):
+            self.by_queue.setdefault(flow.queues[node.index], {})[flow] = None
+
+    def discard(self, flow: Called) -> None:
+        """Remove a call. No effect if it is not open."""
+        if flow not in self.flows:
+            return
+        del self.flows[flow]
+        for queue in flow.queues:
+            calls = self.by_queue.get(queue)
+            if calls is not None:
+                calls.pop(flow, None)
+                if not calls:
+                    del self.by_queue[queue]
+
+    def queues(self) -> list[ModelQueue]:
+        """The queues of the unfinished steps."""
+        return [queue for queue in [*self.by_queue] if any(True for _ in self.steps_at(queue))]
+
+    def steps_at(self, queue: ModelQueue) -> Iterator[tuple[Called, PlanNode]]:
+        """The unfinished steps at a queue, those of the latest call first: these have waited least, so they are the
+        most likely to be blocked. Calls without one are forgotten there: a step that is over stays so.
+        """
+        calls = self.by_queue[queue]
+        over: list[Called] = []
+        try:
+            for flow in reversed(calls):
+                steps = [(flow, node) for node in _pending(flow) if flow.queues[node.index] is queue]
+                if not steps:
+                    over.append(flow)
+                yield from steps
+        finally:
+            for flow in over:
+                calls.pop(flow, None)
+
+
 @dataclass(eq=False)
 class CallGraph:
-    """The executions that wait, by their batches: for BLS calls, and in send() (`send_waits`)."""
+    """The executions that wait, by their batches: for BLS calls, and in send() (`send_waits`). The cost of a call grows
+    with the number of these executions, not with the number of their calls.
+    """
 
     _can_start: CanStart
     _send_waits: BackpressureWaits
-    _open_calls: dict[Batch, list[Called]] = field(default_factory=dict)
+    _open_calls: dict[Batch, _OpenCalls] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self._open_calls or self._send_waits.waiting)
@@ -65,8 +116,13 @@ class CallGraph:
         """Record that the execution of `batch` waits for `flow`, which is submitted next. Raises Unavailable if that
         would deadlock.
         """
-        self._open_calls.setdefault(batch, []).append(flow)
-        analysis = _DeadlockAnalysis(self._open_calls, self._send_waits, self._can_start)
+        if batch not in self._open_calls:
+            self._open_calls[batch] = _OpenCalls()
+        self._open_calls[batch].add(flow)
+        analysis = self._analyse()
+        if not analysis.is_deadlocked(flow):  # not even if no waiting execution ever continued
+            return
+        analysis.shrink()
         if analysis.is_deadlocked(flow):
             text = analysis.explanation(flow, batch)
             self.over(batch, flow)
@@ -76,10 +132,10 @@ class CallGraph:
 
     def over(self, batch: Batch, flow: Called) -> None:
         """The execution no longer waits for `flow`. A repeated call has no effect."""
-        flows = self._open_calls.get(batch, [])
-        if flow in flows:
-            flows.remove(flow)
-            if not flows:
+        calls = self._open_calls.get(batch)
+        if calls is not None:
+            calls.discard(flow)
+            if not calls.flows:
                 del self._open_calls[batch]
 
     def batch_over(self, batch: Batch) -> None:
@@ -88,56 +144,87 @@ class CallGraph:
 
     def stuck(self) -> Collection[Batch]:
         """The deadlocked executions, in a call or in send()."""
-        return _DeadlockAnalysis(self._open_calls, self._send_waits, self._can_start).stuck
+        analysis = self._analyse()
+        analysis.shrink()
+        return analysis.stuck
 
     def waiting_for(self, queue: ModelQueue) -> set[Batch]:
         """The executions that cannot end before a batch of this queue runs, directly or through others that they wait
         for.
         """
         found: set[Batch] = set()
-        new = {batch for batch in self._open_calls if queue in self._called_queues(batch)}
+        new = {batch for batch, calls in self._open_calls.items() if queue in calls.queues()}
         new.update(batch for batch, source in self._send_waits.holders().items() if queue in source.flow.queues)
         while new:
             found |= new
             served = {ticket.flow.whole for batch in new for ticket in batch.tickets}
-            new = {batch for batch, flows in self._open_calls.items() if not served.isdisjoint(flows)} - found
+            new = {batch for batch, calls in self._open_calls.items() if served & calls.flows.keys()} - found
         return found
 
     def queues_of(self, batch: Batch) -> list[ModelQueue]:
         """The queues of the steps that this execution waits for; in send(), those of all steps of its request."""
         source = self._send_waits.holders().get(batch)
-        return [*self._called_queues(batch), *(source.flow.queues if source is not None else ())]
+        called = self._open_calls[batch].queues() if batch in self._open_calls else ()
+        return [*called, *(source.flow.queues if source is not None else ())]
 
-    def _called_queues(self, batch: Batch) -> list[ModelQueue]:
-        return [flow.queues[node.index] for flow in self._open_calls.get(batch, ()) for node in _pending(flow)]
+    def _analyse(self) -> _DeadlockAnalysis:
+        return _DeadlockAnalysis(self._open_calls, self._send_waits, self._can_start)
 
     def __iter__(self) -> Iterator[Batch]:
         return iter({**dict.fromkeys(self._open_calls), **self._send_waits.holders()})
 
 
 class _DeadlockAnalysis:
-    """Computes the deadlocked executions: `stuck` begins with all waiting ones and shrinks to a fixed point."""
+    """Computes the deadlocked executions: `stuck` begins with all waiting ones, and `shrink` reduces it to a fixed
+    point. Facts that depend on `stuck` only are computed once for each queue, so that the number of calls matters
+    little.
+    """
 
-    def __init__(self, made: dict[Batch, list[Called]], send_waits: BackpressureWaits, can_start: CanStart) -> None:
+    def __init__(self, made: dict[Batch, _OpenCalls], send_waits: BackpressureWaits, can_start: CanStart) -> None:
         self._open_calls = made
         self._send_waits = send_waits
         self._blocked_sends = send_waits.holders()
         self._can_start = can_start
-        self._running: dict[tuple[Flow, int], list[Batch]] = {}
         self.stuck: dict[Batch, None] = dict.fromkeys([*made, *self._blocked_sends])
-        for batch in self.stuck:
-            for ticket in batch.tickets:
-                self._running.setdefault((ticket.flow.whole, ticket.node.index), []).append(batch)
+        self._waiting_at = _by_queue(self.stuck)
+        self._running: dict[ModelQueue, dict[tuple[Flow, int], list[Batch]]] = {}  # the steps in `_waiting_at`
+        self._renew()
+
+    def shrink(self) -> None:
+        """Remove the executions that can continue, until none is left that can."""
         while able := [batch for batch in self.stuck if not self._is_stuck(batch)]:
             for batch in able:
                 del self.stuck[batch]
+            self._renew()
+
+    def _renew(self) -> None:
+        """Forget what depends on `stuck`."""
+        self._stuck_at = _by_queue(self.stuck)
+        self._startable: dict[ModelQueue, bool] = {}
+        # At models that keep order: the flows up to the first of `stuck`; None if none of `stuck` has started there.
+        self._not_behind: dict[ModelQueue, set[Flow] | None] = {}
 
     def _is_stuck(self, batch: Batch) -> bool:
         """Whether an execution cannot continue unless one of `stuck` does."""
-        if any(map(self.is_deadlocked, self._open_calls.get(batch, ()))):
+        calls = self._open_calls.get(batch)
+        if calls is not None and any(self._blocks_any(calls, queue) for queue in [*calls.by_queue]):
             return True
         source = self._blocked_sends.get(batch)
         return source is not None and self._send_waits.deadlock_cycle(source, self.stuck) is not None
+
+    def _blocks_any(self, calls: _OpenCalls, queue: ModelQueue) -> bool:
+        """Whether a step at this queue of one of these calls is blocked."""
+        if self._is_startable(queue):
+            stuck = self._stuck_at.get(queue, ())
+            if not stuck:
+                return False
+            if queue.order is None and not isinstance(queue.bound, Sequences):  # then only what `stuck` runs is blocked
+                return any(
+                    (flow := ticket.flow.whole) in calls.flows and _is_pending(flow, ticket.node)
+                    for batch in stuck
+                    for ticket in batch.tickets
+                )
+        return any(self._blocks(flow, node) for flow, node in calls.steps_at(queue))
 
     def is_deadlocked(self, flow: Called) -> bool:
         return any(self._blocks(flow, node) for node in _pending(flow))
@@ -154,7 +241,7 @@ class _DeadlockAnalysis:
         cycle = " -> ".join(f"'{name}'" for name in names)
         why = "whoever could answer it waits for it"
         hint = "give one of these models another instance (instance_group count), or join them in an ensemble"
-        if names[0] != names[-1] or sum(batch.queue is queue for batch in self.stuck) < len(queue.instances):
+        if names[0] != names[-1] or len(self._stuck_at.get(queue, ())) < len(queue.instances):
             why = f"'{names[-1]}' needs resources that '{names[0]}' holds until then"
             hint = "there must be more of them (--rate-limit-resource), or the models must ask for less"
         return f"model {cycle}: this call can never be answered, because {why}; {hint}"
@@ -178,13 +265,15 @@ class _DeadlockAnalysis:
         next; only the caller if others were deadlocked before (a resource became scarcer meanwhile).
         """
         came_from: dict[Batch, Batch | None] = {}
-        edge: deque[tuple[Batch | None, Called]] = deque([(None, flow)])
+        for _, blockers in self._blocked(flow):
+            came_from.update(dict.fromkeys(blockers))
+        edge = deque(came_from)
         while caller not in came_from and edge:
-            batch, called = edge.popleft()
-            for blocker in chain.from_iterable(blockers for _, blockers in self._blocked(called)):
+            batch = edge.popleft()
+            for blocker in self._blockers_of(batch):
                 if blocker not in came_from:
                     came_from[blocker] = batch
-                    edge.extend((blocker, each) for each in self._open_calls.get(blocker, ()))
+                    edge.append(blocker)
         path = [caller]
         while (before := came_from.get(path[0])) is not None:
             path.insert(0, before)
@@ -194,34 +283,95 @@ class _DeadlockAnalysis:
         """The queues of the steps that can never run, each with the executions that block them."""
         for node in _pending(flow):
             if self._blocks(flow, node):
-                queue = flow.queues[node.index]
-                here = [*self._ahead(flow, queue), *self._running.get((flow, node.index), ())]
-                here = here or [batch for batch in self.stuck if batch.queue is queue]
-                # If none of them holds an instance of the model, they hold its resources.
-                yield queue, [batch for batch in here or self.stuck if batch in self.stuck]
+                yield flow.queues[node.index], self._blockers(flow, node)
+
+    def _blockers(self, flow: Called, node: PlanNode) -> list[Batch]:
+        """The executions that block a step. If none of them holds an instance of its model, they hold its resources."""
+        queue: ModelQueue = flow.queues[node.index]
+        here = [*self._ahead(flow, queue), *self._running_at(queue).get((flow, node.index), ())]
+        return [batch for batch in here or self._stuck_at.get(queue) or self.stuck if batch in self.stuck]
+
+    def _blockers_of(self, batch: Batch) -> Iterator[Batch]:
+        """The executions that block the calls of one. The steps of its calls at one queue have the same blockers,
+        except those that run.
+        """
+        calls = self._open_calls.get(batch)
+        if calls is None:
+            return
+        for queue in [*calls.by_queue]:
+            if self._blocks_any(calls, queue):
+                running = self._running_at(queue)
+                steps = [(flow, flow.plan.nodes[n]) for flow, n in running if flow in calls.flows]
+                others = (step for step in calls.steps_at(queue) if (step[0], step[1].index) not in running)
+                steps += islice((step for step in others if self._blocks(*step)), 1)
+                for flow, node in steps:
+                    if _is_pending(flow, node) and self._blocks(flow, node):
+                        yield from self._blockers(flow, node)
 
     def _blocks(self, flow: Called, node: PlanNode) -> bool:
         queue: ModelQueue = flow.queues[node.index]
-        if self._ahead(flow, queue):
+        if self._is_behind(flow, queue):
             return True
-        running = self._running.get((flow, node.index))
+        running = self._running_at(queue).get((flow, node.index))
         if running is not None:
             return any(batch in self.stuck for batch in running)
         if _answers(flow, node):
             return False
-        if isinstance(queue.bound, Sequences) and not queue.bound.can_take(
-            flow, [one for one in self.stuck if one.queue is queue]
-        ):
+        if isinstance(queue.bound, Sequences) and not queue.bound.can_take(flow, self._stuck_at.get(queue, ())):
             return True
-        return not self._can_start(queue, [*self.stuck])
+        return not self._is_startable(queue)
+
+    def _is_startable(self, queue: ModelQueue) -> bool:
+        startable = self._startable.get(queue)
+        if startable is None:
+            startable = self._startable[queue] = self._can_start(queue, [*self.stuck])
+        return startable
+
+    def _running_at(self, queue: ModelQueue) -> dict[tuple[Flow, int], list[Batch]]:
+        """The steps that waiting executions of this queue run, each with these executions."""
+        steps = self._running.get(queue)
+        if steps is None:
+            steps = self._running[queue] = {}
+            for batch in self._waiting_at.get(queue, ()):
+                for ticket in batch.tickets:
+                    steps.setdefault((ticket.flow.whole, ticket.node.index), []).append(batch)
+        return steps
+
+    def _is_behind(self, flow: Called, queue: ModelQueue) -> bool:
+        """Whether a deadlocked execution's response must leave before those of `flow`, if the model keeps order."""
+        if queue.order is None or queue not in self._stuck_at:
+            return False
+        if queue not in self._not_behind:
+            stuck = {id(ticket) for batch in self._stuck_at[queue] for ticket in batch.tickets}
+            not_behind: set[Flow] = set()
+            for ticket in queue.order:
+                not_behind.add(ticket.flow.whole)
+                if id(ticket) in stuck:
+                    self._not_behind[queue] = not_behind
+                    break
+            else:
+                self._not_behind[queue] = None
+        first = self._not_behind[queue]
+        return first is not None and flow not in first
 
     def _ahead(self, flow: Called, queue: ModelQueue) -> list[Batch]:
         """The deadlocked executions whose responses must leave before those of `flow`, if the model keeps order."""
         if queue.order is None:
             return []
         ahead = {id(ticket) for ticket in queue.order.ahead_of(flow)}
-        here = [batch for batch in self.stuck if batch.queue is queue]
+        here = self._stuck_at.get(queue, [])
         return [batch for batch in here if any(id(ticket) in ahead for ticket in batch.tickets)]
+
+
+def _by_queue(batches: Collection[Batch]) -> dict[ModelQueue, list[Batch]]:
+    found: dict[ModelQueue, list[Batch]] = {}
+    for batch in batches:
+        found.setdefault(batch.queue, []).append(batch)
+    return found
+
+
+def _is_pending(flow: Called, node: PlanNode) -> bool:
+    return not flow.done and bool(node.writes) and node.index not in flow.finished
 
 
 def _pending(flow: Called) -> Iterator[PlanNode]:

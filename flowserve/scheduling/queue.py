@@ -517,6 +517,10 @@ class Order:
                 return outcome
         return None
 
+    def __iter__(self) -> Iterator[Ticket]:
+        """The started tickets, in order."""
+        return iter(self._started)
+
     def ahead_of(self, flow: Flow) -> Iterator[Ticket]:
         """The started tickets before the first one of `flow`; all of them if it has none."""
         return takewhile(lambda ticket: ticket.flow.whole is not flow, self._started)

@@ -346,10 +346,11 @@ class Script:
 
 @st.composite
 def scripts(draw: st.DrawFn, depth: int = 3) -> Script:
-    """Few models, so that they meet again further down."""
+    """Few models, so that they meet again further down; some calls are made several times at once."""
     targets = draw(st.sampled_from([(0,), (0,), (1,), (1,), (2,), (3,), (0, 1), (1, 2), (2, 0)]))
     calls = st.lists(scripts(depth - 1), min_size=1, max_size=2)
-    return Script(targets, draw(st.lists(calls, max_size=2)) if depth else [])
+    groups = draw(st.lists(calls, max_size=2)) if depth else []
+    return Script(targets, [group * draw(st.sampled_from((1, 1, 4))) for group in groups])
 
 
 some_needs = st.dictionaries(st.sampled_from([("R", 0), ("S", 0)]), st.integers(1, 2), max_size=2).map(Needs)

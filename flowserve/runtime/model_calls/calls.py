@@ -89,6 +89,7 @@ class Calls:
         self.post = engine.post
         self._engine = engine
         self._pending: dict[Flow, PendingCall] = {}
+        self._by_batch: dict[Batch, dict[PendingCall, None]] = {}  # of those, the calls of each batch
 
     def __bool__(self) -> bool:
         return bool(self._pending)
@@ -116,6 +117,8 @@ class Calls:
             self._broke(pending, error)
             return
         self._pending[flow] = pending
+        if pending.batch is not None:
+            self._by_batch.setdefault(pending.batch, {})[pending] = None
         self._notify(flow)
 
     def leave(self, pending: PendingCall) -> None:
@@ -127,15 +130,16 @@ class Calls:
 
     def sweep(self) -> None:
         """Withdraw the calls of batches whose requests are all over."""
-        for pending in [*self._pending.values()]:
-            batch = pending.batch
-            if batch is None or batch.instance.running is not batch:
+        for batch in [*self._by_batch]:
+            if batch.instance.running is not batch:
                 continue  # the model returned before the call did
             if all(ticket.flow.whole.done for ticket in batch.tickets):
-                self.leave(pending)
-                pending.answered(
-                    Cancelled(f"the call of model '{pending.call.model}' was withdrawn: nobody waits for it")
-                )
+                # Removed first: each call that is withdrawn sweeps again, and must not find the others.
+                for pending in self._by_batch.pop(batch, ()):
+                    self.leave(pending)
+                    pending.answered(
+                        Cancelled(f"the call of model '{pending.call.model}' was withdrawn: nobody waits for it")
+                    )
 
     def _notify(self, flow: Flow) -> None:
         """Called within the engine's step: must not raise."""
@@ -179,8 +183,14 @@ class Calls:
             pending.answered(None)
 
     def _over(self, pending: PendingCall) -> None:
-        if pending.batch is not None and pending.flow is not None:
-            self._engine.scheduler.calls.over(pending.batch, pending.flow)
+        batch = pending.batch
+        if batch is not None and pending.flow is not None:
+            self._engine.scheduler.calls.over(batch, pending.flow)
+            calls = self._by_batch.get(batch)
+            if calls is not None:
+                del calls[pending]
+                if not calls:
+                    del self._by_batch[batch]
 
 
 class ThreadCaller:

@@ -49,6 +49,8 @@ from flowserve.runtime.model_calls.calls import Calls, PendingCall, is_withdrawn
 from flowserve.scheduling.batch import Batch
 from flowserve.values import BY_NUMBER, BY_NUMPY, Array, Request, TensorSpec
 
+# Messages that are read at once; the rest of the server runs before the next.
+_PORTION: Final = 32
 # Responses up to this size are sent in the message.
 INLINE_BYTES_MAX: Final = 8 * 1024
 _FACTS: Final[tuple[Any, ...]] = (str, str, list, (list, type(None)), str, int, int, (int, str), bool, bool, dict)
@@ -116,7 +118,9 @@ class ProcessCalls:
 
     def _read(self) -> None:
         try:
-            while not self._is_closed:
+            for _ in range(_PORTION):
+                if self._is_closed:
+                    return
                 try:
                     message, ancillary, flags, _ = self._socket.recvmsg(
                         MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC

@@ -41,6 +41,7 @@ from flowserve.scheduling.streaming.iterations import Source, StreamSender
 
 log = logging.getLogger("flowserve.runtime")
 _GOING_ON_MAX: Final = 1000  # members in one message
+_PORTION: Final = 32  # posts that are done at once
 _NO_SENDER: Final = (0, 0)  # batches are numbered from 1
 
 
@@ -169,7 +170,7 @@ class ResponseStreams:
         """
         self._posted.append((work, source))
         try:
-            self._token.run_sync_soon(self._drain, idempotent=True)
+            self._token.run_sync_soon(self._drain_portion, idempotent=True)
         except trio.RunFinishedError:
             log.debug("an answer came after the server was gone")
 
@@ -184,9 +185,16 @@ class ResponseStreams:
                 if isinstance(ticket, Source):
                     self.over(ticket)
 
-    def _drain(self) -> None:
+    def _drain_portion(self) -> None:
+        """Do some of what was posted; the rest of the server runs before the next."""
+        self._drain(_PORTION)
+        if self._posted:
+            self._token.run_sync_soon(self._drain_portion, idempotent=True)
+
+    def _drain(self, count: int | None = None) -> None:
+        """Do what was posted, or only `count` of it."""
         posted = self._posted
-        while posted:
+        for _ in range(len(posted) if count is None else min(count, len(posted))):
             work, source = posted.popleft()
             try:
                 work()

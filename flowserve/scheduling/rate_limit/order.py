@@ -157,11 +157,14 @@ class RateLimit:
         reserved against a queue that these contenders wait for, in a BLS call or in send().
         """
         kept: Counter[Resource] = Counter()
-        callers = self._calls.waiting_for(contender.queue) if self._calls else ()
-        for other, account in skipped.items():
-            if other is not contender and other.overtaken >= self._overtaken_max:
-                if callers and self._waits_for(account, callers):
-                    continue
+        overtaken = [
+            account
+            for other, account in skipped.items()
+            if other is not contender and other.overtaken >= self._overtaken_max
+        ]
+        callers = self._calls.waiting_for(contender.queue) if overtaken and self._calls else ()
+        for account in overtaken:
+            if not (callers and self._waits_for(account, callers)):
                 kept.update(account.needs.amounts)
         return kept
 

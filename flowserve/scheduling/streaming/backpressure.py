@@ -28,28 +28,39 @@ class BackpressureWaits:
 
     _can_start: Callable[[Any, Sequence[Any]], bool]
     waiting: dict[Source, None] = field(default_factory=dict)
+    _held: dict[Any, dict[Source, None]] = field(default_factory=dict)  # of these, by the batch whose instance is kept
 
     def begin(self, source: Source, holder: Any) -> None:
         """The model is blocked in send() and keeps the instance of the batch `holder`; None: it keeps none."""
+        self._let_go(source)
         source.is_waiting = True
         source.holder = holder
         self.waiting[source] = None
+        if holder is not None:
+            self._held.setdefault(holder, {})[source] = None
 
     def over(self, source: Source) -> None:
         """The step continues or is over. No effect if it was not waiting."""
+        self._let_go(source)
         source.is_waiting = False
-        source.holder = None
         self.waiting.pop(source, None)
+
+    def _let_go(self, source: Source) -> None:
+        if source.holder is not None:
+            sources = self._held[source.holder]
+            del sources[source]
+            if not sources:
+                del self._held[source.holder]
+            source.holder = None
 
     def returned(self, batch: Any) -> None:
         """A batch freed its instance; its steps may still wait."""
-        for source in self.waiting:
-            if source.holder is batch:
-                source.holder = None
+        for source in self._held.pop(batch, ()):
+            source.holder = None
 
     def holders(self) -> dict[Any, Source]:
-        """The executions that keep their instance while they wait, each with its blocked step."""
-        return {source.holder: source for source in self.waiting if source.holder is not None}
+        """The executions that keep their instance while they wait, each with the last of its blocked steps."""
+        return {holder: next(reversed(sources)) for holder, sources in self._held.items()}
 
     def deadlock_cycle(self, source: Source, kept_by: Collection[Any]) -> Explanation | None:
         """None: the step may get a credit even if the executions `kept_by` never free their instances. Otherwise the
