@@ -17,16 +17,16 @@ none waits longer than its copy takes while another instance is free.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final
 
 from flowserve.errors import FlowserveError
 from flowserve.graph.plan import NO_SLOT
 from flowserve.scheduling.flow import Facts, Flow, Ticket
-from flowserve.scheduling.queue import Batcher
+from flowserve.scheduling.queue import Queue
 
 NO_DEVICE: Final = -1  # the device of tensors on the host: any instance must copy them
 
@@ -51,30 +51,23 @@ class CopyCost:
 
 @dataclass(slots=True, eq=False)
 class _DeviceQueue:
-    """The tickets that wait for one device. `costs` are their copy costs, in the order of `batcher`."""
+    """The tickets that wait for one device. A ticket's `lane` is the cost of copying its tensors to another."""
 
-    batcher: Batcher
-    costs: deque[tuple[Ticket, int]] = field(default_factory=deque)
+    batcher: Queue
 
     @property
     def oldest_ns(self) -> int:
-        return self.costs[0][0].queued_ns
+        return next(self.batcher.tickets()).queued_ns
 
     def move_at_ns(self, rows_max: int) -> int:
         """The time at which the first batch may move to another device."""
         rows = total = 0
-        for ticket, cost in self.costs:
+        for ticket in self.batcher.tickets():
             rows += ticket.rows or 1
             if total and rows > rows_max:
                 break
-            total += cost
+            total += ticket.lane
         return self.oldest_ns + total
-
-    def take(self, now_ns: int) -> list[Ticket] | None:
-        taken = self.batcher.take(now_ns)
-        for _ in taken or ():
-            self.costs.popleft()
-        return taken
 
 
 class AffinityBatcher:
@@ -89,7 +82,7 @@ class AffinityBatcher:
 
     def __init__(
         self,
-        make: Callable[[], Batcher],
+        make: Callable[[], Queue],
         rows_max: int,
         device_of: Callable[[Any], int],
         residence: Residence,
@@ -105,6 +98,11 @@ class AffinityBatcher:
         self._available: Counter[int] = Counter()  # the number of available instances, by device
         self._retries: list[tuple[int, list[Ticket]]] = []  # parts of failed batches, with the device they failed on
         self._now_ns = 0  # the time of the last call
+        self._count = 0  # of the tickets that wait, those of `_retries` included
+        # Facts that hold until a ticket or an instance comes or goes, or time passes (`_look`).
+        self._seen: tuple[int, int] = (-1, 0)  # the number of free instances, and the time
+        self._free_on: Counter[int] = Counter()  # the number of free instances, by device
+        self._unserved: set[int] = set()  # devices whose instances can take nothing
 
     def serve(self, instances: Sequence[Any], free: Collection[Any]) -> None:
         """Set the instances; `free` is a live view of those without a batch. Called once, before any other method."""
@@ -116,10 +114,10 @@ class AffinityBatcher:
     def put(self, ticket: Ticket) -> None:
         """Queue a ticket; its `queued_ns` is set."""
         self._now_ns = ticket.queued_ns
-        home, cost = self._home_of(ticket)
-        queue = self._queues[home]
-        queue.batcher.put(ticket)
-        queue.costs.append((ticket, cost))
+        self._forget()
+        home, ticket.lane = self._home_of(ticket)
+        self._queues[home].batcher.put(ticket)
+        self._count += 1
 
     def _home_of(self, ticket: Ticket) -> tuple[int, int]:
         """The device with most of the ticket's bytes, and the cost of copying them to another."""
@@ -138,25 +136,47 @@ class AffinityBatcher:
     def take_for(self, instance: Any, now_ns: int) -> list[Ticket] | None:
         """The next batch for an instance that is free, or None."""
         self._now_ns = now_ns
+        if not self._count:
+            return None
+        self._look()
         device = self._device_of(instance)
-        part = self._next_part(device)
-        if part is not None:
-            return part
-        for queue in self._open_to(device, now_ns):
-            taken = queue.take(now_ns)
+        if device in self._unserved:
+            return None
+        taken = self._next_part(device) if self._retries else None
+        for queue in self._open_to(device, now_ns) if taken is None else ():
+            taken = queue.batcher.take(now_ns)
             if taken is not None:
-                return taken
-        return None
+                break
+        if taken is None:
+            self._unserved.add(device)
+            return None
+        self._count -= len(taken)
+        self._forget()
+        return taken
+
+    def _look(self) -> None:
+        """Count the free instances, unless they are the same as before. Instances become free without a call of this
+        class, but are taken with one, so that their number tells.
+        """
+        seen = len(self._free), self._now_ns
+        if seen != self._seen:
+            self._seen = seen
+            self._free_on = Counter(map(self._device_of, self._free))
+            self._unserved.clear()
+
+    def _forget(self) -> None:
+        """A ticket or an instance came or went."""
+        self._seen = (-1, 0)
 
     def _open_to(self, device: int, now_ns: int) -> list[_DeviceQueue]:
         """The queues that an instance of a device may take from, in order."""
-        own = [queue for home in (device, NO_DEVICE) if (queue := self._queues[home]).costs]
+        own = [queue for home in (device, NO_DEVICE) if len((queue := self._queues[home]).batcher)]
         if len(self._free) == 1:  # else others are free to take tickets without a device
             own.sort(key=_by_age)
         others = [
             queue
             for home, queue in self._queues.items()
-            if queue.costs and home not in (device, NO_DEVICE) and self._may_leave(home, queue, now_ns)
+            if len(queue.batcher) and home not in (device, NO_DEVICE) and self._may_leave(home, queue, now_ns)
         ]
         return own + sorted(others, key=_by_age)
 
@@ -166,7 +186,8 @@ class AffinityBatcher:
         return not self._available[home] or queue.move_at_ns(self._rows_max) <= now_ns
 
     def _is_free(self, device: int) -> bool:
-        return any(self._device_of(instance) == device for instance in self._free)
+        self._look()
+        return self._free_on[device] > 0
 
     def _next_part(self, device: int) -> list[Ticket] | None:
         for retry in sorted(self._retries, key=lambda retry: retry[0] != device):
@@ -179,16 +200,19 @@ class AffinityBatcher:
 
     def again(self, instance: Any, parts: Sequence[list[Ticket]]) -> None:
         """A batch failed; run these parts of it, each as a batch, on its device if an instance of that is free."""
+        self._forget()
         self._retries += [(self._device_of(instance), part) for part in parts if part]
+        self._count += sum(map(len, parts))
 
     def take(self, now_ns: int) -> list[Ticket] | None:
         """Remove and return all waiting tickets, to be refused. None: no ticket waits."""
         everything = [ticket for _, part in self._retries for ticket in part]
         self._retries.clear()
         for queue in self._queues.values():
-            everything += [ticket for ticket, _ in queue.costs]
+            everything += queue.batcher.tickets()
             queue.batcher = self._make()
-            queue.costs.clear()
+        self._count = 0
+        self._forget()
         return everything or None
 
     def orphans(self) -> Sequence[tuple[Ticket, FlowserveError]]:
@@ -198,14 +222,18 @@ class AffinityBatcher:
     def lost(self, instance: Any) -> None:
         """An instance without a batch became unavailable."""
         self._available[self._device_of(instance)] -= 1
+        self._forget()
 
     def found(self, instance: Any) -> None:
         """The instance is available again."""
         self._available[self._device_of(instance)] += 1
+        self._forget()
 
     def deadline(self) -> int | None:
         moments = [
-            at for home, queue in self._queues.items() if queue.costs and (at := self._due(home, queue)) is not None
+            at
+            for home, queue in self._queues.items()
+            if len(queue.batcher) and (at := self._due(home, queue)) is not None
         ]
         return min(moments, default=None)
 
@@ -223,26 +251,25 @@ class AffinityBatcher:
     def expire(self, now_ns: int) -> Sequence[Ticket]:
         return ()
 
-    def withdraw(self, flow: Flow) -> int:
-        gone = 0
-        for queue in self._queues.values():
-            here = queue.batcher.withdraw(flow)
-            if here:
-                gone += here
-                queue.costs = deque(one for one in queue.costs if one[0].flow is not flow and not one[0].flow.done)
+    def withdraw(self, *flows: Flow) -> int:
+        gone = sum(queue.batcher.withdraw(*flows) for queue in self._queues.values())
         for _, part in self._retries:
             kept = [ticket for ticket in part if not ticket.flow.done]
             gone += len(part) - len(kept)
             part[:] = kept
+        self._count -= gone
+        self._forget()
         return gone
 
     def __len__(self) -> int:
-        return sum(len(queue.costs) for queue in self._queues.values()) + sum(len(part) for _, part in self._retries)
+        return self._count
 
     def check(self) -> None:
+        waiting = sum(len(part) for _, part in self._retries)
         for queue in self._queues.values():
             queue.batcher.check()
-            assert len(queue.costs) == len(queue.batcher), "a ticket is lost or doubled"
-            times = [ticket.queued_ns for ticket, _ in queue.costs]
+            waiting += len(queue.batcher)
+            times = [ticket.queued_ns for ticket in queue.batcher.tickets()]
             assert times == sorted(times), "a queue is not in order of arrival"
-            assert not any(ticket.flow.done for ticket, _ in queue.costs), "a ticket of a finished flow still waits"
+            assert not any(ticket.flow.done for ticket in queue.batcher.tickets()), "a ticket of a finished flow waits"
+        assert self._count == waiting, "a ticket is lost or doubled"

@@ -21,12 +21,11 @@ Always true after every call (see `Queue.check`):
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import chain, count, pairwise, takewhile
-from operator import attrgetter
 from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from flowserve.errors import FlowserveError, Unavailable
@@ -41,8 +40,6 @@ T = TypeVar("T", bound=Hashable)
 _SLACK = 32  # the heap is rebuilt when its discarded entries exceed its live ones by this number
 # (m, ticket, outputs, errors): the results of the batch in which the ticket was the m-th, as for `Scheduler.complete`.
 HeldOutcome = tuple[int, Ticket, Sequence[Sequence[Facts | None]], Mapping[int, FlowserveError]]
-
-_by_order = attrgetter("order")
 
 
 class Deadlines(Generic[T]):
@@ -96,6 +93,82 @@ class Deadlines(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+class Tickets:
+    """Tickets in order, of which those of a flow are removed without a search.
+
+    `waiting`: the tickets, each by its flow. A flow may have several, for several steps of one model: the further ones,
+    `twins`, are by themselves. A dict would be slow as a queue: its first entry is found behind all removed ones.
+    """
+
+    __slots__ = ("twins", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: OrderedDict[Hashable, Ticket] = OrderedDict()
+        self.twins: dict[Flow, list[Ticket]] = {}
+
+    def append(self, ticket: Ticket) -> None:
+        if self.waiting.setdefault(ticket.flow, ticket) is not ticket:
+            self.append_twin(ticket)
+
+    def append_twin(self, ticket: Ticket) -> None:
+        """As `append`, for a ticket whose flow has another one here."""
+        self.waiting[ticket] = ticket
+        self.twins.setdefault(ticket.flow, []).append(ticket)
+
+    def insert(self, ticket: Ticket) -> None:
+        """Insert a ticket by its `order`, among tickets in that order. The cost is that of the tickets behind it."""
+        behind = [*takewhile(lambda key: self.waiting[key].order > ticket.order, reversed(self.waiting))]
+        self.append(ticket)
+        for key in reversed(behind):
+            self.waiting.move_to_end(key)
+
+    def pop(self, count: int) -> list[Ticket]:
+        """Remove and return the first tickets."""
+        popitem = self.waiting.popitem
+        batch = [popitem(last=False)[1] for _ in range(count)]
+        if self.twins:
+            self.forget_twins(batch)
+        return batch
+
+    def forget_twins(self, removed: Iterable[Ticket]) -> None:
+        """These tickets are not in `waiting` any more."""
+        for ticket in removed:
+            twins = self.twins.get(ticket.flow, [])
+            if ticket in twins:
+                twins.remove(ticket)
+                if not twins:
+                    del self.twins[ticket.flow]
+
+    def discard(self, ticket: Ticket) -> None:
+        """Remove a ticket. No effect if it is not here."""
+        if self.waiting.get(ticket.flow) is ticket:
+            del self.waiting[ticket.flow]
+        elif self.waiting.pop(ticket, None) is not None:
+            self.forget_twins((ticket,))
+
+    def withdraw(self, flow: Flow) -> list[Ticket]:
+        """Remove and return the tickets of a flow."""
+        first = self.waiting.pop(flow, None)
+        gone = [] if first is None else [first]
+        if self.twins:
+            gone += [self.waiting.pop(ticket) for ticket in self.twins.pop(flow, ())]
+        return gone
+
+    def first(self) -> Ticket:
+        return next(iter(self.waiting.values()))
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self.waiting.values())
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    def check(self) -> None:
+        for key, ticket in self.waiting.items():
+            assert key is ticket.flow or (key is ticket and ticket in self.twins[ticket.flow]), f"{ticket} is lost"
+        assert sum(map(len, self.twins.values())) <= len(self.waiting), "a ticket is remembered that does not wait"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +302,9 @@ class Batcher(Protocol):
     def expire(self, now_ns: int) -> Sequence[Ticket]:
         """Remove and return the tickets whose timeout has passed, to be refused. An early call has no effect."""
 
-    def withdraw(self, flow: Flow) -> int:
-        """Remove every ticket of a flow that is over, those of its iterations included: they are `done`. Returns their
-        number.
+    def withdraw(self, *flows: Flow) -> int:
+        """Remove every ticket of a flow that is over; `flows` are the request's flow and its iterations, all `done`.
+        Returns the number of tickets. The cost does not depend on the number of other tickets.
         """
 
     def __len__(self) -> int: ...
@@ -283,9 +356,11 @@ class Queue:
         self.may_expire = not self._is_plain
         # A queue with levels, limits or timeouts decides about each request.
         self.joins_max = 0 if not self._is_plain else 1 if policy.is_single else 1 << 30 if policy.takes_all else 0
-        self._plain: deque[Ticket] = deque()  # the only lane of a queue without levels, limits and timeouts
+        self._plain = Tickets()  # the only lane of a queue without levels, limits and timeouts
+        self._waiting = self._plain.waiting
         # The lanes of any other queue. Only those with tickets: a configuration may have billions of levels.
-        self._lanes: dict[int, deque[Ticket]] = {}  # number 2 * level, and 2 * level + 1 for its delayed tickets
+        self._lanes: dict[int, Tickets] = {}  # number 2 * level, and 2 * level + 1 for its delayed tickets
+        self._count = 0  # of the tickets in lanes
         self._numbers: list[int] = []  # of the lanes, ascending: the order in which a batch is filled
         self._served: dict[int, int] = {}  # lane -> `_batches` when it was last served or created; longest ago first
         self._batches = 0
@@ -294,7 +369,8 @@ class Queue:
 
     def put(self, ticket: Ticket) -> None:
         if self._is_plain:
-            self._plain.append(ticket)
+            if self._waiting.setdefault(ticket.flow, ticket) is not ticket:
+                self._plain.append_twin(ticket)
             return
         flow = ticket.flow
         level = self._levels.of(flow.priority)
@@ -311,38 +387,42 @@ class Queue:
                 timeout_ns = flow.timeout_ns
             self._expiries.add(ticket, ticket.queued_ns + timeout_ns)
         self._lane(2 * level).append(ticket)
+        self._count += 1
         ticket.lane = 2 * level
         ticket.order = next(self._orders)
 
     def take(self, now_ns: int) -> list[Ticket] | None:
         if not self._is_plain:
             return self._take_from_lanes(now_ns)
-        waiting = self._plain
+        waiting = self._waiting
         if not waiting:
             return None
         if len(waiting) == 1 and not self.delay_ns:
-            return [waiting.popleft()]
-        oldest = waiting[0]
-        is_overdue = self.delay_ns > 0 and now_ns - oldest.queued_ns >= self.delay_ns
-        count = self._policy.count(waiting, oldest.key, is_overdue)
-        if count == len(waiting):
-            batch = [*waiting]
+            batch = [waiting.popitem()[1]]
+        else:
+            oldest = next(iter(waiting.values()))
+            is_overdue = self.delay_ns > 0 and now_ns - oldest.queued_ns >= self.delay_ns
+            count = self._policy.count(waiting.values(), oldest.key, is_overdue)
+            if count < len(waiting):
+                return self._plain.pop(count) or None
+            batch = [*waiting.values()]
             waiting.clear()
-            return batch
-        popleft = waiting.popleft
-        return [popleft() for _ in range(count)] or None
+        if self._plain.twins:
+            self._plain.forget_twins(batch)
+        return batch
 
     def _take_from_lanes(self, now_ns: int) -> list[Ticket] | None:
         lanes = self._lanes
         if not lanes:
             return None
         walk = self._walk()
-        waiting = chain.from_iterable([lanes[number] for number in walk])
+        waiting = chain.from_iterable(lanes[number] for number in walk)
         is_overdue = self.delay_ns > 0 and now_ns - self._oldest_ns() >= self.delay_ns
-        count = self._policy.count(waiting, lanes[walk[0]][0].key, is_overdue)
+        count = self._policy.count(waiting, lanes[walk[0]].first().key, is_overdue)
         if not count:
             return None
         self._batches += 1
+        self._count -= count
         batch: list[Ticket] = []
         for number in walk:
             if not count:
@@ -350,7 +430,7 @@ class Queue:
             lane = lanes[number]
             here = min(count, len(lane))
             count -= here
-            batch += [lane.popleft() for _ in range(here)]
+            batch += lane.pop(here)
             del self._served[number]
             if lane:
                 self._served[number] = self._batches
@@ -376,22 +456,27 @@ class Queue:
             self._remove(ticket)
             if self._levels.policy_of(level).is_delayed:
                 ticket.lane = 2 * level + 1
-                insort(self._lane(ticket.lane), ticket, key=_by_order)
+                self._lane(ticket.lane).insert(ticket)
+                self._count += 1
             else:
                 refused.append(ticket)
         return refused
 
-    def withdraw(self, flow: Flow) -> int:
-        gone = [ticket for ticket in self.tickets() if ticket.flow is flow or ticket.flow.done]
-        if gone and self._is_plain:
-            kept = [ticket for ticket in self._plain if ticket.flow is not flow and not ticket.flow.done]
-            self._plain.clear()
-            self._plain.extend(kept)
-            return len(gone)
-        for ticket in gone:
-            self._expiries.discard(ticket)
-            self._remove(ticket)
-        return len(gone)
+    def withdraw(self, *flows: Flow) -> int:
+        if self._is_plain:
+            return sum(len(self._plain.withdraw(flow)) for flow in flows)
+        before = self._count
+        for flow in flows:
+            level = self._levels.of(flow.priority)
+            for number in (2 * level, 2 * level + 1):
+                lane = self._lanes.get(number)
+                gone = lane.withdraw(flow) if lane is not None else ()
+                for ticket in gone:
+                    self._expiries.discard(ticket)
+                self._count -= len(gone)
+                if lane is not None and not lane:
+                    self._close(number)
+        return before - self._count
 
     def tickets(self) -> Iterator[Ticket]:
         """All waiting tickets, lane by lane."""
@@ -406,36 +491,40 @@ class Queue:
 
     def _oldest_ns(self) -> int:
         if self._is_plain:
-            return self._plain[0].queued_ns
-        return min(lane[0].queued_ns for lane in self._lanes.values())
+            return self._plain.first().queued_ns
+        return min(lane.first().queued_ns for lane in self._lanes.values())
 
     def _size(self, level: int) -> int:
         return len(self._lanes.get(2 * level, ())) + len(self._lanes.get(2 * level + 1, ()))
 
-    def _lane(self, number: int) -> deque[Ticket]:
+    def _lane(self, number: int) -> Tickets:
         lane = self._lanes.get(number)
         if lane is None:
-            lane = self._lanes[number] = deque()
+            lane = self._lanes[number] = Tickets()
             insort(self._numbers, number)
             self._served[number] = self._batches
         return lane
 
     def _remove(self, ticket: Ticket) -> None:
         lane = self._lanes[ticket.lane]
-        lane.remove(ticket)
+        lane.discard(ticket)
+        self._count -= 1
         if not lane:
-            del self._served[ticket.lane]
             self._close(ticket.lane)
 
     def _close(self, number: int) -> None:
-        """Remove an empty lane that is no longer in `_served`."""
+        """Remove an empty lane."""
         del self._lanes[number]
+        self._served.pop(number, None)
         del self._numbers[bisect_left(self._numbers, number)]
 
     def __len__(self) -> int:
-        return len(self._plain) if self._is_plain else sum(map(len, self._lanes.values()))
+        return len(self._waiting) if self._is_plain else self._count
 
     def check(self) -> None:
+        for lane in (self._plain, *self._lanes.values()):
+            lane.check()
+        assert self._is_plain or self._count == sum(map(len, self._lanes.values())), "a ticket is lost or doubled"
         assert not any(ticket.flow.done for ticket in self.tickets()), "a ticket of an answered flow still waits"
         if self._is_plain:
             times = [ticket.queued_ns for ticket in self._plain]
@@ -480,11 +569,12 @@ class Order:
     of arrival; a failed batch that is retried in halves keeps its position.
     """
 
-    __slots__ = ("_held", "_started")
+    __slots__ = ("_held", "_holding", "_started")
 
     def __init__(self) -> None:
         self._started: deque[Ticket] = deque()
         self._held: dict[Ticket, HeldOutcome] = {}
+        self._holding: set[Flow] = set()  # the flows of these
 
     def started(self, tickets: Sequence[Ticket]) -> None:
         """Append tickets that left the queue, in this order."""
@@ -500,10 +590,11 @@ class Order:
         for m, ticket in enumerate(tickets):
             if not ticket.flow.done:
                 self._held[ticket] = (m, ticket, outputs, errors)
+                self._holding.add(ticket.flow)
 
     def holds(self, flow: Flow) -> bool:
-        """Whether an outcome of `flow` is held."""
-        return any(ticket.flow is flow for ticket in self._held)
+        """Whether the outcome of `flow`, which has one ticket, is held."""
+        return flow in self._holding
 
     def pop(self) -> HeldOutcome | None:
         """Remove and return the next outcome in order; None if an earlier one is missing."""
@@ -512,7 +603,7 @@ class Order:
             outcome = self._held.pop(started[0], None)
             if outcome is None and not started[0].flow.done:
                 return None
-            started.popleft()
+            self._holding.discard(started.popleft().flow)
             if outcome is not None:
                 return outcome
         return None

@@ -370,7 +370,9 @@ class Scheduler:
         """As `_assign`, for a batcher whose tickets may be bound to one instance."""
         self._refuse_orphans(queue, bound)
         for instance in [*queue.free]:
-            tickets = bound.take_for(instance, now_ns) if instance in queue.free else None
+            if bound.is_shared and not len(bound):
+                break
+            tickets = bound.take_for(instance, now_ns)
             if tickets is not None:
                 queue.free.remove(instance)
                 if bound.is_shared:
@@ -901,9 +903,10 @@ class Scheduler:
     def _withdraw(self, flow: Flow) -> list[ModelQueue]:
         left: list[ModelQueue] = []
         if isinstance(flow, StreamFlow):
+            own = (flow, *flow.live)
             self.streams.ended(flow)
             for one in dict.fromkeys(flow.queues):
-                left += [one] * one.batcher.withdraw(flow)
+                left += [one] * one.batcher.withdraw(*own)
                 self._mark(one)
             return left
         for node in flow.plan.nodes:

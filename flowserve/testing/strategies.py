@@ -74,7 +74,7 @@ class SimModel:
             )
         return Queue(self.policy, self.levels or PLAIN) if self.policy is not None else self._fifo_queue()
 
-    def _fifo_queue(self) -> Batcher:
+    def _fifo_queue(self) -> Queue:
         return Queue(self.policy or BatchPolicy.single())
 
     def level_policy(self, request: SimRequest) -> LevelPolicy:

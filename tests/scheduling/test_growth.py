@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 import pytest
 
 from flowserve.errors import Unavailable
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import Graph
+from flowserve.scheduling.affinity import AffinityBatcher, CopyCost
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.call_graph import CalledFlow
+from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.queue import Batcher, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.scheduling.rate_limit.limiter import Available, Limiter, Needs
-from flowserve.testing.strategies import chain_graph, plain_graph
+from flowserve.scheduling.sequence.sequence import SequencePolicy
+from flowserve.scheduling.sequence.strategies import Direct, FillerFlow, IterativeDirect, IterativeOldest, Oldest
+from flowserve.testing.strategies import Handle, chain_graph, handle_residence, plain_graph
 from tests.support.growth import QUADRATIC_FROM, growth
 from tests.support.recorder import Recorder, rows_of, simple_model
 
@@ -106,3 +112,131 @@ def test_calls_of_models_that_need_resources_grow_linearly() -> None:
         return work
 
     assert growth(prepare, 60) < QUADRATIC_FROM
+
+
+# --------------------------------------------------------------------------------------------------------- cancellation
+
+
+class Ask(NamedTuple):
+    """A request of a sequence."""
+
+    of: int
+
+
+def identify(flow: Flow) -> tuple[int, bool, bool]:
+    return flow.request.of, True, False
+
+
+def sequence_policy(slots: int) -> SequencePolicy:
+    return SequencePolicy("a", slots, 1_000)
+
+
+POLICY = BatchPolicy.simple(2)
+LEVELS = Levels(4, 2, LevelPolicy(timeout_ns=500))
+BATCHERS: dict[str, Callable[[], Batcher]] = {
+    "fifo": lambda: Queue(POLICY),
+    "levels": lambda: Queue(POLICY, LEVELS),
+    "affinity": lambda: AffinityBatcher(lambda: Queue(POLICY), 2, [0, 1].__getitem__, handle_residence),
+    "oldest": lambda: Oldest(sequence_policy(1000), identify, POLICY),
+    "oldest, backlog": lambda: Oldest(sequence_policy(1), identify, POLICY),
+    "direct": lambda: Direct(sequence_policy(2), identify, FillerFlow(None)),
+    "iterative": lambda: IterativeOldest(sequence_policy(1000), identify, POLICY),
+    "iterative, backlog": lambda: IterativeDirect(sequence_policy(2), identify, FillerFlow(None)),
+}
+
+
+def queued(batcher: Batcher, n: int) -> tuple[Recorder, list[Flow]]:
+    """`n` requests, each of its own sequence, wait behind others that run on both instances."""
+    server = Recorder()
+    server.serve(A, batcher, instances=2)
+    graph = plain_graph(A)
+    for of in range(1, 5):
+        server.submit(graph, Ask(of))
+        server.turn()
+    flows = [server.submit(graph, Ask(of), priority=of % 4 + 1) for of in range(5, 5 + n)]
+    server.scheduler.schedule(0)
+    return server, flows
+
+
+@pytest.mark.parametrize("kind", BATCHERS)
+def test_cancelled_requests_grow_linearly(kind: str) -> None:
+    def prepare(n: int) -> Work:
+        server, flows = queued(BATCHERS[kind](), n)
+
+        def work() -> None:
+            for flow in flows:
+                server.scheduler.cancel(flow)
+                server.scheduler.schedule(0)
+
+        return work
+
+    assert growth(prepare, 60) < QUADRATIC_FROM
+
+
+@pytest.mark.parametrize("kind", BATCHERS)
+def test_requests_that_are_cancelled_at_once_grow_linearly(kind: str) -> None:
+    def prepare(n: int) -> Work:
+        server, flows = queued(BATCHERS[kind](), n)
+        return lambda: [server.scheduler.cancel(flow) for flow in reversed(flows)]
+
+    assert growth(prepare, 60) < QUADRATIC_FROM
+
+
+def test_cancelled_sequences_with_further_requests_grow_linearly() -> None:
+    """Each cancellation ends a sequence, and refuses the request behind the cancelled one."""
+
+    def prepare(n: int) -> Work:
+        server, flows = queued(BATCHERS["oldest"](), n)
+        for flow in flows:
+            server.submit(plain_graph(A), flow.request)
+        server.scheduler.schedule(0)
+        return lambda: [server.scheduler.cancel(flow) for flow in flows]
+
+    assert growth(prepare, 60) < QUADRATIC_FROM
+
+
+def test_outcomes_held_for_their_order_grow_linearly() -> None:
+    """Whether a request that leaves waits for an earlier one is known without a search."""
+
+    def prepare(n: int) -> Work:
+        server = Recorder()
+        queue = server.serve(A, Queue(BatchPolicy.simple(1)), instances=2, keeps_order=True)
+        graph = plain_graph(A)
+        server.submit(graph, "runs")
+        server.turn()
+        flows = []
+        for number in range(n):
+            flows.append(server.submit(graph, number))
+            server.turn()
+            server.done(server.running[-1])
+        assert queue.order is not None
+        holds = queue.order.holds
+        return lambda: [holds(flow) for flow in flows]
+
+    assert growth(prepare, 60) < QUADRATIC_FROM
+
+
+# ------------------------------------------------------------------------------------------------------------ instances
+
+
+def test_batches_of_more_instances_on_several_devices_grow_linearly() -> None:
+    """Requests wait for the instances of one device, while those of the others are free."""
+
+    def prepare(n: int) -> Work:
+        server = Recorder()
+        devices = [number % 8 for number in range(n)]
+        slow = CopyCost(each_ns=1 << 40)
+        affine = AffinityBatcher(lambda: Queue(BatchPolicy.single()), 1, devices.__getitem__, handle_residence, slow)
+        server.serve(A, affine, instances=n)
+        for number in range(n):
+            server.submit(plain_graph(A), number, [Handle(0, 2, 0, 1, device=0)])
+        server.turn()
+
+        def work() -> None:
+            for _ in range(4):
+                server.done(server.running[0])
+                server.scheduler.schedule(0)
+
+        return work
+
+    assert growth(prepare, 40) < QUADRATIC_FROM

@@ -146,7 +146,7 @@ def test_a_request_that_fails_while_its_other_branch_is_queued_is_answered_once(
 
 def test_refusing_a_request_does_not_scan_the_queue(server: Recorder) -> None:
     class Unsearched(Queue):
-        def withdraw(self, flow: Flow) -> int:
+        def withdraw(self, *flows: Flow) -> int:
             raise AssertionError("the queue was searched")
 
     policy = LevelPolicy(max_size=1, timeout_ns=50)

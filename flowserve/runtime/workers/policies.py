@@ -45,14 +45,16 @@ def queue_for(config: ModelConfig, instances: Sequence[Any], *, is_limited: bool
     if is_limited or not is_plain or len({*devices}) < 2:
         return queue
     places = dict(zip(instances, devices, strict=True))
-    return AffinityBatcher(lambda: batcher_for(config), config.max_batch_size, places.__getitem__, residence)
+    return AffinityBatcher(lambda: _queue(config), config.max_batch_size, places.__getitem__, residence)
 
 
 def batcher_for(config: ModelConfig) -> Batcher:
     """The queue of one version of a plain model."""
+    return _queue(config) if config.sequence is None else _sequences(config, config.sequence)
+
+
+def _queue(config: ModelConfig) -> Queue:
     batching = config.dynamic_batching
-    if config.sequence is not None:
-        return _sequences(config, config.sequence)
     if batching is None:
         return Queue(BatchPolicy.single())
     levels = _levels(batching)

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Unavailable
 from flowserve.scheduling.flow import Flow, Ticket
-from flowserve.scheduling.queue import Deadlines
+from flowserve.scheduling.queue import Deadlines, Tickets
 from flowserve.scheduling.sequence.sequence import (
     RequestSequence,
     SequenceId,
@@ -61,10 +61,10 @@ class Sequences:
         self._due: Deadlines[RequestSequence] = Deadlines()
         self._last_batch: dict[Any, list[RequestSequence]] = {}  # the sequences in the last batch of each instance
         self._retries: dict[Any, deque[list[Ticket]]] = {}  # parts of failed batches
-        self._orphans: list[tuple[Ticket, FlowserveError]] = []  # requests of ended sequences, each with its error
+        self._orphans: dict[Ticket, FlowserveError] = {}  # requests of ended sequences, each with its error
+        self._tickets = Tickets()  # that wait, for a batch or for a retry, and the orphans
         self._endings: dict[SequenceId, str] = {}  # why the last `ENDINGS_MAX` sequences ended that ended early
         self.on_quiet: list[Callable[[], None]] = []  # called once, when no sequence is live any more
-        self._count = 0
         self._now_ns = 0  # the time of the last call
 
     def serve(self, instances: Sequence[Any], free: Collection[Any]) -> None:
@@ -89,7 +89,7 @@ class Sequences:
             ticket.key = StateShapeKey(ticket.key, sequence, is_start=is_start)
         waiting = sequence.waiting
         waiting.append(ticket)
-        self._count += 1
+        self._tickets.append(ticket)
         sequence.last_ns = ticket.queued_ns
         if is_end:
             sequence.is_closed = True
@@ -134,6 +134,7 @@ class Sequences:
         while again:
             tickets = [ticket for ticket in again.popleft() if not ticket.flow.done]
             for ticket in tickets:
+                self._tickets.discard(ticket)
                 ticket.sequence.is_running = True
                 self._last_batch[instance].append(ticket.sequence)
             if tickets:
@@ -153,6 +154,10 @@ class Sequences:
     def again(self, instance: Any, parts: Sequence[list[Ticket]]) -> None:
         """A batch failed; its instance runs these parts of it next, each as a batch."""
         self._retries[instance].extendleft(reversed([part for part in parts if part]))
+        for part in parts:
+            for ticket in part:
+                if not ticket.flow.done:
+                    self._tickets.append(ticket)
 
     def _batch(self, instance: Any, now_ns: int) -> list[Ticket] | None:
         raise NotImplementedError
@@ -160,7 +165,7 @@ class Sequences:
     def _pop(self, sequence: RequestSequence) -> Ticket:
         """Move the first request of a sequence into a batch. A sequence whose last request left frees its slot."""
         ticket = sequence.waiting.popleft()
-        self._count -= 1
+        self._tickets.discard(ticket)
         slot = sequence.slot
         assert slot is not None
         sequence.is_running = True
@@ -181,6 +186,9 @@ class Sequences:
         everything = [ticket for sequence in self._sequences for ticket in sequence.waiting]
         everything += [ticket for parts in self._retries.values() for part in parts for ticket in part]
         for parts in self._retries.values():
+            for part in parts:
+                for ticket in part:
+                    self._tickets.discard(ticket)
             parts.clear()
         for sequence in [*self._sequences]:
             self._drop_waiting(sequence)
@@ -195,17 +203,13 @@ class Sequences:
         """Requests whose sequence ended before they ran, each with the reason; each is returned once."""
         if not self._orphans:
             return ()
-        orphans, self._orphans = self._orphans, []
-        return orphans
+        orphans, self._orphans = self._orphans, {}
+        for ticket in orphans:
+            self._tickets.discard(ticket)
+        return [*orphans.items()]
 
     def _orphan(self, tickets: Iterable[Ticket], error: FlowserveError) -> None:
-        self._orphans += [(ticket, error) for ticket in tickets if not ticket.flow.done]
-
-    def _withdraw_orphans(self) -> int:
-        """Remove the orphans whose flow is done. Returns their number."""
-        before = len(self._orphans)
-        self._orphans = [one for one in self._orphans if not one[0].flow.done]
-        return before - len(self._orphans)
+        self._orphans.update((ticket, error) for ticket in tickets if not ticket.flow.done)
 
     def expire(self, now_ns: int) -> Sequence[Ticket]:
         """End the idle sequences, and those whose timeout in the backlog passed. Their requests become `orphans`."""
@@ -226,26 +230,16 @@ class Sequences:
             self._end(sequence, f"it was idle for {idle_s:g} s (max_sequence_idle_microseconds) and has ended")
         return ()
 
-    def withdraw(self, flow: Flow) -> int:
+    def withdraw(self, *flows: Flow) -> int:
         """Remove the tickets of a flow that is over, and end their sequences: the state of a later request would lack
-        them.
+        them. Tickets of a part that waits for a retry are left out when it runs.
         """
-        left = self._withdrawn_again()
-        for sequence in self._sequences:
-            left += [ticket for ticket in sequence.waiting if ticket.flow.done]
+        gone = [ticket for flow in flows for ticket in self._tickets.withdraw(flow)]
+        ended = dict.fromkeys(ticket.sequence for ticket in gone if self._orphans.pop(ticket, None) is None)
         reason = "a request of it was cancelled, and with it the sequence"
-        for sequence in dict.fromkeys(ticket.sequence for ticket in left):
+        for sequence in ended:
             self._end(sequence, reason, Cancelled(f"sequence {sequence.id}: {reason}"))
-        return len(left) + self._withdraw_orphans()
-
-    def _withdrawn_again(self) -> list[Ticket]:
-        """Remove the tickets of finished flows from the parts that wait for a retry."""
-        left: list[Ticket] = []
-        for parts in self._retries.values():
-            for part in parts:
-                left += [ticket for ticket in part if ticket.flow.done]
-                part[:] = [ticket for ticket in part if not ticket.flow.done]
-        return left
+        return len(gone)
 
     def lost(self, instance: Any) -> None:
         """An instance without a batch became unavailable; the states of its sequences are lost."""
@@ -290,7 +284,9 @@ class Sequences:
         if sequence.waiting:
             if sequence.slot is not None:
                 self._head_removed(sequence)
-            self._count -= len(sequence.waiting)
+            for ticket in sequence.waiting:
+                if ticket not in self._orphans:
+                    self._tickets.discard(ticket)
             sequence.waiting.clear()
 
     # ------------------------------------------------------------------ queries
@@ -323,7 +319,7 @@ class Sequences:
         return self._due.soonest()
 
     def __len__(self) -> int:
-        return self._count + sum(len(part) for parts in self._retries.values() for part in parts)
+        return len(self._tickets) - len(self._orphans)
 
     def check(self) -> None:
         self._allocator.check()
@@ -336,5 +332,9 @@ class Sequences:
             assert not any(ticket.flow.done for ticket in sequence.waiting), "a ticket of a finished flow still waits"
             assert all(ticket.sequence is sequence for ticket in sequence.waiting), "a ticket is in the wrong sequence"
             assert sequence.waiting or sequence.is_running or not sequence.is_closed, f"{sequence} was not removed"
-        assert self._count == sum(len(sequence.waiting) for sequence in self._sequences), "a ticket is lost or doubled"
+        self._tickets.check()
+        waiting = [id(ticket) for sequence in self._sequences for ticket in sequence.waiting]
+        parts = [part for parts in self._retries.values() for part in parts]
+        waiting += [id(ticket) for part in parts for ticket in part if not ticket.flow.done]
+        assert sorted(waiting) == sorted(map(id, self._tickets)), "a ticket is lost or doubled"
         assert not self._orphans, "an orphaned request was not refused"

@@ -12,7 +12,7 @@ Always true after every call (see `SlotAllocator.check`):
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -87,7 +87,7 @@ class SlotAllocator:
 
     def __init__(self, count: int, on_assigned: Callable[[RequestSequence], None]) -> None:
         self.slots: dict[Any, list[Slot]] = {}  # of each instance, by number
-        self.backlog: dict[RequestSequence, None] = {}
+        self.backlog: OrderedDict[RequestSequence, None] = OrderedDict()
         self._count = count
         self._on_assigned = on_assigned
         self._free: list[Slot] = []  # a heap
@@ -133,8 +133,7 @@ class SlotAllocator:
         if not self.backlog:
             heappush(self._free, slot)
             return
-        sequence = next(iter(self.backlog))
-        del self.backlog[sequence]
+        sequence, _ = self.backlog.popitem(last=False)
         self._assign(sequence, slot)
 
     def _assign(self, sequence: RequestSequence, slot: Slot) -> None:

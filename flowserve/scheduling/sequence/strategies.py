@@ -24,7 +24,7 @@ Always true after every call of an iterative batcher, besides what is true of th
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
@@ -120,23 +120,23 @@ class Oldest(Sequences):
         self._batches = batches
         self._delay_ns = batches.max_queue_delay_ns
         self.may_wait = batches.max_queue_delay_ns > 0
-        # A ticket's `lane` is the time at which it became a candidate, so each deque is in ascending order of `lane`.
-        self._candidates: dict[Any, deque[Ticket]] = {}
+        # A ticket's `lane` is the time at which it became a candidate, so those of an instance are in ascending order.
+        self._candidates: dict[Any, OrderedDict[Ticket, None]] = {}
 
     def serve(self, instances: Sequence[Any], free: Any) -> None:
         super().serve(instances, free)
-        self._candidates = {instance: deque() for instance in instances}
+        self._candidates = {instance: OrderedDict() for instance in instances}
 
     def _batch(self, instance: Any, now_ns: int) -> list[Ticket] | None:
         candidates = self._candidates[instance]
         if not candidates:
             return None
-        first = candidates[0]
+        first = next(iter(candidates))
         is_overdue = self._delay_ns > 0 and now_ns - first.lane >= self._delay_ns
         size = self._batches.count(candidates, first.key, is_overdue)
         if not size:
             return None
-        batch = [candidates.popleft() for _ in range(size)]
+        batch = [candidates.popitem(last=False)[0] for _ in range(size)]
         for ticket in batch:
             sequence = ticket.sequence
             self._pop(sequence)
@@ -148,16 +148,16 @@ class Oldest(Sequences):
         assert sequence.slot is not None
         first = sequence.waiting[0]
         first.lane = self._now_ns
-        self._candidates[sequence.slot.instance].append(first)
+        self._candidates[sequence.slot.instance][first] = None
 
     def _head_removed(self, sequence: RequestSequence) -> None:
         assert sequence.slot is not None
-        self._candidates[sequence.slot.instance].remove(sequence.waiting[0])
+        del self._candidates[sequence.slot.instance][sequence.waiting[0]]
 
     def deadline(self) -> int | None:
         if not self._delay_ns:
             return None
-        waiting = [first[0].lane for instance in self._free_instances if (first := self._candidates[instance])]
+        waiting = [next(iter(found)).lane for instance in self._free_instances if (found := self._candidates[instance])]
         return min(waiting) + self._delay_ns if waiting else None
 
     def check(self) -> None:
@@ -190,21 +190,16 @@ class Iterative(Sequences):
             self._head_removed(sequence)
         sequence.waiting.appendleft(ticket)
         sequence.rescheduled = ticket
-        self._count += 1
+        self._tickets.append(ticket)
         self._head_added(sequence)
 
-    def withdraw(self, flow: Flow) -> int:
+    def withdraw(self, *flows: Flow) -> int:
         """Remove the tickets of a flow that is over. Other requests of the same id do not depend on them."""
-        gone = 0
-        for sequence in [*self._sequences]:
-            left = sum(ticket.flow.done for ticket in sequence.waiting)
-            if left:
-                gone += left
-                self._remove_done(sequence, left)
-        for ticket in self._withdrawn_again():
-            gone += 1
-            self._end_where_done(ticket.sequence)
-        return gone + self._withdraw_orphans()
+        gone = [ticket for flow in flows for ticket in self._tickets.withdraw(flow)]
+        for ticket in gone:
+            if self._orphans.pop(ticket, None) is None:
+                self._remove(ticket, ticket.sequence)
+        return len(gone)
 
     def id_of(self, flow: Flow) -> SequenceId:
         return self._identify_given(flow)[0]
@@ -222,16 +217,15 @@ class Iterative(Sequences):
         ids: Iterator[SequenceId] = map(str, self._numbers) if self.policy.id_type == "BYTES" else self._numbers
         return next(sequence_id for sequence_id in ids if not self.is_live(sequence_id))
 
-    def _remove_done(self, sequence: RequestSequence, gone: int) -> None:
-        is_first = sequence.slot is not None and sequence.waiting[0].flow.done
-        if is_first:
-            self._head_removed(sequence)
-        rest = [ticket for ticket in sequence.waiting if not ticket.flow.done]
-        sequence.waiting.clear()
-        sequence.waiting.extend(rest)
-        self._count -= gone
-        if rest and is_first:
-            self._head_added(sequence)
+    def _remove(self, ticket: Ticket, sequence: RequestSequence) -> None:
+        """Remove a ticket from its sequence, which ends if it has no other."""
+        if ticket in sequence.waiting:  # else it waits for a retry, and is left out when that runs
+            is_first = sequence.slot is not None and sequence.waiting[0] is ticket
+            if is_first:
+                self._head_removed(sequence)
+            sequence.waiting.remove(ticket)
+            if is_first and sequence.waiting:
+                self._head_added(sequence)
         self._end_where_done(sequence)
 
     def _is_back(self, instance: Any) -> None:
