@@ -38,6 +38,7 @@ class Actor:
     before_opening: Any = lambda: None
     killed: list[tuple[float, str]] = field(default_factory=list)
     running: Batch | None = None
+    has_answered: bool = False
     ended: str = ""
     on_end: Any = None
 
@@ -173,6 +174,33 @@ async def test_an_instance_that_lived_long_is_restarted_soon(autojump_clock: Moc
         actor.end()
         assert scene.outage == "it died; it is started again after 0.1 s"
         await until_back(scene)
+
+
+@pytest.mark.fault("W9")
+@pytest.mark.parametrize("answers", [True, False])
+async def test_an_instance_that_was_healthy_before_each_of_eight_kills_is_back_within_a_second(
+    autojump_clock: MockClock, answers: bool
+) -> None:
+    async with stage() as scene:
+        (actor,) = scene.actors
+        took_s = []
+        for _ in range(8):
+            if answers:
+                actor.has_answered = True  # soon after its start
+            else:
+                await trio.sleep(1)
+            began = trio.current_time()
+            actor.end()
+            assert not scene.is_closed
+            await until_back(scene)
+            took_s.append(round(trio.current_time() - began, 3))
+        assert took_s == [0.1, 0.2, 0.4, 0.8, 0.8, 0.8, 0.8, 0.8]
+        # What the last process answered says nothing about the next one.
+        for delay_s in (1.6, 3.2):
+            began = trio.current_time()
+            actor.end()
+            await until_back(scene)
+            assert round(trio.current_time() - began, 3) == delay_s
 
 
 async def test_a_released_instance_is_not_restarted(autojump_clock: MockClock) -> None:

@@ -147,7 +147,7 @@ def mischief(tmp_path: Path) -> Iterator[Mischief]:
         yield mischief
 
 
-# Deaths in a row are followed by longer and longer pauses, so few tests share a server.
+# Deaths in a row are followed by longer pauses, so few tests share a server.
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +259,18 @@ def test_an_idle_instance_that_is_killed_is_restarted(patient: Mischief) -> None
     os.kill(pid, signal.SIGKILL)
     until(lambda: patient.starts() == starts + 1, "it is started again")
     assert patient.pid() != pid
+
+
+@pytest.mark.fault("W9")
+def test_an_instance_that_served_before_each_kill_is_back_within_seconds(mischief: Mischief) -> None:
+    took_s = []
+    for killed in range(1, 7):
+        os.kill(mischief.pid(), signal.SIGKILL)
+        began = time.monotonic()
+        until(lambda: mischief.starts() > killed, "it is started again")  # noqa: B023 - called in this round
+        assert mischief.said("bad", "pass") == "done"
+        took_s.append(time.monotonic() - began)
+    assert max(took_s) < 2.5, took_s  # delays that double each time would end with 3.2 s
 
 
 @pytest.mark.fault("R4")

@@ -76,7 +76,8 @@ _number_of = attrgetter("number")
 
 class ProcessWorker:
     """One instance in a worker process. `child` is that process and `channel` the way to it while the instance is open
-    there; while there is no process, `ended` is how the last one ended.
+    there; while there is no process, `ended` is how the last one ended. `has_answered`: a batch came back from it; the
+    supervisor resets this when a process begins to serve.
 
     `streams`: of a decoupled model. `on_end` is called on the event loop when a process ended, after its batch failed.
     """
@@ -102,6 +103,7 @@ class ProcessWorker:
         self.child: Child | None = None
         self.channel: Channel | None = None
         self.ended = ""
+        self.has_answered = False
         self.on_end: Callable[[], None] | None = None
         batches = config.max_batch_size > 0
         self.reader = OutputReader(config.name, config.outputs, batches=batches)
@@ -283,7 +285,9 @@ class ProcessWorker:
                             if kind == protocol.RETURNED:
                                 continue  # it was lost meanwhile
                             raise Garbled(f"a reply to batch {words[1]}, which it does not have")
-                    self._complete(run, run.outcome(self, kind, words, text, self._pool.clock()))
+                    outcome = run.outcome(self, kind, words, text, self._pool.clock())
+                    self.has_answered = True
+                    self._complete(run, outcome)
                     return  # after a reply a process sends nothing by itself
                 if kind == protocol.CANCELLED:
                     run = self._pool.runs.get(words[1])
@@ -575,6 +579,7 @@ class ProcessRun:
                 _in_order(results, before_ns, now_ns)
             before_ns = results.computed_ns
             made.append(results)
+            self.workers[i].has_answered = True
         return Passed(made)
 
     def _invalid(self, i: int, error: Exception) -> InstanceDied:

@@ -1,9 +1,9 @@
 """Restart of worker processes after their end.
 
 Decides that the instance takes no work until a new process has loaded the model and run its warm-up, and that the delay
-before the next start grows with each early end. A model none of whose instances lives is not ready, nor are the
-ensembles that need it. Requests that wait for it go on waiting while a start is near; else they are refused with the
-reason.
+before the next start grows with each early end, and stays short if the process was healthy before it ended (`BackOff`).
+A model none of whose instances lives is not ready, nor are the ensembles that need it. Requests that wait for it go on
+waiting while a start is near; else they are refused with the reason.
 
 processes/children.py detects the end of a process; its worker (process.py) fails its batches. Used on the event loop,
 by the engine and by loading.
@@ -36,12 +36,18 @@ WarmUp = Callable[[Any], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """Exponential back-off: the first delay doubles up to the longest, until a process runs for `calm_ns`. A process
-    that crashes immediately each time is started at most once per `longest_ns`, which bounds the cost.
+    """Exponential back-off, in nanoseconds: the delay before a restart is `first_ns`, and doubles with each end in a
+    row up to `longest_ns`.
+
+    Only processes that end immediately reach that: they are started at most once per `longest_ns`, which bounds the
+    cost of a model that cannot run. An end after a healthy period (`BackOff.ended`) is followed by at most
+    `after_health_ns`, and one after `calm_ns` by `first_ns`.
     """
 
     first_ns: int = SECOND_NS // 10
     longest_ns: int = 30 * SECOND_NS
+    healthy_ns: int = SECOND_NS
+    after_health_ns: int = NEAR_NS
     calm_ns: int = 10 * SECOND_NS
 
 
@@ -53,15 +59,26 @@ class BackOff:
 
     def __init__(self, delays: Delays) -> None:
         self._delays = delays
+        self._doublings_after_health = (delays.after_health_ns // delays.first_ns).bit_length() - 1
+        self._doublings = 0
         self.ends = 0
 
-    def ended(self, lived_ns: int) -> int:
-        """The process ended after `lived_ns` (0: it did not start). Returns the delay until its restart."""
-        if lived_ns >= self._delays.calm_ns:
-            self.ends = 0
+    def ended(self, lived_ns: int, *, has_answered: bool = False) -> int:
+        """The process ended `lived_ns` after it began to serve (0: it did not begin). Returns the delay until its
+        restart.
+
+        The process was healthy if it lived for `healthy_ns`, or if it has answered a batch (`has_answered`).
+        """
+        delays = self._delays
+        if lived_ns >= delays.calm_ns:
+            self.ends = self._doublings = 0
+        elif has_answered or lived_ns >= delays.healthy_ns:
+            self._doublings = min(self._doublings, self._doublings_after_health)
+        delay_ns = min(delays.first_ns << self._doublings, delays.longest_ns)
         self.ends += 1
-        # Bounded before the shift, which would otherwise create very large integers.
-        return min(self._delays.first_ns << min(self.ends - 1, 60), self._delays.longest_ns)
+        if delay_ns < delays.longest_ns:  # bounds the shift, which would otherwise create very large integers
+            self._doublings += 1
+        return delay_ns
 
 
 class Supervisor:
@@ -97,6 +114,7 @@ class Supervisor:
         self._watched[queue] = [_Charge(queue, worker, BackOff(self._delays), warm_up, now_ns) for worker in workers]
         for charge in self._watched[queue]:
             charge.worker.on_end = partial(self._ended, charge)
+            charge.worker.has_answered = False  # its warm-up does not count
             if charge.worker.ended:
                 self._ended(charge)
             if execution_timeout_ns:
@@ -124,7 +142,9 @@ class Supervisor:
             return
         charge.is_away = True
         self._scheduler.take_away(charge.queue, charge.worker)
-        delay_ns = self._wait_for_next(charge, charge.worker.ended, self._clock() - charge.since_ns)
+        worker = charge.worker
+        lived_ns = self._clock() - charge.since_ns
+        delay_ns = self._wait_for_next(charge, worker.ended, lived_ns, has_answered=worker.has_answered)
         self._start(charge, partial(self._restart, charge, delay_ns))
 
     async def _restart(self, charge: _Charge, delay_ns: int) -> None:
@@ -134,10 +154,11 @@ class Supervisor:
             why = await self._open(worker) or await self._warm_up(charge)
             if not why:
                 break
-            delay_ns = self._wait_for_next(charge, why, 0)
+            delay_ns = self._wait_for_next(charge, why, 0, has_answered=False)
         log.info("instance %s runs again", worker.name)
         charge.is_away = False
         charge.since_ns = self._clock()
+        worker.has_answered = False  # its warm-up does not count
         self._down.pop(charge.queue, None)
         self._scheduler.give_back(charge.queue, worker)
         self._context.wake()
@@ -171,9 +192,9 @@ class Supervisor:
             return f"instance '{charge.worker.name}': {error}"
         return charge.worker.ended
 
-    def _wait_for_next(self, charge: _Charge, why: str, lived_ns: int) -> int:
+    def _wait_for_next(self, charge: _Charge, why: str, lived_ns: int, *, has_answered: bool) -> int:
         """Make known that it is not there. Returns after how long it is started again."""
-        delay_ns = charge.back_off.ended(lived_ns)
+        delay_ns = charge.back_off.ended(lived_ns, has_answered=has_answered)
         ends = charge.back_off.ends
         often = f", {ends} times in a row" if ends > 1 else ""
         reason = f"{why}{often}; it is started again after {delay_ns / SECOND_NS:g} s"
