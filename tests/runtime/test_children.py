@@ -144,7 +144,7 @@ async def test_the_end_of_a_child_is_detected_while_a_grandchild_holds_its_socke
         children,
         """
         if os.fork() == 0:
-            os.setsid()  # in another group, so that it is not killed
+            os.setsid()  # in another group: it is killed only after the end of its parent is known
             time.sleep(6)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -167,6 +167,64 @@ async def test_processes_started_by_a_child_end_with_it(children: Children, tmp_
     )
     await end_of(child)
     await until(lambda: not is_alive(int(note.read_text())))
+
+
+# Starts `sleep 600` in three ways that leave the session of the child, and writes the process ids to `note`.
+DAEMONS = """
+import os, subprocess, sys, time
+def start():
+    # A session of its own; the same without any environment variable, and started by a process that stays.
+    first = subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+    script = "echo $$; sleep 600 & echo $!; wait"
+    shell = subprocess.Popen(["env", "-i", "setsid", "sh", "-c", script], stdout=subprocess.PIPE, text=True)
+    pids = [first, int(shell.stdout.readline()), int(shell.stdout.readline())]
+    # A daemon: forked twice, without exec, an orphan while its child lives.
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.write(writing, str(os.getpid()).encode())
+            time.sleep(600)
+        os._exit(0)
+    pids.append(int(os.read(reading, 100)))
+    os.wait()
+    return pids
+"""
+
+
+async def daemons_of(children: Children, note: Path, name: str = "m_0") -> tuple[Child, list[int]]:
+    """A child, and the living processes that it started in sessions of their own."""
+    lines = [f"note = {str(note)!r}", "pids = start()", "open(note + '.new', 'w').write(repr(pids))"]
+    lines += ["os.rename(note + '.new', note)", "time.sleep(600)"]
+    child = await begin(children, DAEMONS + "\n".join(lines), name)
+    await until(note.exists)
+    pids = json.loads(note.read_text())  # noqa: ASYNC240
+    assert len(pids) == 4
+    assert all(map(is_alive, pids))
+    return child, pids
+
+
+@pytest.mark.fault("W9")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGALRM], ids=["killed", "ended"])
+async def test_processes_in_sessions_of_their_own_end_with_the_child_that_started_them(
+    children: Children, tmp_path: Path, number: signal.Signals
+) -> None:
+    child, pids = await daemons_of(children, tmp_path / "note")
+    other, others = await daemons_of(children, tmp_path / "other", "m_1")
+    child.kill(number)
+    await end_of(child)
+    await until(lambda: not any(map(is_alive, pids)))
+    # Those of another child live on, and are reaped when they end.
+    assert all(map(is_alive, others))
+    daemon = others[-1]
+    assert parent_of(daemon) == parent_of(other.pid)  # the forkserver, as it is an orphan
+    os.kill(daemon, signal.SIGKILL)
+    await until(lambda: not Path(f"/proc/{daemon}").exists())
+    assert is_alive(other.pid)
+    assert all(map(is_alive, others[:-1]))
+    await children.close()
+    assert not any(map(is_alive, others))
+    other.socket.close()
 
 
 async def test_a_process_that_a_child_forks_cannot_answer_in_its_place(children: Children) -> None:
@@ -387,7 +445,7 @@ async def test_no_process_starts_after_the_end_of_the_server(children: Children)
         await begin(children, "pass")
 
 
-SERVER = """
+SERVER = '''
 import sys
 import trio
 from flowserve.runtime.processes.children import Children
@@ -397,7 +455,12 @@ async def main():
     async with trio.open_nursery() as nursery:
         children = Children(running_clock())
         await nursery.start(children.run)
-        text = "import subprocess; subprocess.Popen(['sleep', '600']); time.sleep(600)"
+        text = f"""
+subprocess.Popen(["sleep", "600"])
+daemon = subprocess.Popen(["sleep", "600"], start_new_session=True)
+open({sys.argv[1]!r}, "a").write(str(daemon.pid) + " ")
+time.sleep(600)
+"""
         for number in range(3):
             spawn = lambda: children.spawn(f"m_{number}", "runs_text:run", text.encode(), log_name="m")
             print((await trio.to_thread.run_sync(spawn)).pid, flush=True)
@@ -405,23 +468,28 @@ async def main():
         await trio.sleep_forever()
 
 trio.run(main)
-"""
+'''
 
 
 @pytest.mark.fault("X8")
+@pytest.mark.fault("W9")
 def test_children_and_their_descendants_end_with_a_killed_server(tmp_path: Path) -> None:
     (tmp_path / "runs_text.py").write_text(ENTRY)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     before = set(os.listdir("/dev/shm"))
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, env=environment) as server:
+    daemons = tmp_path / "daemons"
+    command = [sys.executable, "-c", SERVER, str(daemons)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
         assert server.stdout is not None
         pids = [int(line) for line in iter(server.stdout.readline, "ready\n")]
         assert len(pids) == 3
         sessions = set(pids)
         deadline = time.monotonic() + WITHIN_S
-        while len(_of_sessions(sessions)) < 6:  # each with its sleep
+        # Each with its `sleep`, and a daemon that is its own session.
+        while len(_of_sessions(sessions)) < 6 or not daemons.exists() or len(daemons.read_text().split()) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+        sessions.update(map(int, daemons.read_text().split()))
         server.kill()
     while left := _of_sessions(sessions):
         assert time.monotonic() < deadline + WITHIN_S, left

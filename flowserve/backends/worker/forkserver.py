@@ -5,6 +5,12 @@ workers), and that no process is left behind: the end of the server ends the for
 workers and all processes that they started. Only the forkserver can reap them, so it reports to the server how each of
 them ended.
 
+The forkserver is the subreaper of its descendants: a process whose parent ends becomes its child, also a daemon in a
+session of its own. To know by which worker such an orphan was started, each worker writes its process id into a
+resource limit that every descendant inherits and that no kernel since 2.4.25 enforces (RLIMIT_LOCKS). When a worker has
+ended, the forkserver kills its children that carry that number, then the children that these leave behind, until there
+are none. It kills only its own children, which only it can reap, so a process id cannot have passed to another process.
+
 It has one thread: a fork copies only the thread that forks, and the locks of all others in their current state. What a
 worker does is decided by the function that it runs. Linux only.
 
@@ -21,6 +27,7 @@ import importlib
 import json
 import logging
 import os
+import resource
 import select
 import signal
 import socket
@@ -38,6 +45,8 @@ ORDER_BYTES_MAX: Final = 65536
 REPORT: Final = struct.Struct("=ii")  # process id, wait status
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_RLIMIT_LOCKS: Final = 10  # without effect; holds the process id of the worker that a process descends from
 _PIDFD_OPEN: Final = 434  # its number on every machine
 # Severities as in sd-daemon(3), which the server reads from the beginning of a line.
 _SEVERITIES: Final = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
@@ -65,6 +74,7 @@ def main(*, orders: int, reports: int, parent: int, log_level: int, environment:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, _nothing)
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
     for module in PRELOADED:
         importlib.import_module(module)
     for name, value in environment.items():
@@ -90,6 +100,7 @@ class ForkLoop:
         self._parent = parent
         self._pid = os.getpid()
         self._alive: set[int] = set()
+        self._ended: set[int] = set()  # workers that have ended, while processes that they started may be left
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> WorkerStart | None:
@@ -138,6 +149,7 @@ class ForkLoop:
             self._answer({"error": why}, [])
             return None
         self._alive.add(pid)
+        self._ended.discard(pid)  # an earlier process had the same number
         pidfd = _pidfd_open(pid)  # only this process can reap it, so the process id is still valid
         self._answer({"pid": pid}, [pidfd])
         os.close(pidfd)
@@ -157,36 +169,50 @@ class ForkLoop:
         os.close(self._wakes)
 
     def _reap(self) -> None:
-        """Report the workers that have ended, after killing the processes that they started, which would otherwise
-        accumulate with every restart.
+        """Reap all processes that have ended and report the workers among them. Kill the processes that ended workers
+        started, which would otherwise accumulate with every restart.
         """
         with suppress(BlockingIOError):
             while os.read(self._woken, 512):
                 pass
-        while self._alive:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is None:
-                return
-            pid: int = ended.si_pid
+        with suppress(ChildProcessError):  # none is left
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                self._reap_one(ended.si_pid)
+        if self._ended:
+            orphans = [pid for pid in _children_of(self._pid) if _worker_of(pid) in self._ended]
+            for pid in orphans:
+                _kill(pid)  # its end wakes this process, which then finds the children that it left
+            if not orphans:
+                self._ended.clear()
+
+    def _reap_one(self, pid: int) -> None:
+        is_worker = pid in self._alive
+        if is_worker:
             _kill_group(pid)  # before it is reaped: until then its number is not reused
-            _, status = os.waitpid(pid, 0)
+        _, status = os.waitpid(pid, 0)
+        if is_worker:
             self._alive.discard(pid)
+            self._ended.add(pid)
             with suppress(ConnectionError):
                 self._reports.send(REPORT.pack(pid, status))
 
     def _end_all(self) -> None:
-        """SIGTERM first: workers that handle it get _TERM_MS."""
+        """SIGTERM first: workers that handle it get _TERM_MS. Then everything is killed, whoever started it."""
         for pid in self._alive:
             os.kill(pid, signal.SIGTERM)
         woken = select.poll()
         woken.register(self._woken, select.POLLIN)
         while self._alive and woken.poll(_TERM_MS):
             self._reap()
-        for pid in self._alive:
-            _kill_group(pid)
-            os.kill(pid, signal.SIGKILL)  # it may not have a process group of its own yet
-        for pid in self._alive:
-            os.waitpid(pid, 0)
+        while True:
+            for pid in self._alive:
+                _kill_group(pid)
+            left = _children_of(self._pid)
+            for pid in left:
+                _kill(pid)
+            if not left or not woken.poll(_TERM_MS):  # without one more end the rest is stuck in the kernel
+                return
+            self._reap()
 
 
 @dataclass
@@ -226,6 +252,9 @@ class WorkerStart:
             os._exit(status)
 
     def _settle(self, level: int) -> None:
+        with suppress(OSError, ValueError):  # a hard limit below it: orphans then live until the forkserver ends
+            pid, (_, hard) = os.getpid(), resource.getrlimit(_RLIMIT_LOCKS)
+            resource.setrlimit(_RLIMIT_LOCKS, (pid, hard))
         os.setsid()  # no signals from a terminal, and a process group of its own for the processes that it starts
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self.parent:
@@ -294,8 +323,31 @@ def _be_killed_first() -> None:
 
 
 def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # it may have ended, or run as another user
+        os.kill(pid, signal.SIGKILL)
+
+
+def _children_of(parent: int) -> list[int]:
+    """The processes whose parent this is, also those that have ended and were not reaped yet."""
+    found = []
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:  # it may end meanwhile
+            if int(file.read().rpartition(b")")[2].split()[1]) == parent:
+                found.append(int(entry))
+    return found
+
+
+def _worker_of(pid: int) -> int:
+    """The process id of the worker that this process descends from. Another number if it is unknown."""
+    try:
+        return resource.prlimit(pid, _RLIMIT_LOCKS)[0]
+    except OSError:  # it has ended, or runs as another user
+        return 0
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
