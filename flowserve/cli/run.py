@@ -58,7 +58,8 @@ from flowserve.http.server.server import Server, open_listeners, open_unix_liste
 from flowserve.http.server.tls import tls_context
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.memory.devices import devices
-from flowserve.memory.pool import HOST, tune_malloc
+from flowserve.memory.heap import tune_malloc
+from flowserve.memory.pool import HOST
 from flowserve.observe.settings import LogSettings
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions

@@ -7,7 +7,10 @@ Decides:
 * Allocation is first-fit, lowest address first, and free neighbours are merged, so that warm memory is used first and
   odd sizes do not accumulate. A few single pages, the size of most small batches, are cached unmerged.
 * An arena grows by whole segments, each twice as large as the last, and keeps them: warm memory costs no page faults.
-  Only the pages of very large blocks go back to the kernel, so that one such request does not hold its memory forever.
+  The pages of very large blocks go back to the kernel at once, those of other free memory when it was not used for
+  `IDLE_NS` (`take_idle`). A segment keeps its address and its descriptor, so that no reader needs to know.
+* Memory is used from the lowest address up, so what was used is known by the highest end of a block in each period
+  between two calls of `take_idle`. The caller passes the time; this module reads no clock.
 
 Does not know: messages between processes, or which processes read. One process writes an arena, from one thread at a
 time; processes that receive its segments can read it.
@@ -15,12 +18,12 @@ time; processes that receive its segments can read it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from flowserve.memory.pool import ALIGNMENT
+from flowserve.memory.pool import ALIGNMENT, IDLE_NS
 from flowserve.memory.segment import PAGE, Lease, Segment
 
 FIRST_SEGMENT_BYTES: Final = 1 << 20
@@ -87,13 +90,33 @@ class Arena:
             else:
                 space.give_back(block[1])
 
+    def take_idle(self, now_ns: int) -> list[Lease]:
+        """Leases of the free memory that may have pages and was not used for IDLE_NS. The caller empties them, on any
+        thread. Only on the arena's own thread.
+        """
+        self._collect_ended()
+        leases = []
+        for space in self._spaces:
+            for offset, nbytes in space.take_idle(now_ns):
+                ticket = (space.segment.number, offset)
+                leases.append(Lease(space.segment, offset, nbytes, self._ended.append, ticket))
+        return leases
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether there is memory for a later call of `take_idle`."""
+        return any(space.is_warm for space in self._spaces)
+
     @property
     def lent_bytes(self) -> int:
         """Bytes in use, in whole pages."""
+        self._collect_ended()
+        return sum(sum(space.lent.values()) for space in self._spaces)
+
+    def _collect_ended(self) -> None:
         while self._ended:
             self.give_back((self._ended.popleft(),))
         self._put_back()
-        return sum(sum(space.lent.values()) for space in self._spaces)
 
     def _put_back(self) -> None:
         while self._spare:
@@ -112,13 +135,16 @@ class Arena:
 class _Space:
     """Free list of one segment: sorted by offset, never two neighbours."""
 
-    __slots__ = ("_sizes", "_starts", "lent", "segment")
+    __slots__ = ("_sizes", "_starts", "_taken", "_top", "_warm", "lent", "segment")
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
         self._starts = [0]
         self._sizes = [segment.size]
         self.lent: dict[int, int] = {}
+        self._top = 0  # the highest end of a block that was taken since the last `take_idle`
+        self._taken: deque[tuple[int, int]] = deque()  # of earlier periods: their end in nanoseconds, and their top
+        self._warm = 0  # no page above has been written, or all of them are empty
 
     def take(self, size: int) -> int:
         """The offset of `size` bytes, -1 if no free range is large enough."""
@@ -132,8 +158,44 @@ class _Space:
                     self._starts[i] = start + size
                     sizes[i] = found - size
                 self.lent[start] = size
+                if start + size > self._top:
+                    self._top = start + size
                 return start
         return -1
+
+    @property
+    def is_warm(self) -> bool:
+        return self._top > 0 or self._warm > 0
+
+    def take_idle(self, now_ns: int) -> list[tuple[int, int]]:
+        """Lend the free ranges that may have pages and were not used for IDLE_NS: their offsets and sizes."""
+        taken = self._taken
+        if self._top:
+            taken.append((now_ns, self._top))
+            self._warm = max(self._warm, self._top)
+            self._top = 0
+        while taken and now_ns - taken[0][0] >= IDLE_NS:
+            taken.popleft()
+        used = max([top for _, top in taken], default=0)
+        idle = []
+        for start, size in zip(self._starts, self._sizes, strict=True):
+            first, stop = max(start, used), min(start + size, self._warm)
+            if first < stop:
+                idle.append((first, stop - first))
+        self._warm = max([used, *(start + size for start, size in self.lent.items())])
+        for first, size in idle:
+            self._cut(first, size)
+        return idle
+
+    def _cut(self, first: int, size: int) -> None:
+        """Lend a part of a free range."""
+        starts, sizes = self._starts, self._sizes
+        i = bisect_right(starts, first) - 1
+        start, stop = starts[i], starts[i] + sizes[i]
+        parts = [(a, b - a) for a, b in ((start, first), (first + size, stop)) if a < b]
+        starts[i : i + 1] = [a for a, _ in parts]
+        sizes[i : i + 1] = [n for _, n in parts]
+        self.lent[first] = size
 
     def give_back(self, start: int) -> None:
         size = self.lent.pop(start)

@@ -5,7 +5,8 @@ Decides when a block may be reused. A block returns to its pool when the last te
 stream, the event after its last use there, and its next user is ordered after all of them: another stream waits on the
 device, the host waits itself, the same stream is ordered anyway. Memory goes back to the driver only after the host
 has seen those events complete. Memory allocated by another library (a model's output) is wrapped in the same blocks, so
-that it also stays valid until the device has finished with it.
+that it also stays valid until the device has finished with it. Blocks that were free for a while go back to the driver
+(`release_idle`), so that a burst does not keep its memory.
 
 Decides also the order in which memories are tried: a pool has a budget, and if a request does not fit even after all
 free blocks were released to the driver, work continues more slowly in pinned, then in ordinary host memory, with one
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from flowserve.memory.device import Allocation, Device, DeviceQueue, Event, OutOfMemory
-from flowserve.memory.pool import HOST, size_class
+from flowserve.memory.pool import HOST, IDLE_NS, size_class
 from flowserve.values import HOST_MEMORY, MemoryPlace, gpu_memory
 
 log = logging.getLogger("flowserve.memory")
@@ -79,8 +80,11 @@ class Block:
 
 @dataclass(slots=True)
 class _Kept:
+    """A free block. `since_ns`: when `release_idle` first found it."""
+
     memory: Allocation
     uses: list[Event]
+    since_ns: int | None = None
 
 
 class BlockPool:
@@ -131,6 +135,27 @@ class BlockPool:
         """Set a new budget. Blocks in use stay in use."""
         with self._lock:
             self._budget = budget_bytes
+
+    def release_idle(self, now_ns: int) -> None:
+        """Return the blocks to the driver that have been free for IDLE_NS and whose uses are complete. A block counts
+        as free from the first call that finds it. Waits for the driver; other users of the pool wait meanwhile.
+        """
+        with self._lock:
+            self._collect_returned()
+            for size, waiting in [*self._kept.items()]:
+                left = []
+                for kept in waiting:
+                    if kept.since_ns is None:
+                        kept.since_ns = now_ns
+                    if now_ns - kept.since_ns < IDLE_NS or not self._is_free(kept.uses, None):
+                        left.append(kept)
+                        continue
+                    self._device.free(kept.memory)
+                    self._kept_bytes -= size
+                if left:
+                    self._kept[size] = left
+                else:
+                    del self._kept[size]
 
     def statistics(self) -> BlockStatistics:
         """A snapshot."""

@@ -49,6 +49,11 @@ class Devices:
         ]
 
     @property
+    def pools(self) -> Sequence[BlockPool]:
+        """Every pool: of pinned memory, and of each GPU."""
+        return [] if self.pinned is None else [self.pinned, *(memory.pool for memory in self._memories)]
+
+    @property
     def gpus(self) -> Gpus:
         """The GPUs as the configuration package sees them."""
         return Gpus(tuple(range(self.count)), self.why_none)
@@ -88,8 +93,7 @@ class Devices:
 
     def statistics(self) -> Mapping[MemoryPlace, BlockStatistics]:
         """The statistics of every pool, by place."""
-        pools = [] if self.pinned is None else [self.pinned, *(memory.pool for memory in self._memories)]
-        return {pool.place: pool.statistics() for pool in pools}
+        return {pool.place: pool.statistics() for pool in self.pools}
 
 
 _current: Devices | None = None
@@ -112,6 +116,11 @@ def using(found: Devices) -> Iterator[Devices]:
         yield found
     finally:
         _current = before
+
+
+def pools() -> Sequence[BlockPool]:
+    """The pools of this process's GPUs and of pinned memory; none before the first call of `devices`."""
+    return () if _current is None else _current.pools
 
 
 def lost() -> str:

@@ -4,6 +4,10 @@ Decides: buffers of 64 KiB and more are kept for reuse, because returning them t
 in again costs more than most models. A buffer returns to the pool when the last numpy view of it is gone, on any
 thread, so there is no explicit release and no double release.
 
+Buffers without a use for `IDLE_NS` go back to the operating system (`take_idle`), so that a burst of requests
+does not keep its memory. This module reads no clock: the caller passes the time, and a buffer counts as free from the
+first call that finds it free. So a lease costs nothing for it.
+
 A buffer holds what its last user left: **the caller of `take` writes every byte before it shows the array to other
 code**. Zeroing would cost a pass over memory that every caller overwrites anyway.
 
@@ -12,18 +16,18 @@ Does not know: tensors, only bytes. Callers: batch assembly, device memory, fron
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import threading
 from collections import deque
 from typing import Final
 
 import numpy as np
 
+from flowserve.memory.heap import discard
 from flowserve.values import Array
 
 POOLED_BYTES_MIN: Final = 64 * 1024
 KEPT_BYTES_MAX: Final = 512 * 1024 * 1024
+IDLE_NS: Final = 10_000_000_000
 ALIGNMENT: Final = 64  # a cache line, and the width of the widest vector instructions
 
 
@@ -36,10 +40,10 @@ class Pool:
         self._kept_bytes_max = kept_bytes_max
         self._lock = threading.Lock()
         # Free buffers by size class; the least recently used class is first, because it is the one to shrink.
-        self._kept: dict[int, list[_Buffer]] = {}
+        self._kept: dict[int, list[Buffer]] = {}
         # A buffer can return from inside the garbage collector, at any allocation, even while this thread holds the
         # lock. So it is only appended here (which is atomic), and the next thread that gets the lock collects it.
-        self._returned: deque[_Buffer] = deque()
+        self._returned: deque[Buffer] = deque()
         self.kept_bytes = 0
         self.lent_bytes = 0
 
@@ -48,7 +52,7 @@ class Pool:
         pool when the last view is gone.
         """
         if nbytes < POOLED_BYTES_MIN:
-            return np.asarray(_Lease(None, _Buffer(nbytes), nbytes))
+            return np.asarray(_Lease(None, Buffer(nbytes), nbytes))
         size = size_class(nbytes)
         with self._lock:
             self._collect_returned()
@@ -56,7 +60,7 @@ class Pool:
             buffer = self._find(size)
         if buffer is None:
             try:
-                buffer = _Buffer(size)  # outside the lock: this is where the kernel may be asked for memory
+                buffer = Buffer(size)  # outside the lock: this is where the kernel may be asked for memory
             except MemoryError:
                 with self._lock:
                     self.lent_bytes -= size
@@ -72,7 +76,26 @@ class Pool:
         copy[...] = array
         return copy
 
-    def _find(self, size: int) -> _Buffer | None:
+    def take_idle(self, now_ns: int) -> list[Buffer]:
+        """Remove the buffers that have been free for IDLE_NS. The caller discards them, on any thread."""
+        idle: list[Buffer] = []
+        with self._lock:
+            self._collect_returned()
+            for size, buffers in [*self._kept.items()]:
+                left: list[Buffer] = []
+                for buffer in buffers:
+                    if buffer.free_since_ns is None:
+                        buffer.free_since_ns = now_ns
+                    (idle if now_ns - buffer.free_since_ns >= IDLE_NS else left).append(buffer)
+                self.kept_bytes -= size * (len(buffers) - len(left))
+                if left:
+                    self._kept[size] = left
+                else:
+                    del self._kept[size]
+        self._settle()
+        return idle
+
+    def _find(self, size: int) -> Buffer | None:
         buffers = self._kept.pop(size, None)
         if buffers is None:
             return None
@@ -80,9 +103,10 @@ class Pool:
         if buffers:
             self._kept[size] = buffers
         self.kept_bytes -= size
+        buffer.free_since_ns = None
         return buffer
 
-    def _take_back(self, buffer: _Buffer) -> None:
+    def _take_back(self, buffer: Buffer) -> None:
         self._returned.append(buffer)
         self._settle()
 
@@ -112,16 +136,21 @@ class Pool:
                 del self._kept[size]
 
 
-class _Buffer:
-    """`size` bytes of memory at an aligned `address`."""
+class Buffer:
+    """`size` bytes of memory at an aligned `address`. `free_since_ns`: when it was first found free in its pool."""
 
-    __slots__ = ("address", "raw", "size")
+    __slots__ = ("address", "free_since_ns", "raw", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.free_since_ns: int | None = None
         self.raw = np.empty(size + ALIGNMENT, np.uint8)
         start = self.raw.ctypes.data
         self.address = start + -start % ALIGNMENT
+
+    def discard(self) -> None:
+        """Return its pages to the system; it is not used any more."""
+        discard(self.address, self.size)
 
 
 class _Lease:
@@ -133,7 +162,7 @@ class _Lease:
 
     __slots__ = ("__array_interface__", "buffer", "home")
 
-    def __init__(self, home: Pool | None, buffer: _Buffer, nbytes: int) -> None:
+    def __init__(self, home: Pool | None, buffer: Buffer, nbytes: int) -> None:
         self.home = home
         self.buffer = buffer
         self.__array_interface__ = {"data": (buffer.address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
@@ -151,21 +180,3 @@ def size_class(nbytes: int) -> int:
     """The buffer size that serves `nbytes`: four classes to each power of two, so that at most a fifth is wasted."""
     shift = (nbytes - 1).bit_length() - 3
     return -(-nbytes >> shift) << shift
-
-
-def tune_malloc() -> bool:
-    """Tell glibc to keep blocks of up to 32 MiB on its heap and the heap's top in memory. False without glibc.
-
-    Otherwise the kernel maps and unmaps every large array that does not come from the pool (a model's outputs, for
-    instance), which more than halves the throughput with 600 KB tensors. The setting is process-wide, so it is called
-    at the start of a server and never on import.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    trim_threshold, mmap_threshold = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
-    mapped = mallopt(mmap_threshold, 32 * 1024 * 1024)  # the most it accepts on 64 bits
-    trimmed = mallopt(trim_threshold, 512 * 1024 * 1024)
-    return bool(mapped and trimmed)

@@ -114,8 +114,12 @@ class Segment:
         self.map.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
     def empty(self, start: int, stop: int) -> None:
-        """Return whole pages to the kernel, for every process: they read as zero until they are written again."""
-        self.map.madvise(mmap.MADV_REMOVE, start, stop - start)
+        """Return whole pages to the kernel, for every process: they read as zero until they are written again. Without
+        the interpreter lock, which `mmap.madvise` holds.
+        """
+        start_address, size = ctypes.c_void_p(self.address + start), ctypes.c_size_t(stop - start)
+        if ctypes.CDLL(None, use_errno=True).madvise(start_address, size, mmap.MADV_REMOVE):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def write(self, start: int, arrays: Sequence[Array]) -> None:
         """Write arrays that differ only in their number of rows, one after the other from offset `start`."""

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.memory.pool import ALIGNMENT, POOLED_BYTES_MIN, Pool, size_class, tune_malloc
+from flowserve.memory.heap import tune_malloc
+from flowserve.memory.pool import ALIGNMENT, POOLED_BYTES_MIN, Pool, size_class
 from flowserve.values import Array
 
 LARGE = 600_000

@@ -27,6 +27,7 @@ from flowserve.backends.worker.protocol import Garbled, Job, RunMessage, encode_
 from flowserve.backends.worker.tensors import NOTHING_PLACED, InputReader, OutputWriter, Placed, Run, Together
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.device import why_lost
+from flowserve.memory.release import ProcessMemory
 from flowserve.memory.segment import Segment
 from flowserve.values import Request
 
@@ -66,6 +67,7 @@ class Driver:
         self._guard = guard
         self._inputs = InputReader(job.model, job.inputs, batches=job.batches, let_go=self._let_go)
         self._outputs = OutputWriter(job.outputs, self._show)
+        self._memory = ProcessMemory()
         self._handoff = HandOff(self._inputs, self._outputs)
         names = [spec.name for spec in job.outputs]
         # Clients choose outputs in any order and number.
@@ -97,6 +99,8 @@ class Driver:
                 return
             elif kind == protocol.CANCEL:
                 self._cancel(words[1])
+            elif kind == protocol.RELEASE:
+                self._release_idle(words)
 
     def _next_message(self) -> tuple[int, tuple[int, ...], bytes] | None:
         """The next message that is not about memory or routes, None if the server has ended. Raises Garbled."""
@@ -165,6 +169,16 @@ class Driver:
             self._send(pack(kind, words, text))
         if not kept:
             self._inputs.forget_writes(run)  # last: no other process waits for it
+
+    def _release_idle(self, words: Sequence[int]) -> None:
+        """Take a RELEASE message. Batches wait meanwhile: longer than some milliseconds only after a burst."""
+        count = words[1]
+        self._outputs.give_back([(words[at], words[at + 1]) for at in range(2, 2 + 2 * count, 2)])
+        self._inputs.detach(words[2 + 2 * count :])
+        self._memory.used()
+        idle = self._memory.collect(self._clock(), (self._outputs.arena,), is_quiet=True)
+        if idle is not None:
+            idle.release()
 
     def _cancel(self, number: int) -> None:
         """Report whether a batch with a route was run here. If not, it must not be run any more."""

@@ -25,7 +25,7 @@ from flowserve.backends.worker.driver import Driver, RouteGuard
 from flowserve.backends.worker.protocol import BROKEN, MESSAGE_BYTES_MAX, Garbled, Job, encode_error, pack
 from flowserve.backends.worker.streaming import StreamDriver
 from flowserve.errors import FlowserveError, ModelFailed
-from flowserve.memory.pool import tune_malloc
+from flowserve.memory.heap import tune_malloc
 from flowserve.memory.segment import number_segments_from
 
 log = logging.getLogger("flowserve.child")

@@ -100,6 +100,10 @@ class StreamDriver(Driver):
             message = message._replace(update=((), ended))
         super()._run(message)
 
+    def _release_idle(self, words: Sequence[int]) -> None:
+        with self._one_by_one:
+            super()._release_idle(words)
+
     def _execute(self, run: Run, message: RunMessage) -> tuple[Any, tuple[int, int], Placed]:
         senders = [self._sender(run.number, m) for m in range(len(message.rows))]
         self._early.clear()

@@ -263,8 +263,8 @@ class OutputWriter:
     def __init__(self, specs: Sequence[TensorSpec], show: Callable[[Segment], None]) -> None:
         self._specs = specs
         self._show = show
-        self._arena = Arena()
-        self.give_back: Callable[[Sequence[BlockAddress]], None] = self._arena.give_back
+        self.arena = Arena()
+        self.give_back: Callable[[Sequence[BlockAddress]], None] = self.arena.give_back
         self._shown: dict[int, Segment] = {}
 
     def segment(self, number: int) -> Segment:
@@ -273,7 +273,7 @@ class OutputWriter:
 
     def message(self, message: bytes) -> list[int]:
         """Write a message that is too long for a datagram. Its segment, offset and length."""
-        segment, offset = self._arena.take(len(message))
+        segment, offset = self.arena.take(len(message))
         if segment.number not in self._shown:
             self._shown[segment.number] = segment  # before: another thread may be told to show it again
             self._show(segment)
@@ -318,7 +318,7 @@ class OutputWriter:
             outputs.append(_together((start, nbytes, absent, shape)))
         if not size:
             return _placed((0, 0, 0, outputs))
-        segment, offset = self._arena.take(size)
+        segment, offset = self.arena.take(size)
         if segment.number not in self._shown:
             self._shown[segment.number] = segment  # before: another thread may be told to show it again
             self._show(segment)

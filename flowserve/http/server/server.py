@@ -40,6 +40,7 @@ _BACKLOG: Final = 2048
 _ACCEPT_PAUSE_S: Final = 0.1
 _SWEEP_S_MAX: Final = 0.5
 _SWEEP_S_MIN: Final = 0.01
+_HEADS_KEPT_S: Final = 5.0  # parsed heads; those of clients that have left would keep pages of the heap
 
 _log = logging.getLogger("flowserve.http")
 
@@ -66,11 +67,9 @@ class Server:
         self._accepting = trio.CancelScope()
         self._drain_deadline = math.inf
         self._is_empty = trio.Event()  # set when the last connection goes, once none is accepted any more
-        self._poller = Poller(
-            self.connections,
-            direct.begin_events if direct is not None else _ignore,
-            direct.end_events if direct is not None else _ignore,
-        )
+        self._begin_events = direct.begin_events if direct is not None else _ignore
+        self._end_events = direct.end_events if direct is not None else _ignore
+        self._poller = Poller(self.connections, self._begin_events, self._end_events)
         self._context.poller = self._poller
 
     async def serve(
@@ -150,13 +149,26 @@ class Server:
             self._is_empty.set()
 
     async def _sweep(self) -> None:
+        forget_heads_at = 0.0
         while True:
             await trio.sleep(self._context.sweep_s)
             self._context.now = now = trio.current_time()
+            if now >= forget_heads_at:
+                self._context.heads.by_text.clear()
+                forget_heads_at = now + _HEADS_KEPT_S
             is_over = now >= self._drain_deadline
-            for connection in list(self.connections.values()):
-                if is_over or (now >= connection.deadline and connection.phase is not Phase.RUNNING):
-                    connection.expire()
+            expired = [
+                connection
+                for connection in self.connections.values()
+                if is_over or (now >= connection.deadline and connection.phase is not Phase.RUNNING)
+            ]
+            if expired:
+                self._begin_events()
+                try:
+                    for connection in expired:
+                        connection.expire()
+                finally:
+                    self._end_events()
 
 
 def _ignore() -> None:

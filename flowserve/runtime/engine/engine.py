@@ -45,6 +45,7 @@ from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.model_calls.calls import Calls
 from flowserve.runtime.model_calls.server_requests import ServerRequests
 from flowserve.runtime.processes.children import SUPPORTED
+from flowserve.runtime.release import MemoryRelease
 from flowserve.runtime.tracing.traces import Traces
 from flowserve.runtime.tracing.tracing import Tracing, Watch
 from flowserve.runtime.workers.base import (
@@ -140,6 +141,7 @@ class Engine:
         )
         self.processes = ProcessPool(self.clock, self.loop) if SUPPORTED else None
         self.generations = Generations(self._forget)
+        self.memory = MemoryRelease(self.clock, self.generations.workers, lambda: not self.scheduler.in_flight)
         self.supervisor = Supervisor(self.scheduler, self.context, options.restarts)
         self.deployments = Deployments(options, self.clock, self.scheduler, self.generations, self.supervisor)
         self.observers: list[Observer] = []
@@ -159,6 +161,8 @@ class Engine:
         """Complete batches, schedule and execute decisions until no decision is left; then notify the callers. Returns
         the latest time of the next step, in nanoseconds of the clock; None: at the next event.
         """
+        if self.memory.awaits_activity:
+            self.memory.note_activity()
         completed, scheduler = self.completions.waiting, self.scheduler
         now_ns = began_ns = self.clock()
         at_ns: int | None = 0
@@ -571,6 +575,7 @@ class Engine:
             nursery.start_soon(self.loop.run, name="steps")
             nursery.start_soon(self._wake_ordered, name="ordered wake-up")
             nursery.start_soon(self.generations.run, name="closing of models")
+            nursery.start_soon(self.memory.run, name="release of memory")
             await nursery.start(self.supervisor.run)
             if self.processes is not None:
                 await nursery.start(self.processes.run)

@@ -25,6 +25,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 from trio.lowlevel import wait_readable
@@ -50,6 +51,7 @@ _EVENTS_MAX: Final = 64
 # the server runs.
 _ROUNDS_MAX: Final = 4
 _EARLY_MAX: Final = 1000
+_BLOCKS_MAX: Final = 1000  # that a RELEASE names: it fits into a message
 _MSG_CTRUNC: Final = int(socket.MSG_CTRUNC)  # an operation on the enumeration's member takes microseconds
 _MSG_CMSG_CLOEXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
 # A message: its kind, its words (the first of which is not for the reader), its text.
@@ -244,6 +246,12 @@ class Channel:
             words.append(self._ended.popleft())
             words[1] += 1
         return words
+
+    def release_idle(self) -> None:
+        """Have the process release memory that it has not used for a while."""
+        blocks = [self.free_blocks.popleft() for _ in range(min(len(self.free_blocks), _BLOCKS_MAX))]
+        ended = [self._ended.popleft() for _ in range(min(len(self._ended), _BLOCKS_MAX))]
+        self.tell(pack(protocol.RELEASE, [len(blocks), *chain.from_iterable(blocks), *ended]))
 
     def restore_update(self, update: Sequence[int]) -> None:
         """It was not sent to the process: the next batch takes it."""

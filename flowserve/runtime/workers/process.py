@@ -67,6 +67,9 @@ from flowserve.scheduling.flow import Ticket
 log = logging.getLogger("flowserve.runtime")
 # A model that is unloaded has this long to finish and to finalise; at the end of the server the exit timeout counts.
 CLOSE_S_MAX: Final = 600.0
+# How often a process is told to release idle memory after its last batch. It is told every few seconds, and memory
+# counts as idle for it when it is told for the fifth time.
+_RELEASES: Final = 6
 _REPLIES: Final = frozenset((protocol.DONE, protocol.FAILED, protocol.RETURNED))
 # The common case of a batch without facts about its members. Results are not modified.
 _NONE: Final[Mapping[int, Any]] = {}
@@ -104,6 +107,7 @@ class ProcessWorker:
         self.channel: Channel | None = None
         self.ended = ""
         self.has_answered = False
+        self._releases_due = 0
         self.on_end: Callable[[], None] | None = None
         batches = config.max_batch_size > 0
         self.reader = OutputReader(config.name, config.outputs, batches=batches)
@@ -202,6 +206,7 @@ class ProcessWorker:
         run = self._pool.runs[number] = ProcessRun(number, batch, workers, channels)
         for worker in workers:
             worker._run = run
+            worker._releases_due = _RELEASES
         try:
             work = self.state.work(batch.tickets)
             batch.started_ns = self._pool.clock()
@@ -243,6 +248,20 @@ class ProcessWorker:
         """The batch is to return from its route as early as it can."""
         if self._run is not None and self._run.batch is batch:
             self._run.cancel()
+
+    def release_idle(self) -> bool:
+        """Have its process release memory that it has not used for a while. Called every few seconds. Returns whether
+        it is to be called again, without a batch in between.
+        """
+        channel = self.channel
+        if channel is None:
+            return False
+        if channel.free_blocks:
+            self._releases_due = _RELEASES
+        if self._releases_due:
+            self._releases_due -= 1
+            channel.release_idle()
+        return self._releases_due > 0
 
     def _end(self, run: ProcessRun) -> None:
         """The batch is back: its workers have it no more."""
