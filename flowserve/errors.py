@@ -55,6 +55,12 @@ class Unavailable(FlowserveError):
     kind = "unavailable"
 
 
+class Overloaded(Unavailable):
+    """A limit on the work in the server at once is reached, or memory or descriptors are used up: the same request may
+    succeed a moment later.
+    """
+
+
 class Unsupported(FlowserveError):
     """The request is valid but not supported by this server or version."""
 

@@ -36,6 +36,8 @@ from flowserve.cli.option_values import (
     whole_number,
 )
 from flowserve.grpc.options import KEY_PREFIX, MESSAGE_BYTES_MAX, GrpcOptions
+from flowserve.http.server.budget import Budget
+from flowserve.memory.capacity import memory_bytes, open_files
 from flowserve.observe.settings import LogChoice, MetricsChoice
 from flowserve.observe.trace_settings import LEVELS, OFF, OPENTELEMETRY, TRITON, TraceChoice
 
@@ -47,6 +49,8 @@ Certificate = tuple[Path, Path, Path | None]  # certificate, key, and the author
 LOCALHOST: Final = "127.0.0.1"
 MEBIBYTE: Final = 1 << 20
 DEFAULT_GRPC_PORT: Final = 8001
+BODIES_OF_A_REQUEST: Final = 2  # that count at once: the compressed one and the expanded one
+CONNECTION_BYTES: Final = 512 * 1024  # of the machine's memory for each connection
 QUANTILES: Final = (0.5, 0.9, 0.95, 0.99, 0.999)
 # Options passed to grpcio: its name for the option, tritonserver's default, the help text.
 _CHANNEL: Final[Mapping[str, tuple[str, int, str]]] = {
@@ -161,6 +165,13 @@ def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
     add_option(group, "--http-port PORT", text, whole_number(0, 65535), 8000)
     text = "largest request body, after decompression; default %(default)s"
     add_option(group, "--http-max-input-size BYTES", text, whole_number(1), 64 * MEBIBYTE)
+    text = (
+        "request bodies in the server at once, expanded ones included; default: an eighth of the memory, and at least "
+        "twice --http-max-input-size"
+    )
+    add_option(group, "--http-max-total-input-size BYTES", text, whole_number(1))
+    text = "connections at once; default: one for each 512 KiB of memory, and at most three quarters of the open files"
+    add_option(group, "--http-max-connections N", text, whole_number(1))
     add_option(group, "--http-server-cert FILE", "serve HTTPS with this certificate (PEM)", Path)
     add_option(group, "--http-server-key FILE", "the certificate's key (PEM)", Path)
     add_option(group, "--http-root-cert FILE", "clients must have a certificate of this authority", Path)
@@ -323,6 +334,12 @@ def contradiction(arguments: argparse.Namespace) -> str:
         return "Wildcard model name '*' must be the ONLY startup model if specified at all."
     if group := _repeated_group(arguments.http_restricted_api):
         return f"--http-restricted-api: restricted api '{group}' can not be specified in multiple config groups"
+    total = arguments.http_max_total_input_size
+    if total is not None and total < BODIES_OF_A_REQUEST * arguments.http_max_input_size:
+        return (
+            "--http-max-total-input-size must be at least twice --http-max-input-size: a compressed body and its "
+            "expanded form count"
+        )
     if (arguments.http_server_cert is None) != (arguments.http_server_key is None):
         return "--http-server-cert and --http-server-key go together"
     if arguments.http_root_cert and not arguments.http_server_cert:
@@ -396,6 +413,16 @@ def log_choice(arguments: argparse.Namespace) -> LogChoice:
         log_verbose_level=arguments.log_verbose,
         log_format=arguments.log_format,
     )
+
+
+def http_budget(arguments: argparse.Namespace) -> Budget:
+    """The bodies and connections that the HTTP server takes at once. Called once the limit of open files is raised."""
+    memory = memory_bytes()
+    # A body may be held four times while it is decoded, so this share bounds half of the memory.
+    bodies = max(memory // 8, BODIES_OF_A_REQUEST * arguments.http_max_input_size)
+    descriptors_each = 3 if arguments.http_server_cert else 1
+    connections = min(memory // CONNECTION_BYTES, open_files() * 3 // 4 // descriptors_each)
+    return Budget(arguments.http_max_total_input_size or bodies, arguments.http_max_connections or max(connections, 16))
 
 
 def http_certificate(arguments: argparse.Namespace) -> Certificate | None:

@@ -36,8 +36,10 @@ import trio
 from flowserve.cli import logs
 from flowserve.cli.options import (
     DEFAULT_GRPC_PORT,
+    MEBIBYTE,
     backend_settings,
     grpc_options,
+    http_budget,
     http_certificate,
     log_choice,
     metrics_choice,
@@ -53,6 +55,7 @@ from flowserve.errors import FlowserveError, Invalid
 from flowserve.grpc.options import NOT_INSTALLED, GrpcOptions, is_installed
 from flowserve.http.api.app import make_app, make_metrics_app
 from flowserve.http.api.infer import AppOptions, InferRoute
+from flowserve.http.server.budget import Budget
 from flowserve.http.server.request_parser import Limits
 from flowserve.http.server.server import Server, open_listeners, open_unix_listener
 from flowserve.http.server.tls import tls_context
@@ -86,6 +89,8 @@ BUSY_NAMES_MAX: Final = 10  # busy instances named in the log line of the drain
 # Share of the exit timeout that open sequences get at most; the rest is for their last requests and for closing.
 SEQUENCES_SHARE: Final = 0.9
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+LAST_RESPONSES_S: Final = 0.1  # time for the responses to requests that still run then; TLS encrypts them meanwhile
+SCRAPERS_MAX: Final = 256  # connections to the metrics port
 GRACE_S: Final = 0.5  # time for the event loop, after the exit timeout, to report what is still running
 
 
@@ -164,6 +169,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
         control_options = ControlOptions(
             arguments.model_control_mode, tuple(dict.fromkeys(arguments.load_model)), arguments.repository_poll_secs
         )
+        budget = http_budget(arguments)
         pattern = arguments.http_header_forward_pattern
         app_options = AppOptions(
             max_body_bytes=arguments.http_max_input_size,
@@ -172,6 +178,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
             metrics=metrics_shown,
             forwarding=Forwarding(pattern, "--http-header-forward-pattern") if pattern else None,
             log=log_settings,
+            budget=budget,
         )
         async with (
             open_engine(
@@ -184,11 +191,13 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
         ):
             app = make_app(engine, app_options, control)
             limits = Limits(max_body_bytes=arguments.http_max_input_size)
-            server = Server(app, limits, HOST, tls, InferRoute(engine, app_options))
+            server = Server(app, limits, HOST, tls, InferRoute(engine, app_options), budget)
             async with trio.open_nursery() as nursery:
                 await nursery.start(server.serve, listeners)
-                metrics = Server(make_metrics_app(engine, metrics_shown)) if metrics_listeners else None
-                if metrics is not None:
+                metrics: Server | None = None
+                if metrics_listeners:
+                    scrapers = Budget(MEBIBYTE, SCRAPERS_MAX)
+                    metrics = Server(make_metrics_app(engine, metrics_shown, budget), budget=scrapers)
                     await nursery.start(metrics.serve, metrics_listeners)
                 if grpc_server is not None:
                     await nursery.start(grpc_server.serve, engine, control, app_options.client_memory, log_settings)
@@ -255,6 +264,8 @@ async def _drain(engine: Engine, server: Server, grpc_server: GrpcServer | None,
     server.part()
     hung = await engine.drain(deadline)
     if hung:
+        server.cut()
+        await trio.sleep(LAST_RESPONSES_S)
         end_now(1, f"not finished within the exit timeout (--exit-timeout-secs): {', '.join(hung)}")
     left_s = max(deadline - trio.current_time(), 0)
     server.drain(left_s)

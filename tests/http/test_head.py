@@ -42,19 +42,19 @@ def test_a_parsed_head_is_found_by_its_bytes() -> None:
 def test_kept_heads_are_limited() -> None:
     heads = HeadCache(Limits())
     for number in range(1000):
-        heads.parse(b"GET /%d HTTP/1.1\r\n\r\n" % number)
+        heads.parse(b"GET /%d HTTP/1.1\r\nHost: h\r\n\r\n" % number)
     assert len(heads.by_text) <= 512
 
 
 def test_an_absolute_url_is_its_path() -> None:
-    assert parsed(b"GET http://host:1/v2?a=b HTTP/1.1\r\n\r\n").scope["path"] == "/v2"
+    assert parsed(b"GET http://host:1/v2?a=b HTTP/1.1\r\nHost: h\r\n\r\n").scope["path"] == "/v2"
 
 
 @pytest.mark.parametrize(
     ("head", "keeps_alive"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", True),
-        (b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n", False),
+        (b"GET / HTTP/1.1\r\nHost: h\r\n\r\n", True),
+        (b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n", False),
         (b"GET / HTTP/1.0\r\n\r\n", False),
         (b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", True),
     ],
@@ -71,12 +71,12 @@ def test_keep_alive_follows_the_version_and_the_header(head: bytes, keeps_alive:
         b"GET / HTTP/9.9\r\n\r\n",
         b"GET / HTTP/2.0\r\n\r\n",
         b"GET /\r\n\r\n",
-        b"FROB / HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\nbad name: x\r\n\r\n",
-        b"GET / HTTP/1.1\r\nname : x\r\n\r\n",
-        b"GET / HTTP/1.1\r\nA: b\nC: d\r\n\r\n",
-        b"GET / HTTP/1.1\nA: b\n\nGET / HTTP/1.1\r\n\r\n",
-        b"GET /%ff HTTP/1.1\r\n\r\n",
+        b"FROB / HTTP/1.1\r\nHost: h\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: h\r\nbad name: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: h\r\nname : x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: h\r\nA: b\nC: d\r\n\r\n",
+        b"GET / HTTP/1.1\nA: b\n\nGET / HTTP/1.1\r\nHost: h\r\n\r\n",
+        b"GET /%ff HTTP/1.1\r\nHost: h\r\n\r\n",
     ],
 )
 def test_a_malformed_head_is_refused(head: bytes) -> None:
@@ -104,7 +104,7 @@ def test_a_malformed_head_is_refused(head: bytes) -> None:
 )
 def test_ambiguous_framing_is_refused(framing: bytes) -> None:
     with pytest.raises(Refused) as refused:
-        parsed(b"POST / HTTP/1.1\r\n" + framing + b"\r\n\r\n")
+        parsed(b"POST / HTTP/1.1\r\nHost: h\r\n" + framing + b"\r\n\r\n")
     assert refused.value.status == 400
 
 
@@ -116,5 +116,5 @@ def test_chunks_in_http_1_0_are_refused() -> None:
 @pytest.mark.fault("H16")
 def test_an_unknown_expectation_is_417() -> None:
     with pytest.raises(Refused) as refused:
-        parsed(b"POST / HTTP/1.1\r\nExpect: miracles\r\nContent-Length: 1\r\n\r\n")
+        parsed(b"POST / HTTP/1.1\r\nHost: h\r\nExpect: miracles\r\nContent-Length: 1\r\n\r\n")
     assert refused.value.status == 417

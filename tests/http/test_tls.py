@@ -153,7 +153,7 @@ async def test_a_connection_without_a_free_descriptor_is_closed_and_the_next_one
             assert await stream.receive_some() == b""
         request = b"GET /v2/health/live HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
         assert (await ask(port, client_context(papers), request)).startswith(b"HTTP/1.1 200")
-    assert "cannot accept connections" in caplog.text
+    assert "connections are refused: no file descriptors left" in caplog.text
 
 
 def test_an_invalid_or_missing_certificate_or_key_is_refused(papers: Path, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ observe/, what is ready in runtime/. Called by the command line.
 
 from __future__ import annotations
 
+import logging
+
 import trio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flowserve.errors import FlowserveError, Unavailable
+from flowserve.errors import FlowserveError, Overloaded, Unavailable
 from flowserve.http.api.compression import expand, is_compressed
 from flowserve.http.api.extensions import repository_routes, settings_routes, shared_memory_routes
 from flowserve.http.api.generate import generate_routes
@@ -25,13 +27,17 @@ from flowserve.http.api.openapi import openapi
 from flowserve.http.api.request_target import PREFIX, SUFFIX, is_version
 from flowserve.http.api.restricted import restricted
 from flowserve.http.page.routes import live_routes
+from flowserve.http.server.budget import Budget
+from flowserve.http.server.connection import RESERVATION, RETRY_AFTER, no_memory
 from flowserve.observe.deployment_metrics import deployment_metrics
-from flowserve.observe.exposition import CONTENT_TYPE
+from flowserve.observe.exposition import CONTENT_TYPE, COUNTER, GAUGE, family
 from flowserve.observe.machine import GpuMeter, MachineMeter, machine_text
 from flowserve.observe.settings import EVERYTHING, MetricsChoice
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.loading.control import Control
 from flowserve.runtime.protocol import model_metadata, server_metadata
+
+_log = logging.getLogger("flowserve.http")
 
 
 def make_app(engine: Engine, options: AppOptions | None = None, control: Control | None = None) -> ASGIApp:
@@ -41,9 +47,11 @@ def make_app(engine: Engine, options: AppOptions | None = None, control: Control
     return restricted(app, options.restrictions) if options.restrictions else app
 
 
-def make_metrics_app(engine: Engine, choice: MetricsChoice | None = EVERYTHING) -> ASGIApp:
-    """An application that serves only /metrics, for a separate port."""
-    return _starlette(_metrics_routes(engine, choice))
+def make_metrics_app(
+    engine: Engine, choice: MetricsChoice | None = EVERYTHING, budget: Budget | None = None
+) -> ASGIApp:
+    """An application that serves only /metrics, for a separate port. `budget`: that of the server for requests."""
+    return _starlette(_metrics_routes(engine, choice, budget or Budget()))
 
 
 def make_routes(engine: Engine, options: AppOptions, control: Control | None) -> list[Route]:
@@ -79,12 +87,14 @@ def make_routes(engine: Engine, options: AppOptions, control: Control | None) ->
     async def document(request: Request) -> Response:
         return json_response(openapi())
 
-    async def body(request: Request) -> bytes:
+    async def body(request: Request) -> bytes | bytearray:
         """The whole body, expanded if it is compressed. Raises TooLarge."""
         received = await read_body(request.receive, options.max_body_bytes)
         if not is_compressed(request.headers.raw):
             return received
-        return await trio.to_thread.run_sync(expand, received, options.max_body_bytes, abandon_on_cancel=True)
+        # On another ASGI server there is no budget.
+        reserve = [request.scope[RESERVATION]().grow] if RESERVATION in request.scope else []
+        return await trio.to_thread.run_sync(expand, received, options.max_body_bytes, *reserve, abandon_on_cancel=True)
 
     infer = InferRoute(engine, options)
     routes = [
@@ -94,7 +104,7 @@ def make_routes(engine: Engine, options: AppOptions, control: Control | None) ->
         Route("/v2/models/stats", statistics),
         *repository_routes(engine, control, body),
         *shared_memory_routes(options.client_memory, body),
-        *_metrics_routes(engine, options.metrics),
+        *_metrics_routes(engine, options.metrics, options.budget),
         *settings_routes(engine, options.log, body),
         *generate_routes(engine, body, options.forwarding),
         Route("/openapi.json", document),
@@ -112,13 +122,13 @@ def make_routes(engine: Engine, options: AppOptions, control: Control | None) ->
 
 
 def _starlette(routes: list[Route]) -> Starlette:
-    handlers = {HTTPException: _http_error, FlowserveError: _error, Exception: _broken}
+    handlers = {HTTPException: _http_error, FlowserveError: _error, MemoryError: _no_memory, Exception: _broken}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
 
 
-def _metrics_routes(engine: Engine, choice: MetricsChoice | None) -> list[Route]:
+def _metrics_routes(engine: Engine, choice: MetricsChoice | None, budget: Budget) -> list[Route]:
     if choice is None:
         return []
     deployments = deployment_metrics(choice)
@@ -126,7 +136,8 @@ def _metrics_routes(engine: Engine, choice: MetricsChoice | None) -> list[Route]
     gpus = GpuMeter() if choice.has_gpus else None
 
     async def metrics(request: Request) -> Response:
-        parts = [await trio.to_thread.run_sync(machine_text, machine, gpus, engine.server_requests.metrics)]
+        parts = [_budget_text(budget)]
+        parts.append(await trio.to_thread.run_sync(machine_text, machine, gpus, engine.server_requests.metrics))
         # On the loop and not in a thread, which would keep the interpreter for half a millisecond each time that the
         # loop lets go of it.
         for part in deployments.pieces(engine.deployments.counters()):
@@ -135,6 +146,20 @@ def _metrics_routes(engine: Engine, choice: MetricsChoice | None) -> list[Route]
         return _InParts(parts)
 
     return [Route("/metrics", metrics)]
+
+
+def _budget_text(budget: Budget) -> bytes:
+    """The families of the HTTP server's budget."""
+    refused = [
+        ((("reason", "bodies"),), budget.refused_bodies),
+        ((("reason", "connections"),), budget.refused_connections),
+    ]
+    text = "Bytes of request bodies that count against --http-max-total-input-size"
+    bodies = family("flowserve_http_body_bytes", text, GAUGE, [((), budget.body_bytes)])
+    text = "Open HTTP connections, which count against --http-max-connections"
+    connections = family("flowserve_http_connections", text, GAUGE, [((), budget.connections)])
+    text = "Requests and connections refused with 503 at these limits or without a file descriptor"
+    return (bodies + connections + family("flowserve_http_refused_total", text, COUNTER, refused)).encode()
 
 
 class _InParts(Response):
@@ -165,7 +190,8 @@ def _names(request: Request) -> tuple[str, str]:
 
 async def _error(request: Request, error: Exception) -> Response:
     assert isinstance(error, FlowserveError)
-    return error_response(str(error), status_of(error))
+    headers = {name.decode(): value.decode() for name, value in (RETRY_AFTER,) if isinstance(error, Overloaded)}
+    return error_response(str(error), status_of(error), headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -177,6 +203,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
         right = [one for one in sorted(headers["Allow"].split(", ")) if one != "HEAD"]
         text += f": {request.method} where {' or '.join(right)} is asked for"
     return error_response(text, error.status_code, headers)
+
+
+async def _no_memory(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MemoryError)
+    _log.error("%s %r: %s", request.method, request.url.path, no_memory(error))
+    return await _error(request, Overloaded(no_memory(error)))
 
 
 async def _broken(request: Request, error: Exception) -> Response:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from flowserve.errors import Invalid, TooLarge
 from flowserve.http.server.request_parser import body_too_large
 
 Headers = Sequence[tuple[bytes, bytes]]
+Buffer = bytes | bytearray | memoryview
 
 CONTENT_ENCODING: Final = b"content-encoding"
 ACCEPT_ENCODING: Final = b"accept-encoding"
@@ -27,6 +28,8 @@ _READ: Final = frozenset({GZIP, b"x-gzip", DEFLATE})
 _WINDOW: Final = {GZIP: 31, DEFLATE: 15}  # what zlib calls the two containers
 _EITHER: Final = 47
 _WORTH_BYTES: Final = 1024  # below, the headers are most of what is sent
+_PIECE_BYTES: Final = 65_536  # expanded at a time, so that the rest of a large body is not copied again and again
+_EXPANDED_BYTES: Final = 1 << 20  # made of a piece at a time
 _SAMPLE_BYTES: Final = 8192
 _WORTH_RATIO: Final = 0.9
 _FAST: Final = 1  # level 6 takes three times as long for a few per cent
@@ -72,21 +75,31 @@ def accepted(value: bytes) -> bytes:
     return best if best in _WINDOW else b""
 
 
-def expand(body: bytes | bytearray | memoryview, limit: int) -> bytes:
-    """The expanded body. Raises `TooLarge` past `limit` bytes, `Invalid` for a body that is not exactly one whole
-    stream (millions of empty streams in one body would take hours)."""
+def expand(body: Buffer, limit: int, reserve: Callable[[int], object] = lambda nbytes: None) -> bytearray:
+    """The expanded body. `reserve` is called with the bytes of each part of it, and may raise. Raises `TooLarge` past
+    `limit` bytes, `Invalid` for a body that is not exactly one whole stream (millions of empty streams in one body
+    would take hours).
+    """
     stream = zlib.decompressobj(_EITHER)
+    made = bytearray()
+    source = memoryview(body)
     try:
-        made = stream.decompress(body, limit + 1)  # one more, to tell a full body from one that goes on
+        for start in range(0, len(source), _PIECE_BYTES):
+            piece: Buffer = source[start : start + _PIECE_BYTES]
+            while piece:
+                expanded = stream.decompress(piece, _EXPANDED_BYTES)
+                reserve(len(expanded))
+                made += expanded
+                if len(made) > limit:
+                    raise TooLarge(f"decompressed {body_too_large(None, limit)}")
+                if stream.eof:
+                    if stream.unused_data or start + _PIECE_BYTES < len(source):
+                        raise Invalid("the request body goes on after its compressed data ends")
+                    return made
+                piece = stream.unconsumed_tail
     except zlib.error as error:
         raise Invalid(f"the request body is not what its Content-Encoding says: {error}") from None
-    if len(made) > limit:
-        raise TooLarge(f"decompressed {body_too_large(None, limit)}")
-    if not stream.eof:
-        raise Invalid("the request body is cut short: its compressed data goes on")
-    if stream.unused_data:
-        raise Invalid("the request body goes on after its compressed data ends")
-    return made
+    raise Invalid("the request body is cut short: its compressed data goes on")
 
 
 def compress(parts: Sequence[Any], encoding: bytes) -> bytes | None:

@@ -113,7 +113,7 @@ async def _tell(answers: ResponseIterator, first: bytes | None, say: Say) -> Non
 # ---------------------------------------------------------------------------------------------- requests
 
 
-def _asked(body: bytes, deployment: Deployment) -> Request:
+def _asked(body: bytes | bytearray, deployment: Deployment) -> Request:
     document = load_json(body)
     if not isinstance(document, dict):
         raise Invalid("failed to parse the request JSON buffer: the request is not a JSON object")
@@ -136,7 +136,7 @@ def _asked(body: bytes, deployment: Deployment) -> Request:
     return Request(inputs, id=request_id if isinstance(request_id, str) else str(request_id), parameters=parameters)
 
 
-def _members(body: bytes) -> Iterable[tuple[str, Any]]:
+def _members(body: bytes | bytearray) -> Iterable[tuple[str, Any]]:
     """The members of the object, in order, those of `parameters` among them; duplicates are kept."""
     pairs: tuple[tuple[str, Any], ...] = json.loads(body, object_pairs_hook=tuple)  # so that no array is one
     for name, value in pairs:

@@ -10,7 +10,7 @@ know sockets.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -19,7 +19,7 @@ import trio
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from flowserve.errors import FlowserveError, Invalid, TooLarge
+from flowserve.errors import FlowserveError, Invalid, Overloaded, TooLarge
 from flowserve.http.api.compression import CONTENT_ENCODING, Headers, compress, expand
 from flowserve.http.api.decode import Body, Decoder, decode_raw
 from flowserve.http.api.encode import JSON_HEADERS, Encoder
@@ -27,7 +27,8 @@ from flowserve.http.api.json_bodies import status_of
 from flowserve.http.api.request_json import AnswerForm
 from flowserve.http.api.request_target import TARGET, RequestTarget, request_target, trace_context
 from flowserve.http.api.restricted import Guard
-from flowserve.http.server.connection import HeaderTuple, Respond, Spawn, error_body
+from flowserve.http.server.budget import Budget, Reservation
+from flowserve.http.server.connection import RETRY_AFTER, HeaderTuple, Respond, Spawn, error_body, no_memory
 from flowserve.http.server.request_parser import MAX_BODY_BYTES, body_too_large
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.server_timing import server_timing
@@ -46,6 +47,7 @@ class AppOptions:
     """`max_body_bytes` bounds bodies that another ASGI server passes on in pieces, and compressed ones, expanded;
     flowserve's own server refuses others earlier. `client_memory` and `log` are shared by all front ends of one
     engine. `forwarding`: the headers that become parameters of inference requests. `metrics` None: there are none.
+    `budget`: that of flowserve's own server, for metrics.
     """
 
     max_body_bytes: int = MAX_BODY_BYTES
@@ -54,6 +56,7 @@ class AppOptions:
     forwarding: Forwarding | None = None
     metrics: MetricsChoice | None = EVERYTHING
     log: LogSettings = field(default_factory=LogSettings)
+    budget: Budget = field(default_factory=Budget)
 
 
 # Status, headers, and the body's buffers.
@@ -94,7 +97,10 @@ class InferRoute:
             return None  # reported when the body is there
         if arena is None or arena.lent_bytes + nbytes > _BODY_MEMORY_MAX:
             return None
-        return arena.lease(nbytes).view()
+        try:
+            return arena.lease(nbytes).view()
+        except MemoryError:
+            return None  # no descriptor for more shared memory, for instance
 
     def start(self, scope: Scope, body: Body, respond: Respond, spawn: Spawn) -> Callable[[], None] | None:
         """Start a request. `respond` is called once, now or later. Returns a callable that withdraws the request if its
@@ -136,7 +142,11 @@ class InferRoute:
             is_done.set()
 
         async with trio.open_nursery() as nursery:
-            withdraw = self.start(scope, body, respond, nursery.start_soon)
+
+            def spawn(work: Callable[[Reservation], Awaitable[None]]) -> None:
+                nursery.start_soon(work, Reservation(Budget()))
+
+            withdraw = self.start(scope, body, respond, spawn)
             assert withdraw is not None, "the target was looked at"
             try:
                 await is_done.wait()
@@ -147,12 +157,14 @@ class InferRoute:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b"".join(parts)})
 
-    async def _run_compressed(self, inference: _Inference, target: RequestTarget, body: Body) -> None:
+    async def _run_compressed(
+        self, inference: _Inference, target: RequestTarget, body: Body, reservation: Reservation
+    ) -> None:
         """A request one of whose two bodies is compressed: large ones are work for a thread."""
         in_thread = partial(trio.to_thread.run_sync, abandon_on_cancel=True, limiter=self._threads)
         try:
             if target.is_compressed:
-                body = await in_thread(expand, body, self._max_body_bytes)
+                body = await in_thread(expand, body, self._max_body_bytes, reservation.grow)
             status, headers, parts = await inference.run(body)
             if target.encoding:
                 if sum(map(len, parts)) <= _INLINE_BYTES_MAX:
@@ -163,8 +175,8 @@ class InferRoute:
                     headers, parts = (*headers, (CONTENT_ENCODING, target.encoding)), [packed]
         except FlowserveError as error:
             status, headers, parts = refusal_of(error)
-        except Exception:
-            status, headers, parts = inference.broken()
+        except Exception as error:
+            status, headers, parts = inference.broken(error)
         except BaseException:
             inference.close()
             raise
@@ -262,19 +274,23 @@ class _Inference:
             encoded = self._encoded(engine.response_from(flow) if flow.error is None else engine.response(flow))
         except FlowserveError as error:
             encoded = refusal_of(error)
-        except Exception:
-            encoded = self.broken()
+        except Exception as error:
+            encoded = self.broken(error)
         (self._respond if self._watch is None else self.respond)(*encoded)
 
-    def broken(self) -> Encoded:
-        """The response to an unexpected exception."""
+    def broken(self, error: Exception) -> Encoded:
+        """The response to an unexpected exception, or to one for lack of memory. Called in its handler."""
+        if isinstance(error, MemoryError):
+            _log.error("an answer of model '%s' could not be written: %s", self.deployment.name, no_memory(error))
+            return refusal_of(Overloaded(no_memory(error)))
         _log.exception("an answer of model '%s' could not be written", self.deployment.name)
         return 500, JSON_HEADERS, [error_body("internal server error")]
 
 
 def refusal_of(error: FlowserveError) -> Encoded:
     """The response to a request that failed."""
-    return status_of(error), JSON_HEADERS, [error_body(str(error))]
+    headers = (*JSON_HEADERS, RETRY_AFTER) if isinstance(error, Overloaded) else JSON_HEADERS
+    return status_of(error), headers, [error_body(str(error))]
 
 
 def forward_headers(forwarding: Forwarding, headers: Headers, request: Request) -> None:

@@ -22,7 +22,7 @@ from flowserve.http.api.compression import UnknownEncoding
 from flowserve.http.server.connection import error_body
 from flowserve.values import fits_64_bits
 
-ReadBody = Callable[[Request], Awaitable[bytes]]
+ReadBody = Callable[[Request], Awaitable[bytes | bytearray]]
 Handler = Callable[[Request], Awaitable[Response]]
 
 STATUS: Final[Mapping[str, int]] = {

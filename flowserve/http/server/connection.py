@@ -36,6 +36,8 @@ import trio
 from starlette.types import ASGIApp, Message, Scope
 from trio.lowlevel import notify_closing, wait_readable, wait_writable
 
+from flowserve.errors import Overloaded
+from flowserve.http.server.budget import Budget, Reservation
 from flowserve.http.server.request_parser import (
     HEAD_END,
     ChunkedBody,
@@ -64,6 +66,10 @@ _LINGER_S: Final = 2.0
 _CHECK_S: Final = 0.01
 _HANG_UP_GRACE_S: Final = 0.002  # a client that half-closes after a fast request still gets its response
 _EVENTS_MAX: Final = 256
+RESERVATION: Final = "flowserve.reservation"  # in the ASGI scope: returns the request's part of the budget
+RETRY_AFTER: Final = (b"retry-after", b"1")  # seconds
+NO_MEMORY: Final = "the server has no memory for this request"
+STOPPED: Final = "the server is stopping, and its time for requests is over"
 # Edges: input that a connection leaves unread is not reported again.
 _EVENTS: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET if hasattr(select, "epoll") else 0
 
@@ -73,7 +79,8 @@ HeaderTuple = tuple[tuple[bytes, bytes], ...]
 Buffer = bytes | bytearray | memoryview
 # Status, headers and the body's buffers. Called once, on the event loop's thread, at any time.
 Respond = Callable[[int, HeaderTuple, Sequence[Any]], None]
-Spawn = Callable[[Callable[[], Awaitable[None]]], None]
+# Runs blocking work in a task. The work gets the request's part of the budget, for more bytes of its body.
+Spawn = Callable[[Callable[[Reservation], Awaitable[None]]], None]
 
 
 class InferenceHandler(Protocol):
@@ -85,7 +92,7 @@ class InferenceHandler(Protocol):
     def start(self, scope: Scope, body: Buffer, respond: Respond, spawn: Spawn) -> Callable[[], None] | None:
         """Start a request without waiting. Returns a callable that withdraws it when its client disconnects before
         `respond` was called; None if the request is for the app and was not started. `spawn` runs blocking work in a
-        task, which is cancelled when the client disconnects.
+        task, which is cancelled when the client disconnects, and passes it the request's part of the budget.
         """
 
     def begin_events(self) -> None:
@@ -121,11 +128,12 @@ class ServerContext:
     poller: Poller
 
     def __init__(
-        self, app: ASGIApp, direct: InferenceHandler | None, limits: Limits, pool: Pool, sweep_s: float
+        self, app: ASGIApp, direct: InferenceHandler | None, limits: Limits, budget: Budget, pool: Pool, sweep_s: float
     ) -> None:
         self.app = app
         self.direct = direct
         self.limits = limits
+        self.budget = budget
         self.pool = pool
         self.heads = HeadCache(limits)
         self.is_ending = False  # each response is its connection's last
@@ -145,8 +153,8 @@ class Connection:
 
     __slots__ = (
         *("_body", "_chunked", "_client", "_context", "_got", "_has_started", "_head", "_headers", "_keeps_alive"),
-        *("_left", "_local", "_on_close", "_parser", "_status", "_target", "_task", "_unread", "_unsent", "_withdraw"),
-        *("deadline", "is_hung_up", "may_read", "phase", "sock"),
+        *("_left", "_local", "_on_close", "_parser", "_reservation", "_status", "_target", "_task", "_unread"),
+        *("_unsent", "_withdraw", "deadline", "is_hung_up", "may_read", "phase", "sock"),
     )
 
     def __init__(
@@ -172,6 +180,7 @@ class Connection:
         self._chunked: ChunkedBody | None = None
         self._target: memoryview | None = None  # of a body of known size, `_got` bytes of which have come
         self._got = 0
+        self._reservation: Reservation | None = None  # of the request's body, if it needs a buffer of its own
         # The request that is read or responded to, and its response so far.
         self._head: Head | None = None  # None: no response is due
         self._body: Buffer | None = None  # until the app takes it
@@ -214,12 +223,13 @@ class Connection:
             if self._context.is_draining:
                 self.close_if_idle()
         except Refused as refused:
+            self._drop_body()
             self._enter(Phase.CLOSING, _LINGER_S)
             self._spawn(self._refuse, refused)
         except OSError:
             self.close()  # the client reset the connection, and reads nothing more
         except Exception:
-            _log.exception("connection given up")  # an internal error, or no memory for a body
+            _log.exception("connection given up")  # an internal error
             self.close()
 
     def _receive(self) -> None:
@@ -286,15 +296,20 @@ class Connection:
                 self._unread = rest[size:]
                 self._start(rest[:size])
                 return
+        if not head.is_chunked:
+            self._reserve(size)
+            try:
+                self._target = self._memory_for(size, head)
+            except MemoryError as error:
+                raise _without_memory(head, error) from None
         self._enter(Phase.BODY, limits.body_timeout_s)
         if head.expects_continue and not rest and not self._send((CONTINUE,)):
             self._enter(Phase.WRITING, limits.write_timeout_s)
             self._spawn(self._finish_continue)
-        if head.is_chunked:
+        if self._target is None:
             self._chunked = ChunkedBody(limits.max_body_bytes)
             self._take_chunks(rest)
         else:
-            self._target = self._memory_for(size, head)
             self._got = 0
             self._target[: len(rest)] = rest
             self._take_body(len(rest))
@@ -304,6 +319,26 @@ class Connection:
         await self._flush()
         self._enter(Phase.BODY, self._context.limits.body_timeout_s)
         self._context.poller.resume(self)
+
+    def _request_reservation(self) -> Reservation:
+        """The part of the budget that the current request has."""
+        if self._reservation is None:
+            self._reservation = Reservation(self._context.budget)
+        return self._reservation
+
+    def _reserve(self, nbytes: int) -> None:
+        """Reserve so many more bytes for the body. Raises Refused if the budget is used up."""
+        try:
+            self._request_reservation().grow(nbytes)
+        except Overloaded as error:
+            raise Refused(503, str(error)) from None
+
+    def _drop_body(self) -> None:
+        """The request's body is not needed any more."""
+        self._body = self._target = self._chunked = None
+        if self._reservation is not None:
+            self._reservation.end()
+            self._reservation = None
 
     def _memory_for(self, size: int, head: Head) -> memoryview:
         """Room for a body, placed so that its first tensor is aligned in memory. It belongs to the request alone and is
@@ -331,11 +366,19 @@ class Connection:
         chunked = self._chunked
         assert chunked is not None
         self.deadline += len(data) / self._context.limits.body_bytes_per_s
-        if chunked.feed(data):
+        before = len(chunked.body)
+        try:
+            is_complete = chunked.feed(data)
+        except MemoryError as error:
+            assert self._head is not None
+            raise _without_memory(self._head, error) from None
+        if is_complete:
             self._chunked = None
             self._unread = chunked.rest
             body = chunked.body
             self._start(bytes(body) if len(body) < POOLED_BYTES_MIN else memoryview(body))
+        else:
+            self._reserve(len(chunked.body) - before)
 
     # ---------------------------------------------------------------------------------------------- responding
 
@@ -349,11 +392,11 @@ class Connection:
         self._keeps_alive = False  # until the response is complete
         if self._context.direct is not None:
             try:
-                withdraw = self._context.direct.start(head.scope, body, self._respond, self._spawn)
-            except Exception:
-                self._log_failure(head)
+                withdraw = self._context.direct.start(head.scope, body, self._respond, self._spawn_work)
+            except Exception as error:
+                refused = self._failure(head, error)
                 if self._head is not None:
-                    self._spawn(self._fail)
+                    self._spawn(self._fail, refused)
                 else:
                     self.close()
                 return
@@ -365,9 +408,15 @@ class Connection:
         self._spawn(self._run_app, head)
 
     @staticmethod
-    def _log_failure(head: Head) -> None:
+    def _failure(head: Head, error: Exception) -> Refused:
+        """The response to a request that failed by an internal error or for lack of memory, which is logged. Called in
+        the exception's handler.
+        """
+        if isinstance(error, MemoryError):
+            return _without_memory(head, error)
         # The path is the client's text: repr, so that it cannot forge a log line.
         _log.exception("%s %r failed", head.scope["method"], head.scope["path"])
+        return Refused(500, "internal server error")
 
     def _respond(self, status: int, headers: HeaderTuple, parts: Sequence[Any]) -> None:
         """The inference handler's response. Never waits."""
@@ -397,6 +446,7 @@ class Connection:
         scope = head.scope.copy()
         scope["client"] = self._client
         scope["server"] = self._local
+        scope[RESERVATION] = self._request_reservation
         try:
             await self._context.app(scope, self._asgi_receive, self._asgi_send)
             if self._head is not None:
@@ -405,17 +455,18 @@ class Connection:
             if _is_client_left(error):
                 self.close()
                 return
-            self._log_failure(head)
-            await self._fail()
+            refused = self._failure(head, error)
+        else:
+            self._finish_response()
             return
-        self._finish_response()
+        await self._fail(refused)  # not in the handler: the exception's frames may hold the body
 
-    async def _fail(self) -> None:
-        """The request failed by an internal error, which is logged."""
+    async def _fail(self, refused: Refused) -> None:
+        """The request failed, which is logged."""
         if not self._has_started:
-            await self._write((refusal(500, "internal server error"),))
+            await self._write((refusal(refused.status, str(refused)),))
         self._keeps_alive = False
-        self._head = self._body = None
+        self._head = None
         self._finish_response()
 
     async def _asgi_receive(self) -> Message:
@@ -541,7 +592,8 @@ class Connection:
 
     def _finish_response(self) -> None:
         """The response is with the kernel."""
-        self._body = None
+        if self._reservation is not None or self._body is not None:
+            self._drop_body()
         if self.phase is Phase.CLOSED:
             return
         if not self._keeps_alive:
@@ -613,7 +665,10 @@ class Connection:
     def expire(self) -> None:
         """The deadline has passed, or the server's: end the connection without waiting."""
         try:
-            if self.phase in (Phase.HEAD, Phase.BODY):
+            if self.phase is Phase.RUNNING and not self._has_started:
+                self.sock.send(refusal(503, STOPPED))
+                self.sock.shutdown(socket.SHUT_WR)
+            elif self.phase in (Phase.HEAD, Phase.BODY):
                 self.sock.send(refusal(408, f"the request's {self.phase.value} did not arrive in time"))
                 self.sock.shutdown(socket.SHUT_WR)
             elif self.phase is Phase.WRITING:  # the kernel drops output that the client does not read
@@ -632,7 +687,8 @@ class Connection:
             withdraw()
         if self._task is not None:
             self._task.cancel()
-        self._head = self._body = self._target = None
+        self._head = None
+        self._drop_body()
         self._on_close(self)
         notify_closing(self.sock)
         self.sock.close()
@@ -641,6 +697,9 @@ class Connection:
         """Run `work` in a task, which closing the connection cancels."""
         self._task = trio.CancelScope()
         self._context.nursery.start_soon(self._run_task, self._task, work, *arguments, name="http connection")
+
+    def _spawn_work(self, work: Callable[[Reservation], Awaitable[None]]) -> None:
+        self._spawn(work, self._request_reservation())
 
     async def _run_task(self, scope: trio.CancelScope, work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
         # The cancel scope is inside: it removes cancellations from exception groups, which are no `Exception` before.
@@ -657,6 +716,12 @@ class Connection:
             self.close()
         if self._task is scope:
             self._task = None
+
+
+def _without_memory(head: Head, error: MemoryError) -> Refused:
+    """The refusal of a request for which there is no memory, which is logged."""
+    _log.error("%s %r: %s", head.scope["method"], head.scope["path"], no_memory(error))
+    return Refused(503, no_memory(error))
 
 
 def _is_client_left(error: Exception) -> bool:
@@ -790,10 +855,16 @@ def head_bytes(status: int, headers: HeaderTuple, framing: bytes) -> bytes:
 
 
 def refusal(status: int, text: str) -> bytes:
-    """A whole response that ends the connection."""
+    """A whole response that ends the connection. With 503 it says when to try again."""
     body = error_body(text)
     framing = b"content-length: %d\r\nconnection: close\r\n" % len(body)
-    return head_bytes(status, ((b"content-type", b"application/json"),), framing) + body
+    headers: HeaderTuple = ((b"content-type", b"application/json"),)
+    return head_bytes(status, (*headers, RETRY_AFTER) if status == 503 else headers, framing) + body
+
+
+def no_memory(error: MemoryError) -> str:
+    """The text of the response to a request for which there is no memory, and of the log."""
+    return f"the server has no memory for this request: {error}" if str(error) else NO_MEMORY
 
 
 def error_body(text: str) -> bytes:

@@ -1,8 +1,8 @@
 """Requests as bytes: heads and chunked bodies become records, and the limits on their size and duration.
 
-Decides which heads are served, and the framing of the body: exactly one Content-Length, or exactly "chunked", or no
-body. The syntax is checked by llhttp (through httptools, in its strict mode). Clients mostly repeat the same head,
-so records are cached by their bytes (`HeadCache`) and never changed.
+Decides which heads are served (in HTTP/1.1 those with exactly one Host), and the framing of the body: exactly one
+Content-Length, or exactly "chunked", or no body. The syntax is checked by llhttp (through httptools, in its strict
+mode). Clients mostly repeat the same head, so records are cached by their bytes (`HeadCache`) and never changed.
 
 Decides what a well-formed chunk is (strictly: hexadecimal size, CRLF, data, CRLF), and the two limits that bound the
 cost of a body of tiny chunks. Extensions and trailers are ignored. There is no record per chunk: the data is appended
@@ -29,6 +29,7 @@ _CACHED_HEADS: Final = 512
 _CACHED_HEAD_BYTES: Final = 2048
 _SIZE_LINE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\r\n]*)?")
 _LINE_BYTES_MAX: Final = 4096
+_CR: Final = ord("\r")
 _TRAILER_BYTES_MAX: Final = 8192
 
 
@@ -162,6 +163,9 @@ class HeadParser:
         version = self._parser.get_http_version()
         if version not in ("1.0", "1.1"):
             raise Refused(505, f"HTTP version {version} is not supported; use 1.1")
+        hosts = sum(name == b"host" for name, _ in self._headers)
+        if hosts > 1 or (not hosts and version == "1.1"):
+            raise Refused(400, f"malformed HTTP request: {hosts or 'no'} Host headers; HTTP/1.1 requires exactly one")
         path, query = _split_url(self._url)
         scope = {
             "type": "http",
@@ -264,11 +268,13 @@ class ChunkedBody:
                     self.rest = b""
                     return False
                 self._next = _Next.DATA_END
-            end = data.find(b"\r\n", at)
+            end = data.find(b"\n", at)
             if end < 0 or end - at > _LINE_BYTES_MAX:
                 return self._wait_for_line(data, at)
-            line = data[at:end]
-            at = end + 2
+            if end == at or data[end - 1] != _CR:
+                raise Refused(400, "malformed chunked body: a line ends with a bare line feed, not with CR and LF")
+            line = data[at : end - 1]
+            at = end + 1
             if self._next is _Next.SIZE:
                 self._start_chunk(line)
             elif self._next is _Next.DATA_END:
@@ -306,5 +312,5 @@ class ChunkedBody:
 
     def _count_trailer(self, line: bytes) -> None:
         self._trailer_bytes += len(line)
-        if self._trailer_bytes > _TRAILER_BYTES_MAX or b"\n" in line:
+        if self._trailer_bytes > _TRAILER_BYTES_MAX or b"\r" in line:
             raise Refused(400, "malformed chunked body: the trailer is too long or not made of lines")

@@ -1,9 +1,9 @@
 """The HTTP server: listening sockets are opened, connections are accepted, swept for deadlines, and drained.
 
 Decides the options of listening sockets, that a socket which an earlier server left in the file system is replaced,
-which connections are accepted, which are closed, and how the server ends. Two tasks serve every connection: the
-sweeper, which compares deadlines a few times a second, and the poller. The request/response cycle and the poller are in
-connection.py.
+which connections are accepted, which are refused (beyond the budget of connections, or without a file descriptor) or
+closed, and how the server ends. Two tasks serve every connection: the sweeper, which compares deadlines a few times a
+second, and the poller. The request/response cycle and the poller are in connection.py.
 
 Ending has three steps. From `part` on responses carry `Connection: close`, while new connections are still served:
 health probes detect that the server stops. `drain` stops accepting, closes connections without a request, and lets
@@ -28,16 +28,27 @@ from typing import Final
 
 import trio
 from starlette.types import ASGIApp
-from trio.lowlevel import wait_readable
+from trio.lowlevel import notify_closing, wait_readable
 
-from flowserve.http.server.connection import Connection, InferenceHandler, Phase, Poller, ServerContext
+from flowserve.http.server.budget import Budget
+from flowserve.http.server.connection import Connection, InferenceHandler, Phase, Poller, ServerContext, refusal
 from flowserve.http.server.request_parser import Limits
 from flowserve.http.server.tls import Terminator
 from flowserve.memory.pool import Pool
 
-_OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE})
+_OUT_OF_RESOURCES: Final = frozenset({*_OUT_OF_DESCRIPTORS, errno.ENOBUFS, errno.ENOMEM})
 _BACKLOG: Final = 2048
+_ACCEPTS_MAX: Final = 64  # in a row, before the event loop continues
 _ACCEPT_PAUSE_S: Final = 0.1
+NO_DESCRIPTORS: Final = "no file descriptors left: the server cannot take more connections at the moment"
+# A refused client gets so much time to read the response before its connection is closed; a refused client beyond so
+# many gets none, so that its connection costs two system calls.
+_REFUSED_S: Final = 1.0
+_REFUSED_WITHOUT_DESCRIPTORS_S: Final = 0.1  # one after the other, with the only descriptor
+_REFUSED_AT_ONCE: Final = 32
+_DISCARDED_BYTES: Final = 65536
+_EPISODE_S: Final = 10.0  # without the event, before it is logged again
 _SWEEP_S_MAX: Final = 0.5
 _SWEEP_S_MIN: Final = 0.01
 _HEADS_KEPT_S: Final = 5.0  # parsed heads; those of clients that have left would keep pages of the heap
@@ -47,8 +58,8 @@ _log = logging.getLogger("flowserve.http")
 
 class Server:
     """Serves `app`, and in front of it the requests of the route `direct`, on any number of listeners. Large bodies are
-    received into buffers of `pool`. `tls`: the certificate shown to clients, None for plain HTTP. `connections`: those
-    that are open, by file descriptor.
+    received into buffers of `pool`. `tls`: the certificate shown to clients, None for plain HTTP. `budget` bounds
+    bodies and connections; without one they are not bounded. `connections`: those that are open, by file descriptor.
     """
 
     def __init__(
@@ -58,13 +69,18 @@ class Server:
         pool: Pool | None = None,
         tls: ssl.SSLContext | None = None,
         direct: InferenceHandler | None = None,
+        budget: Budget | None = None,
     ) -> None:
         limits = limits or Limits()
         self.pool = pool or Pool()
-        self._context = ServerContext(app, direct, limits, self.pool, _sweep_interval(limits))
+        self.budget = budget or Budget()
+        self._context = ServerContext(app, direct, limits, self.budget, self.pool, _sweep_interval(limits))
         self._tls = Terminator(tls, limits) if tls is not None else None
         self.connections: dict[int, Connection] = {}
         self._accepting = trio.CancelScope()
+        self._refused = 0  # connections that are being refused
+        self._reserve = -1  # a descriptor that is closed to accept a connection when no other is left; -1: none
+        self._crowded, self._short = _Episode(), _Episode()
         self._drain_deadline = math.inf
         self._is_empty = trio.Event()  # set when the last connection goes, once none is accepted any more
         self._begin_events = direct.begin_events if direct is not None else _ignore
@@ -78,6 +94,7 @@ class Server:
         """Serve until drained. Owns and closes `listeners` (from `open_listeners`). Cancelling it cuts every
         connection."""
         self._context.now = trio.current_time()
+        self._open_reserve()
         try:
             async with trio.open_nursery() as housekeeping:
                 housekeeping.start_soon(self._sweep, name="http sweeper")
@@ -98,6 +115,7 @@ class Server:
             for connection in list(self.connections.values()):
                 connection.close()
             close_listeners(listeners)
+            self._close_reserve()
             self._poller.close()
 
     def part(self) -> None:
@@ -112,29 +130,108 @@ class Server:
         for connection in list(self.connections.values()):
             connection.close_if_idle()
 
+    def cut(self) -> None:
+        """End every connection at once. Requests without a response get 503."""
+        for connection in list(self.connections.values()):
+            connection.expire()
+
     async def _accept(self, listener: socket.socket, tasks: trio.Nursery) -> None:
         while True:
+            await wait_readable(listener)
             try:
-                sock, address = listener.accept()
-                plain = sock if self._tls is None else self._tls.plain(sock, tasks)
+                for _ in range(_ACCEPTS_MAX):
+                    sock, address = listener.accept()
+                    sock.setblocking(False)
+                    if self.budget.connections < self.budget.max_connections:
+                        self._open(sock, address, tasks)
+                    else:
+                        self._refuse(sock, tasks)
             except BlockingIOError:
-                await wait_readable(listener)
+                pass
             except OSError as error:
-                if error.errno in _OUT_OF_DESCRIPTORS:
-                    # The listener stays readable: without a pause this would spin until a descriptor is free.
-                    _log.warning("cannot accept connections for the moment: %s", error.strerror)
-                    await trio.sleep(_ACCEPT_PAUSE_S)
+                if error.errno in _OUT_OF_RESOURCES:
+                    await self._refuse_one(listener, error)
                 elif error.errno not in (errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EINTR):
                     raise
-            else:
-                sock.setblocking(False)
-                if sock.family in (socket.AF_INET, socket.AF_INET6):
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                client = address[:2] if isinstance(address, tuple) else None
-                self._open(Connection(self._context, plain, client, self._forget))
 
-    def _open(self, connection: Connection) -> None:
-        self.connections[connection.sock.fileno()] = connection
+    def _refuse(self, sock: socket.socket, tasks: trio.Nursery) -> None:
+        """The server has as many connections as it may have. A client that speaks TLS gets no text."""
+        self.budget.refused_connections += 1
+        self._crowded.note(self._context.now, self._too_many())
+        if self._tls is not None:
+            sock.close()
+        elif self._refused < _REFUSED_AT_ONCE:
+            tasks.start_soon(self._answer_and_close, sock, self._too_many(), _REFUSED_S, name="http refusal")
+        else:
+            with sock, suppress(OSError):
+                sock.send(refusal(503, self._too_many()))
+
+    def _too_many(self) -> str:
+        most = self.budget.max_connections
+        return f"the server has {most} connections, and no more are accepted; --http-max-connections sets the limit"
+
+    async def _refuse_one(self, listener: socket.socket, error: OSError) -> None:
+        """There is no descriptor, or no memory, for a waiting connection: refuse it, with the reserved descriptor. The
+        listener stays readable, so this waits a moment if it cannot.
+        """
+        is_short = error.errno in _OUT_OF_DESCRIPTORS
+        self._short.note(self._context.now, NO_DESCRIPTORS if is_short else str(error.strerror))
+        if not is_short or self._reserve < 0:
+            await trio.sleep(_ACCEPT_PAUSE_S)
+            if self._reserve < 0:
+                self._open_reserve()
+            return
+        self._close_reserve()
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            await trio.sleep(_ACCEPT_PAUSE_S)
+        else:
+            self.budget.refused_connections += 1
+            if self._tls is None:
+                await self._answer_and_close(sock, NO_DESCRIPTORS, _REFUSED_WITHOUT_DESCRIPTORS_S)
+            else:
+                sock.close()
+        finally:
+            self._open_reserve()
+
+    async def _answer_and_close(self, sock: socket.socket, text: str, within_s: float) -> None:
+        """Refuse a connection with 503. What its client sends is read for a while: unread input would reset the
+        connection, and the client might not read the response.
+        """
+        self._refused += 1
+        try:
+            with trio.move_on_after(within_s), suppress(OSError):
+                sock.setblocking(False)
+                sock.send(refusal(503, text))
+                sock.shutdown(socket.SHUT_WR)
+                is_open = True
+                while is_open:
+                    await wait_readable(sock)
+                    is_open = bool(sock.recv(_DISCARDED_BYTES))
+        finally:
+            self._refused -= 1
+            notify_closing(sock)
+            sock.close()
+
+    def _open_reserve(self) -> None:
+        with suppress(OSError):
+            self._reserve = os.open(os.devnull, os.O_RDONLY)
+
+    def _close_reserve(self) -> None:
+        reserve, self._reserve = self._reserve, -1
+        if reserve >= 0:
+            os.close(reserve)
+
+    def _open(self, sock: socket.socket, address: object, tasks: trio.Nursery) -> None:
+        """Serve a connection that was accepted. Raises OSError without a descriptor for TLS, and then it is closed."""
+        plain = sock if self._tls is None else self._tls.plain(sock, tasks)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client = address[:2] if isinstance(address, tuple) else None
+        connection = Connection(self._context, plain, client, self._forget)
+        self.connections[plain.fileno()] = connection
+        self.budget.connections = len(self.connections)
         try:
             self._poller.watch(connection)
         except OSError as error:
@@ -144,6 +241,7 @@ class Server:
     def _forget(self, connection: Connection) -> None:
         """A connection is about to close its socket."""
         del self.connections[connection.sock.fileno()]
+        self.budget.connections = len(self.connections)
         self._poller.forget(connection)
         if not self.connections and self._context.is_draining:
             self._is_empty.set()
@@ -169,6 +267,19 @@ class Server:
                         connection.expire()
                 finally:
                     self._end_events()
+
+
+class _Episode:
+    """Refused connections, which may be thousands a second: the first one after a while without any is logged."""
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+
+    def note(self, now: float, reason: str) -> None:
+        """A connection is refused at `now`, in seconds of the server's clock."""
+        if now - self._last > _EPISODE_S:
+            _log.warning("connections are refused: %s", reason)
+        self._last = now
 
 
 def _ignore() -> None:

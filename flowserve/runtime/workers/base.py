@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import trio
 
 from flowserve.backends.base import Results, Work
-from flowserve.errors import FlowserveError, Internal, ModelRaised
+from flowserve.errors import FlowserveError, Internal, ModelRaised, Overloaded
 from flowserve.memory.column import Column
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.clock import ClockNs
@@ -182,13 +182,16 @@ def log_raised(error: ModelRaised, model: str, instance: str) -> None:
     error.__cause__ = error.__context__ = None  # its frames hold the batch
 
 
-def cannot_start(worker: Worker, batch: Batch, error: Exception) -> Internal:
-    """The outcome of a batch that could not be started, for lack of memory or by an internal error; if the exception
-    propagated, it would stop the server. Called in the exception's handler.
+def cannot_start(worker: Worker, batch: Batch, error: Exception) -> FlowserveError:
+    """The outcome of a batch that could not be started, for lack of memory or descriptors, or by an internal error; if
+    the exception propagated, it would stop the server. Called in the exception's handler.
     """
+    where = f"model '{batch.queue.key.name}', instance '{worker.name}': a batch cannot be started"
+    if isinstance(error, MemoryError):
+        log.error("%s: %s", where, error)
+        return Overloaded(f"{where}: {error}")
     log.exception("instance %s: a batch cannot be started", worker.name)
-    what = f"{type(error).__name__}: {error}"
-    return Internal(f"model '{batch.queue.key.name}', instance '{worker.name}': a batch cannot be started: {what}")
+    return Internal(f"{where}: {type(error).__name__}: {error}")
 
 
 def writable_members(tickets: Sequence[Ticket], i: int) -> list[bool]:
