@@ -53,6 +53,11 @@ from flowserve.values import Array
 
 RECEIVE_BYTES: Final = 16_384  # a small request comes in one piece, and little of a large body has to be moved
 _READS_MAX: Final = 16  # in a row, before other connections are read
+# The same for large bodies. New memory is mapped while it is filled, at 1 to 3 ms per MiB, so many of them would keep
+# the event loop: it reads 16 MiB before it goes on.
+_BODY_RECEIVE_BYTES: Final = 1 << 18
+_BODY_READS_MAX: Final = 4
+_BODIES_AT_ONCE: Final = 16
 _BODILESS: Final = frozenset({204, 304})
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _STATUS_LINES: Final = {
@@ -206,6 +211,11 @@ class Connection:
         if self.phase is Phase.RUNNING:
             self.close()
 
+    @property
+    def reads_body(self) -> bool:
+        """Whether its next bytes belong to a body of known size."""
+        return self._target is not None
+
     def advance(self) -> None:
         """Read input until a request is complete, and start it. Never waits. Called by the poller, when
         input arrives and when the connection is resumed.
@@ -214,7 +224,7 @@ class Connection:
             if self._unread and self.phase.is_reading:
                 unread, self._unread = self._unread, b""
                 self._take(unread)
-            for _ in range(_READS_MAX):
+            for _ in range(_READS_MAX if self._target is None else _BODY_READS_MAX):
                 if not self.may_read or not self.phase.is_reading or self._unread:
                     break
                 self._receive()
@@ -240,8 +250,9 @@ class Connection:
                 data = self.sock.recv(RECEIVE_BYTES)
                 is_all = len(data) < RECEIVE_BYTES
             else:
-                count = self.sock.recv_into(target[self._got :])
-                is_all = count < len(target) - self._got
+                room = target[self._got : self._got + _BODY_RECEIVE_BYTES]
+                count = self.sock.recv_into(room)
+                is_all = count < len(room)
         except BlockingIOError:
             self.may_read = False
             self._context.poller.arm(self)
@@ -759,7 +770,7 @@ class Poller:
         self._end_events = end_events
         self._epoll = select.epoll() if hasattr(select, "epoll") else None
         self._nursery: trio.Nursery | None = None  # while it runs
-        self._resumable: list[Connection] = []
+        self._resumable: dict[Connection, None] = {}  # each once, however many events it had
         self._has_resumable = trio.Event()
 
     def watch(self, connection: Connection) -> None:
@@ -776,7 +787,7 @@ class Poller:
 
     def resume(self, connection: Connection) -> None:
         """Advance the connection in the next loop iteration, after others that are ready now."""
-        self._resumable.append(connection)
+        self._resumable[connection] = None
         self._has_resumable.set()
 
     def forget(self, connection: Connection) -> None:
@@ -801,6 +812,7 @@ class Poller:
             while True:
                 await wait_readable(self._epoll)
                 hung_up: list[Connection] = []
+                found: list[Connection] = []
                 self._begin_events()
                 try:
                     for descriptor, event in self._epoll.poll(0, _EVENTS_MAX):
@@ -811,7 +823,8 @@ class Poller:
                         if event & ~select.EPOLLIN:
                             connection.is_hung_up = True
                             hung_up.append(connection)
-                        connection.advance()
+                        found.append(connection)
+                    self._advance(found)
                 finally:
                     self._end_events()
                 if hung_up:
@@ -826,13 +839,25 @@ class Poller:
         while True:
             await self._has_resumable.wait()
             self._has_resumable = trio.Event()
-            resumable, self._resumable = self._resumable, []
+            resumable, self._resumable = self._resumable, {}
             self._begin_events()
             try:
-                for connection in resumable:
-                    connection.advance()
+                self._advance(resumable)
             finally:
                 self._end_events()
+
+    def _advance(self, connections: Iterable[Connection]) -> None:
+        """Advance connections that may have input. Of those that read bodies, the rest follows in the next loop
+        iteration.
+        """
+        bodies = 0
+        for connection in connections:
+            if connection.reads_body:
+                bodies += 1
+                if bodies > _BODIES_AT_ONCE:
+                    self.resume(connection)
+                    continue
+            connection.advance()
 
     async def _wait_for_one(self, connection: Connection) -> None:
         with suppress(OSError, trio.ClosedResourceError):
