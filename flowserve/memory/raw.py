@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from flowserve.errors import Internal, Invalid
+from flowserve.errors import Internal, Invalid, TooLarge
 from flowserve.values import BY_NUMPY, Array, DType
 
 Buffer = bytes | bytearray | memoryview
@@ -26,6 +26,9 @@ Buffer = bytes | bytearray | memoryview
 DIMENSIONS_MAX: Final = 64  # numpy's
 _INT64_MAX: Final = 2**63 - 1
 COPIED_BYTES_MAX: Final = 4096  # a small copy costs less than a view of one
+# BYTES elements of one request, by default. Each is a Python object, and the event loop works 0.2 to 0.3 us for each
+# where it decodes or encodes them: 80 ms for so many.
+BYTES_ELEMENTS_MAX: Final = 1 << 18
 _LENGTH: Final = struct.Struct("<I")
 
 
@@ -48,11 +51,31 @@ def element_count(name: str, shape: tuple[int, ...], dtype: DType) -> int:
 
 
 def check_size(name: str, model: str, dtype: DType, count: int, nbytes: int) -> None:
-    """Raises `Invalid` if `nbytes` is not the size of `count` elements. BYTES elements are counted while decoding."""
-    if dtype is not DType.BYTES and nbytes != count * dtype.itemsize:
+    """Raises `Invalid` if `nbytes` cannot be the size of `count` elements. The BYTES elements of data that is large
+    enough are counted while decoding.
+    """
+    if dtype is DType.BYTES:
+        if nbytes < count * _LENGTH.size:
+            raise Invalid(
+                f"expected {count} string elements for inference input '{name}' for model '{model}', got "
+                f"{nbytes // _LENGTH.size} at most, in {nbytes} bytes"
+            )
+    elif nbytes != count * dtype.itemsize:
         raise Invalid(
             f"input byte size mismatch for input '{name}' for model '{model}'. "
             f"Expected {count * dtype.itemsize}, got {nbytes}"
+        )
+
+
+def check_bytes_elements(counts: Iterable[int], model: str, limit: int = BYTES_ELEMENTS_MAX) -> None:
+    """`counts`: the elements of each BYTES input of a request, from its shape. Raises `TooLarge` if they are more than
+    `limit` together. Called before the elements are made.
+    """
+    count = sum(counts)
+    if count > limit:
+        raise TooLarge(
+            f"the BYTES inputs of the request for model '{model}' have {count} elements, at most {limit} are accepted "
+            "(--max-bytes-elements)"
         )
 
 
@@ -155,8 +178,8 @@ def decode_bytes(buffer: bytes | bytearray | memoryview, count: int, *, name: st
     Raises `Invalid`, naming the input `name` and the `model`, when the buffer holds more or fewer elements or ends
     inside one.
     """
-    view = memoryview(buffer).cast("B")
-    end = len(view)
+    data = bytes(buffer)  # whose slices are made in a third of the time of a memoryview's
+    end = len(data)
     unpack = _LENGTH.unpack_from
     elements: list[bytes] = []
     position = 0
@@ -173,13 +196,13 @@ def decode_bytes(buffer: bytes | bytearray | memoryview, count: int, *, name: st
                 f"expecting {count}"
             )
         start = position + 4
-        position = start + unpack(view, position)[0]
+        position = start + unpack(data, position)[0]
         if position > end:
             raise Invalid(
                 f"incomplete string data for inference input '{name}' for model '{model}', "
                 f"expecting string of length {position - start} but only {end - start} bytes available"
             )
-        elements.append(bytes(view[start:position]))
+        elements.append(data[start:position])
     if len(elements) != count:
         raise Invalid(
             f"expected {count} string elements for inference input '{name}' for model '{model}', got {len(elements)}"
