@@ -35,7 +35,7 @@ from flowserve.cli.option_values import (
     trace_setting,
     whole_number,
 )
-from flowserve.grpc.options import KEY_PREFIX, MESSAGE_BYTES_MAX, GrpcOptions
+from flowserve.grpc.options import KEY_PREFIX, MESSAGE_BYTES, MESSAGE_BYTES_MAX, GrpcOptions
 from flowserve.http.server.budget import Budget
 from flowserve.memory.capacity import memory_bytes, open_files
 from flowserve.observe.settings import LogChoice, MetricsChoice
@@ -191,8 +191,8 @@ def _add_grpc_arguments(group: argparse._ArgumentGroup) -> None:
     add_option(group, "--grpc-address ADDRESS", text, default=LOCALHOST)
     text = f"default {DEFAULT_GRPC_PORT}, if it is free and grpcio is installed; 0 picks a free one and prints it"
     add_option(group, "--grpc-port PORT", text, whole_number(0, 65535))
-    text, parse = "largest message of a client; default %(default)s", whole_number(1, MESSAGE_BYTES_MAX)
-    add_option(group, "--grpc-max-message-size BYTES", text, parse, MESSAGE_BYTES_MAX)
+    text = "largest message of a client, after decompression; default %(default)s"
+    add_option(group, "--grpc-max-message-size BYTES", text, whole_number(1, MESSAGE_BYTES_MAX), MESSAGE_BYTES)
     text = "none (default), low, medium or high: compression of responses for clients that accept it"
     add_option(
         group, "--grpc-infer-response-compression-level LEVEL", text, one_of(*_COMPRESSION_LEVELS), default="none"

@@ -18,6 +18,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from flowserve.errors import Invalid
+from flowserve.grpc.bounds import ITEMS_MAX, TYPED_ELEMENTS_MAX, MessageBounds, too_many, too_many_numbers
 from flowserve.grpc.service_pb2 import InferParameter, ModelInferRequest
 from flowserve.memory import raw
 from flowserve.memory.client_memory import Portion
@@ -38,7 +39,7 @@ _CONTENTS: Final[Mapping[DType, str]] = {
 _READ_LATER: Final[Array] = np.empty(0)  # keeps an input's place in the order
 _KEPT_MAX: Final = 256
 _KEPT_BYTES_MAX: Final = 4096  # of one message's part before its raw tensors
-_BLOCKS_MAX: Final = 1024
+_FIELDS_MAX: Final = 4 * ITEMS_MAX + 16  # of a message: inputs, outputs, parameters, raw tensors, and single ones
 _SHIFT_MAX: Final = 56  # of a varint's bytes, seven bits each
 _HAS_LENGTH: Final = 2  # protobuf's wire type of strings, bytes and messages
 _RAW: Final = ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | _HAS_LENGTH
@@ -47,6 +48,7 @@ InputLayout = tuple[str, DType, tuple[int, ...], int]  # name, data type, shape,
 # The part of a message before its raw tensors: the target, the request's fields after its inputs, the classes,
 # whether an empty final response is wanted, and the inputs.
 _Kept = tuple[tuple[str, str], tuple[Any, ...], dict[str, int], bool, tuple[InputLayout, ...]]
+_REPEATED: Final = ("inputs", "outputs", "parameters")
 _fields_of: Final = attrgetter(*(one.name for one in fields(Request) if one.name != "inputs"))
 
 
@@ -70,9 +72,11 @@ class ReceivedMessage:
 
 
 class MessageReader:
-    """Decodes messages, and keeps the parts that repeat."""
+    """Decodes messages, and keeps the parts that repeat. `bytes_elements`: the most elements of all BYTES inputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_elements: int = raw.BYTES_ELEMENTS_MAX) -> None:
+        self._bytes_elements = bytes_elements
+        self._bounds = MessageBounds(ModelInferRequest.DESCRIPTOR, bytes_elements)
         self._kept: dict[bytes, _Kept] = {}
 
     def __call__(self, data: bytes) -> ReceivedMessage | Invalid:
@@ -97,11 +101,14 @@ class MessageReader:
 
     def _decode(self, head: bytes, blocks: list[memoryview] | None) -> ReceivedMessage | Invalid:
         try:
+            self._bounds.check(head)
             message = ModelInferRequest.FromString(head)
         except DecodeError:
             return unreadable(ModelInferRequest)
+        except Invalid as error:
+            return error.with_traceback(None)
         try:
-            received = decode_request(message, blocks)
+            received = decode_request(message, blocks, self._bytes_elements)
         except Invalid as error:
             target = message.model_name, message.model_version
             return ReceivedMessage(target, Request({}, id=message.id), error=error.with_traceback(None))
@@ -127,9 +134,11 @@ def split(data: bytes) -> tuple[bytes, list[memoryview]] | None:
     blocks: list[memoryview] = []
     whole = memoryview(data)
     try:
-        while at < end:
+        for _ in range(_FIELDS_MAX):
+            if at >= end:
+                break
             tag, start = data[at], at
-            if tag & 7 != _HAS_LENGTH or tag > 127 or (blocks and tag != _RAW) or len(blocks) > _BLOCKS_MAX:
+            if tag & 7 != _HAS_LENGTH or tag > 127 or (blocks and tag != _RAW):
                 return None
             size = data[at + 1]
             at += 2
@@ -157,12 +166,21 @@ def split(data: bytes) -> tuple[bytes, list[memoryview]] | None:
 # ---------------------------------------------------------------------------------------------- message
 
 
-def decode_request(message: ModelInferRequest, blocks: Sequence[raw.Buffer] | None = None) -> ReceivedMessage:
-    """`blocks` are the raw tensors if they were split off the message. Raises `Invalid`, naming the field."""
+def decode_request(
+    message: ModelInferRequest,
+    blocks: Sequence[raw.Buffer] | None = None,
+    bytes_elements: int = raw.BYTES_ELEMENTS_MAX,
+) -> ReceivedMessage:
+    """`blocks` are the raw tensors if they were split off the message; `bytes_elements`: the most of all BYTES inputs.
+    Raises `Invalid`, naming the field.
+    """
     decoded = ReceivedMessage((message.model_name, message.model_version), Request({}, id=message.id))
+    for name in _REPEATED:
+        if len(getattr(message, name)) > ITEMS_MAX:
+            raise too_many(name, f"the request for model '{message.model_name}'")
     if message.parameters:
         _parameters(message, decoded)
-    _inputs(message, decoded, message.raw_input_contents if blocks is None else blocks)
+    _inputs(message, decoded, message.raw_input_contents if blocks is None else blocks, bytes_elements)
     if message.outputs:
         _outputs(message, decoded)
     return decoded
@@ -173,8 +191,11 @@ def _layout(tensor: ModelInferRequest.InferInputTensor) -> InputLayout:
     return tensor.name, dtype, shape, raw.element_count(tensor.name, shape, dtype)
 
 
-def _inputs(message: ModelInferRequest, decoded: ReceivedMessage, given_raw: Sequence[raw.Buffer]) -> None:
+def _inputs(
+    message: ModelInferRequest, decoded: ReceivedMessage, given_raw: Sequence[raw.Buffer], bytes_elements: int
+) -> None:
     model = message.model_name
+    strings = numbers = 0
     blocks = iter(given_raw)
     is_raw = bool(given_raw)
     given = decoded.request.inputs
@@ -190,6 +211,9 @@ def _inputs(message: ModelInferRequest, decoded: ReceivedMessage, given_raw: Seq
         count = raw.element_count(name, shape, dtype)
         if name in given:
             raise Invalid(f"input '{name}' already exists in request")
+        if dtype is DType.BYTES:
+            strings += count
+            raw.check_bytes_elements((strings,), model, bytes_elements)
         has_contents = tensor.HasField("contents")
         portion = _portion(tensor.parameters, f"of input '{name}'") if tensor.parameters else None
         if portion is not None:
@@ -214,6 +238,10 @@ def _inputs(message: ModelInferRequest, decoded: ReceivedMessage, given_raw: Seq
             raw.check_size(name, model, dtype, count, len(block))
             given[name] = raw.decode(block, name, model, dtype, shape, count)
         else:
+            if dtype is not DType.BYTES:
+                numbers += count
+                if numbers > TYPED_ELEMENTS_MAX:
+                    raise too_many_numbers(f"the request for model '{model}'")
             given[name] = _typed(tensor, dtype, shape, count, model)
     if is_raw and placed != len(given_raw):
         raise Invalid(
@@ -244,7 +272,7 @@ def _typed(
         flat[:] = list(values)
     else:
         try:
-            flat = np.array(list(values), dtype.numpy)  # from a list, because numpy checks its numbers' range
+            flat = np.fromiter(values, dtype.numpy, count)  # which checks the range of its numbers
         except OverflowError:
             raise Invalid(f"input '{name}' for model '{model}' holds a number outside {dtype}") from None
     return raw.shaped(flat, name, shape)

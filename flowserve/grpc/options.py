@@ -12,23 +12,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from flowserve.memory.raw import BYTES_ELEMENTS_MAX
+
 if TYPE_CHECKING:
     from flowserve.runtime.protocol import Restriction
 
 NOT_INSTALLED: Final = "grpcio is not installed; `pip install 'flowserve[grpc]'` brings it"
 KEY_PREFIX: Final = "triton-grpc-protocol-"  # of the header that holds a restricted group's key
+MESSAGE_BYTES: Final = 64 << 20  # as HTTP's bodies
 MESSAGE_BYTES_MAX: Final = 2**31 - 1  # the limit of gRPC's own clients
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcOptions:
-    """`max_message_bytes` limits the messages of clients; responses are not limited. `channel` are options passed to
-    grpcio by their own names. `certificate`: the files of the server's certificate and key, and of the authority of
-    clients' certificates; None: no TLS. `restrictions` have the header names that clients send. Headers whose names
-    match `forward_pattern` become parameters of inference requests.
+    """`max_message_bytes` limits the messages of clients, after decompression: grpcio counts while it decompresses.
+    Responses are not limited. `bytes_elements` limits the elements of all BYTES inputs of a request. `channel` are
+    options passed to grpcio by their own names. `certificate`: the files of the server's certificate and key, and of
+    the authority of clients' certificates; None: no TLS. `restrictions` have the header names that clients send.
+    Headers whose names match `forward_pattern` become parameters of inference requests.
     """
 
-    max_message_bytes: int = MESSAGE_BYTES_MAX
+    max_message_bytes: int = MESSAGE_BYTES
+    bytes_elements: int = BYTES_ELEMENTS_MAX
     channel: tuple[tuple[str, int], ...] = ()
     certificate: tuple[Path, Path, Path | None] | None = None
     restrictions: tuple[Restriction, ...] = ()

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError, Message
 
 from flowserve.errors import FlowserveError, Forbidden
 from flowserve.grpc import service_pb2 as pb
+from flowserve.grpc.bounds import MessageBounds
 from flowserve.grpc.decode import MessageReader, unreadable
 from flowserve.grpc.encode import STATUS, details_of
 from flowserve.grpc.guest import GuestLoop
@@ -143,7 +144,7 @@ class GrpcServer:
 
     def _handlers(self, service: Service) -> tuple[Any, ...]:
         restrictions = by_group(self._options.restrictions)
-        reader = MessageReader()
+        reader = MessageReader(self._options.bytes_elements)
 
         def handler(name: str, method: Handler) -> Handler:
             restriction = restrictions.get(GROUP[name])
@@ -206,12 +207,16 @@ def _with_status(method: Handler) -> Handler:
 
 def _reader(kind: type[Message]) -> Callable[[bytes], Message | FlowserveError]:
     """Parses messages. Invalid bytes become a client error; grpcio itself would report an error of the server."""
+    bounds = MessageBounds(kind.DESCRIPTOR)
 
     def read(data: bytes) -> Message | FlowserveError:
         try:
+            bounds.check(data)
             return kind.FromString(data)
         except DecodeError:
             return unreadable(kind)
+        except FlowserveError as error:
+            return error.with_traceback(None)
 
     return read
 
