@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from flowserve.memory.raw import BYTES_ELEMENTS_MAX
-
 if TYPE_CHECKING:
     from flowserve.runtime.protocol import Restriction
 
@@ -26,14 +24,14 @@ MESSAGE_BYTES_MAX: Final = 2**31 - 1  # the limit of gRPC's own clients
 @dataclass(frozen=True, slots=True)
 class GrpcOptions:
     """`max_message_bytes` limits the messages of clients, after decompression: grpcio counts while it decompresses.
-    Responses are not limited. `bytes_elements` limits the elements of all BYTES inputs of a request. `channel` are
-    options passed to grpcio by their own names. `certificate`: the files of the server's certificate and key, and of
-    the authority of clients' certificates; None: no TLS. `restrictions` have the header names that clients send.
-    Headers whose names match `forward_pattern` become parameters of inference requests.
+    Responses are not limited. `bytes_elements` limits the elements of all BYTES inputs of a request; None: the
+    default of `memory.raw`. `channel` are options passed to grpcio by their own names. `certificate`: the files of the
+    server's certificate and key, and of the authority of clients' certificates; None: no TLS. `restrictions` have the
+    header names that clients send. Headers whose names match `forward_pattern` become parameters of inference requests.
     """
 
     max_message_bytes: int = MESSAGE_BYTES
-    bytes_elements: int = BYTES_ELEMENTS_MAX
+    bytes_elements: int | None = None
     channel: tuple[tuple[str, int], ...] = ()
     certificate: tuple[Path, Path, Path | None] | None = None
     restrictions: tuple[Restriction, ...] = ()

@@ -29,6 +29,7 @@ from flowserve.grpc.inference import EngineAccess, internal_error
 from flowserve.grpc.options import GrpcOptions
 from flowserve.grpc.service import CALLS, GROUP, HEALTH_SERVICE, INFER_CALL, SERVICE, STREAM_CALL, Service
 from flowserve.memory.client_memory import ClientMemory
+from flowserve.memory.raw import BYTES_ELEMENTS_MAX
 from flowserve.observe.settings import LogSettings
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.loading.control import Control
@@ -144,7 +145,7 @@ class GrpcServer:
 
     def _handlers(self, service: Service) -> tuple[Any, ...]:
         restrictions = by_group(self._options.restrictions)
-        reader = MessageReader(self._options.bytes_elements)
+        reader = MessageReader(self._options.bytes_elements or BYTES_ELEMENTS_MAX)
 
         def handler(name: str, method: Handler) -> Handler:
             restriction = restrictions.get(GROUP[name])

@@ -282,7 +282,25 @@ def test_a_hanging_model_does_not_outlast_the_exit_timeout_and_is_named(tmp_path
         assert served.stop(within_s=3) == 1
         assert "stopping: 1 requests under way, 0 sequences open; computing: stuck_0" in served.log
         assert "not finished within the exit timeout (--exit-timeout-secs): stuck_0" in served.log
-        assert isinstance(answer.exception(), httpx.HTTPError)
+        assert answer.result().status_code == 503
+        assert "the server is stopping" in answer.result().json()["error"]
+
+
+@pytest.mark.fault("W10")
+@pytest.mark.parametrize("timeout_s", ["0", "1"])
+def test_requests_of_a_hanging_model_get_503_at_the_exit_timeout(tmp_path: Path, serve: Serve, timeout_s: str) -> None:
+    started = write_model(tmp_path / "models", "stuck", execute="time.sleep(600)")
+    served = serve(tmp_path / "models", "--exit-timeout-secs", timeout_s, "--python-execution", "process")
+    with ThreadPoolExecutor(3) as clients:
+        answers = [clients.submit(infer, served, "stuck")]
+        wait_until(started.exists, "the first request runs")
+        answers += [clients.submit(infer, served, "stuck") for _ in range(2)]
+        pending = 'nv_inference_pending_request_count{model="stuck",version="1"} 2'
+        wait_until(lambda: pending in get(served, "/metrics").text, "the others wait")
+        assert served.stop(within_s=5) == 1
+        for answer in answers:
+            assert answer.result().status_code == 503
+            assert "stopping" in answer.result().json()["error"]
 
 
 @pytest.mark.fault("X5")

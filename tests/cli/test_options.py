@@ -18,6 +18,7 @@ from flowserve.cli.options import (
     WITHOUT_EFFECT,
     add_run_arguments,
     grpc_options,
+    http_budget,
     metrics_choice,
     open_over_http,
     run_arguments,
@@ -101,6 +102,8 @@ def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
             ["--http-restricted-api=health,trace:k=v", "--http-restricted-api=trace:k=v"],
             "restricted api 'trace' can not be specified in multiple config groups",
         ),
+        (["--http-max-total-input-size", "100000000"], "must be at least twice --http-max-input-size"),
+        (["--http-max-connections", "0"], "--http-max-connections: expected a whole number, 1 or more, got 0"),
         (["--http-server-cert", "c.pem"], "--http-server-cert and --http-server-key go together"),
         (["--http-root-cert", "c.pem"], "--http-root-cert has no effect without --http-server-cert"),
         (["--http-header-forward-pattern", "("], "--http-header-forward-pattern: expected a regular expression"),
@@ -235,10 +238,28 @@ def test_help_imports_nothing_heavy() -> None:
 def test_the_defaults_are_safe() -> None:
     options = run_arguments("models")
     assert options.http_address == options.grpc_address == "127.0.0.1"
-    assert options.http_max_input_size == 64 << 20
+    assert options.http_max_input_size == options.grpc_max_message_size == 64 << 20
     assert options.exit_on_error
     assert options.strict_readiness
     assert not options.allow_client_shm
+
+
+@pytest.mark.fault("W3")
+def test_the_default_limits_of_bodies_and_connections_follow_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gibibyte = 1 << 30
+    for memory, files, body, connection in (
+        (32 * gibibyte, 65536, 4 * gibibyte, 49152),
+        (2 * gibibyte, 65536, gibibyte // 4, 4096),
+        (gibibyte // 2, 1024, gibibyte // 8, 768),
+        (1, 1, gibibyte // 8, 16),
+    ):
+        monkeypatch.setattr("flowserve.cli.options.memory_bytes", lambda memory=memory: memory)
+        monkeypatch.setattr("flowserve.cli.options.open_files", lambda files=files: files)
+        budget = http_budget(run_arguments("models"))
+        assert (budget.max_body_bytes, budget.max_connections) == (body, connection)
+    options = ("--http-max-total-input-size=200000000", "--http-max-connections=7")
+    budget = http_budget(run_arguments("models", *options))
+    assert (budget.max_body_bytes, budget.max_connections) == (200_000_000, 7)
 
 
 def chosen(*options: str) -> GrpcOptions:

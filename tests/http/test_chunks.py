@@ -67,3 +67,19 @@ def test_a_body_over_the_limit_is_refused_before_it_arrives() -> None:
     with pytest.raises(Refused, match="exceeds the maximum allowed size of 10 bytes") as refused:
         ChunkedBody(10).feed(b"6\r\nabcdef\r\n5\r\n")
     assert refused.value.status == 413
+
+
+@pytest.mark.fault("W10")
+@pytest.mark.parametrize("before", [b"5\n", b"5;a=b\n", b"5\r\nhello\n", b"0\n", b"0\r\nA: b\n", b"0\r\n\n", b"\n"])
+def test_a_bare_line_feed_is_refused_at_once(before: bytes) -> None:
+    with pytest.raises(Refused, match="line feed") as refused:
+        ChunkedBody(1 << 20).feed(before)
+    assert refused.value.status == 400
+
+
+@pytest.mark.fault("W10")
+def test_a_line_feed_in_a_piece_of_its_own_after_a_carriage_return_is_accepted() -> None:
+    assert decoded(*[bytes([byte]) for byte in b"3\r\na\nb\r\n0\r\nA: b\r\n\r\n"]) == (b"a\nb", b"")
+    body = ChunkedBody(1 << 20)
+    with pytest.raises(Refused, match="line feed"):
+        [body.feed(bytes([byte])) for byte in b"3\n"]

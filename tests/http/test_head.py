@@ -118,3 +118,27 @@ def test_an_unknown_expectation_is_417() -> None:
     with pytest.raises(Refused) as refused:
         parsed(b"POST / HTTP/1.1\r\nHost: h\r\nExpect: miracles\r\nContent-Length: 1\r\n\r\n")
     assert refused.value.status == 417
+
+
+@pytest.mark.fault("W10")
+@pytest.mark.parametrize(
+    ("head", "is_served"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: h\r\n\r\n", True),
+        (b"GET / HTTP/1.1\r\nhost:\r\n\r\n", True),
+        (b"GET / HTTP/1.0\r\n\r\n", True),
+        (b"GET / HTTP/1.0\r\nHost: h\r\n\r\n", True),
+        (b"GET / HTTP/1.1\r\n\r\n", False),
+        (b"GET / HTTP/1.1\r\nHost: h\r\nHOST: h\r\n\r\n", False),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: y\r\nHost: b\r\n\r\n", False),
+        (b"GET / HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n", False),
+        (b"GET http://h/ HTTP/1.1\r\n\r\n", False),
+    ],
+)
+def test_http_1_1_needs_exactly_one_host(head: bytes, is_served: bool) -> None:
+    if is_served:
+        parsed(head)
+        return
+    with pytest.raises(Refused, match="Host headers") as refused:
+        parsed(head)
+    assert refused.value.status == 400
