@@ -211,11 +211,6 @@ class Connection:
         if self.phase is Phase.RUNNING:
             self.close()
 
-    @property
-    def reads_body(self) -> bool:
-        """Whether its next bytes belong to a body of known size."""
-        return self._target is not None
-
     def advance(self) -> None:
         """Read input until a request is complete, and start it. Never waits. Called by the poller, when
         input arrives and when the connection is resumed.
@@ -852,7 +847,7 @@ class Poller:
         """
         bodies = 0
         for connection in connections:
-            if connection.reads_body:
+            if connection._target is not None:
                 bodies += 1
                 if bodies > _BODIES_AT_ONCE:
                     self.resume(connection)
