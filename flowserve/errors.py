@@ -50,7 +50,7 @@ class NotFound(FlowserveError):
 
 
 class Unavailable(FlowserveError):
-    """The request is valid but cannot be served now: not ready, queue full, deadline passed, draining."""
+    """The request is valid but cannot be served now: not ready, queue full, draining."""
 
     kind = "unavailable"
 
@@ -59,6 +59,13 @@ class Overloaded(Unavailable):
     """A limit on the work in the server at once is reached, or memory or descriptors are used up: the same request may
     succeed a moment later.
     """
+
+
+class DeadlineExceeded(Unavailable):
+    """The deadline of a request passed. `is_running`: the request was for one plain model, and was running there."""
+
+    kind = "deadline_exceeded"
+    is_running = False
 
 
 class Unsupported(FlowserveError):

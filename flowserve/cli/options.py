@@ -254,6 +254,11 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         " largest amount that an instance requires; with it, resources that are not listed do not exist"
     )
     add_option(group, "--rate-limit-resource NAME:COUNT[:DEVICE]", text, resource, repeatable=True)
+    text = (
+        "a request is answered (504) when its timeout passes, even while it runs; models and ensembles may override it "
+        "with their parameter answer_at_timeout"
+    )
+    add_switch(group, "--answer-at-timeout", False, text)
     text = "size of the response cache in bytes; it serves deployments whose configuration enables response_cache"
     add_option(group, "--cache-config local,size=BYTES", text, local_cache)
     text = (

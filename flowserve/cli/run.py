@@ -163,6 +163,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
             backend_settings=backend_settings(arguments),
             trace=trace,
             model_config_name=arguments.model_config_name or "",
+            answers_at_timeout=arguments.answer_at_timeout,
             tells_names=not hides_names((*restrictions, *arguments.grpc_restricted_protocol)),
             summaries=metrics_shown is not None and bool(metrics_shown.quantiles),
         )

@@ -607,7 +607,8 @@ def priorities(s: RuleInput) -> Iterator[Problem]:
         text = f"Only one priority level is allowed when 'preserve_ordering' is true for {model}"
         yield s.problem("M53", f"{BATCHING}.priority_levels", text)
     for path, policy in policies:
-        if policy.default_timeout_microseconds and policy.timeout_action == pb.ModelQueuePolicy.DELAY:
+        may_expire = policy.default_timeout_microseconds or policy.allow_timeout_override
+        if may_expire and policy.timeout_action == pb.ModelQueuePolicy.DELAY:
             text = f"Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for {model}"
             yield s.problem("M54", path, text)
 

@@ -27,6 +27,7 @@ STATUS: Final[Mapping[str, StatusCode]] = {
     "forbidden": StatusCode.PERMISSION_DENIED,
     "not_found": StatusCode.NOT_FOUND,
     "unavailable": StatusCode.UNAVAILABLE,
+    "deadline_exceeded": StatusCode.DEADLINE_EXCEEDED,
     "unsupported": StatusCode.UNIMPLEMENTED,
     "cancelled": StatusCode.CANCELLED,
     "internal": StatusCode.INTERNAL,

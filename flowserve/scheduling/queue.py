@@ -234,15 +234,20 @@ class BatchPolicy:
 
 @dataclass(frozen=True, slots=True)
 class LevelPolicy:
-    """The queue policy of one level. `max_size` counts requests (0: no limit). `timeout_ns` 0: no timeout; the
-    request's own is ignored. `may_override`: a request's own timeout applies if it is smaller. `is_delayed`: a ticket
-    whose timeout passed moves behind the others of its level instead of being refused.
+    """The queue policy of one level. `max_size` counts requests (0: no limit). `timeout_ns`: of requests without their
+    own (0: no timeout). `may_override`: a request's own timeout applies if it is smaller, or if this policy has none.
+    `is_delayed`: a ticket whose timeout passed moves behind the others of its level instead of being refused.
     """
 
     max_size: int = 0
     timeout_ns: int = 0
     may_override: bool = False
     is_delayed: bool = False
+
+    def timeout_of(self, flow: Flow) -> int:
+        """How long a request may wait, in nanoseconds; 0: no limit."""
+        own_ns, timeout_ns = flow.timeout_ns, self.timeout_ns
+        return own_ns if self.may_override and own_ns and not 0 < timeout_ns < own_ns else timeout_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +269,9 @@ class Levels:
 
     @property
     def is_plain(self) -> bool:
-        """One level, without a size limit or a timeout."""
-        return not (self.count or self.policies) and self.policy == LevelPolicy()
+        """One level, without a size limit or timeouts."""
+        policy = self.policy
+        return not (self.count or self.policies or policy.max_size or policy.timeout_ns or policy.may_override)
 
 
 PLAIN: Final = Levels()
@@ -381,10 +387,8 @@ class Queue:
                 f"Exceeds maximum queue size: {where} of model '{ticket.node.model.name}' has room for"
                 f" {policy.max_size}; try again later"
             )
-        timeout_ns = policy.timeout_ns
+        timeout_ns = policy.timeout_of(flow)
         if timeout_ns:
-            if policy.may_override and 0 < flow.timeout_ns < timeout_ns:
-                timeout_ns = flow.timeout_ns
             self._expiries.add(ticket, ticket.queued_ns + timeout_ns)
         self._lane(2 * level).append(ticket)
         self._count += 1
@@ -540,8 +544,8 @@ class Queue:
             assert all(ticket.lane == number for ticket in lane), "a ticket has another lane than it waits in"
             policy = self._levels.policy_of(number // 2)
             assert not policy.max_size or self._size(number // 2) <= policy.max_size, "(2) a level is too long"
-            is_timed = bool(policy.timeout_ns) and number % 2 == 0
-            assert all((ticket in self._expiries) == is_timed for ticket in lane), "(3) a timeout is lost or left"
+            timed = [number % 2 == 0 and policy.timeout_of(ticket.flow) > 0 for ticket in lane]
+            assert [ticket in self._expiries for ticket in lane] == timed, "(3) a timeout is lost or left"
         assert len(self._expiries) <= len(self), "(3) a ticket times out that does not wait"
 
 

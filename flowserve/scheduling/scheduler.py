@@ -24,7 +24,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any, Protocol
 
-from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Invalid, Unavailable
+from flowserve.errors import Cancelled, DeadlineExceeded, FlowserveError, InstanceDied, Invalid, Unavailable
 from flowserve.graph.plan import PlanNode
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.batch import (
@@ -52,12 +52,6 @@ from flowserve.scheduling.streaming.credits import Streams
 from flowserve.scheduling.streaming.iterations import Iteration, StreamFlow
 
 _by_stamp = attrgetter("stamp")
-
-
-class DeadlineExceeded(Unavailable):
-    """The deadline of a request passed. `is_running`: the request was for one plain model, and was running there."""
-
-    is_running = False
 
 
 class StageResults(Protocol):

@@ -16,7 +16,7 @@ from itertools import count
 from random import Random
 from typing import Self
 
-from flowserve.errors import FlowserveError, InstanceDied, ModelFailed, Unavailable
+from flowserve.errors import DeadlineExceeded, FlowserveError, InstanceDied, ModelFailed, Unavailable
 from flowserve.graph.plan import NO_SLOT
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.affinity import NO_DEVICE
@@ -145,6 +145,8 @@ class Sim(Agenda):
         self._finished[request.number] = set()
         self._note("arrives", request.number)
         self.scheduler.submit(flow)
+        if request.due_after_ns is not None:
+            self.scheduler.due_by(flow, self.now_ns + request.due_after_ns)
         if request.leaves_after_ns is not None:
             self.at(self.now_ns + request.leaves_after_ns, partial(self._leave, request))
 
@@ -294,6 +296,9 @@ class Sim(Agenda):
 
     def _check_route(self, batch: Batch, route: Route) -> None:
         assert len(route.nodes) == len(route.queues) == len(batch.instances) > 1
+        assert all(ticket.flow.request.due_after_ns is None for ticket in batch.tickets), (
+            "no deadline passes on a route"
+        )
         assert len({queue.key for queue in route.queues}) == len(route), "a route contains a model twice"
         nodes, plan = {node.index for node in route.nodes}, batch.tickets[0].flow.plan
         for node in route.nodes[:-1]:
@@ -441,6 +446,7 @@ class Sim(Agenda):
         request: SimRequest = flow.request
         assert self.flows.get(request.number) is flow, f"request {request.number} was answered twice, or after it left"
         right = self.world.right_answer(request)
+        is_late = isinstance(flow.error, DeadlineExceeded)
         was_ended = self._has_ended and isinstance(flow.error, Unavailable)
         if flow.error is None:
             assert flow.open == 0, "answered while a step was unfinished"
@@ -448,14 +454,26 @@ class Sim(Agenda):
             assert [None if handle is None else handle.content for handle in held] == right, (
                 f"request {request.number} got a wrong answer, or none"
             )
+        elif is_late:
+            due_ns = self._due_ns(flow)
+            assert due_ns is not None, "a request without a deadline exceeded it"
+            assert self.now_ns >= due_ns, "answered before its deadline"
+            if any(number == request.number for number, _ in self._running):
+                self._note("is late while it runs", request.number)
         else:
             assert right is None or was_ended or request.number in self._excused, (
                 f"request {request.number} has no fault and failed: {flow.error}"
             )
-        for model in () if was_ended else self._ordered.values():  # the end of the server ignores the order
+        # The end of the server and a deadline ignore the order.
+        for model in () if was_ended or is_late else self._ordered.values():
             model.check_answered(flow)
         self._note("is answered", request.number, type(flow.error).__name__)
         self._over(request)
+
+    def _due_ns(self, flow: Flow) -> int | None:
+        """The deadline of a request."""
+        after_ns: int | None = flow.request.due_after_ns
+        return None if after_ns is None else flow.arrived_ns + after_ns
 
     def _over(self, request: SimRequest) -> None:
         del self.flows[request.number]
@@ -527,6 +545,8 @@ class Sim(Agenda):
         for key, queue in self.queues.items():
             self._check_queue(key, queue)
         for flow in self.flows.values():
+            due_ns = self._due_ns(flow)
+            assert due_ns is None or self.now_ns < due_ns, "a request has no response at its deadline"
             flow.check()
             self._check_counts(flow)
             self._check_tensors(flow)

@@ -31,7 +31,7 @@ from flowserve.observe.statistics import Statistics
 from flowserve.runtime.admission.controller import AdmissionController
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.loading.reading import Reading, read_repositories
-from flowserve.runtime.workers.policies import batcher_for, keeps_order, needs_of
+from flowserve.runtime.workers.policies import batcher_for, keeps_order, levels_of, needs_of
 from flowserve.scheduling.batch import Batch, Grant, ModelQueue, Notice, Responses, Stop
 from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.rate_limit.limiter import Available, Limiter
@@ -340,7 +340,14 @@ class SimulatedDeployment(Agenda):
         if not options.is_unlimited:
             key, clock = ModelKey(graph.name, graph.version), lambda: self.now_ns
             deployment.admission = AdmissionController(
-                options, None, key, deployment.output_slot, statistics, self.scheduler, clock
+                options,
+                None,
+                key,
+                deployment.output_slot,
+                statistics,
+                self.scheduler,
+                clock,
+                levels=levels_of(config),
             )
         return deployment
 

@@ -88,10 +88,8 @@ class SimModel:
     def effective_timeout_ns(self, request: SimRequest) -> int | None:
         """The time after which a waiting request is refused, or None."""
         policy = self.level_policy(request)
-        if policy.is_delayed or not policy.timeout_ns:
-            return None
         own_ns = request.timeout_ns if policy.may_override else 0
-        return min(own_ns, policy.timeout_ns) if own_ns else policy.timeout_ns
+        return None if policy.is_delayed else min(filter(None, (own_ns, policy.timeout_ns)), default=None)
 
     def content(self, output: int, inputs: tuple[int, ...]) -> int:
         """The content of output number `output` for these inputs. Hashes of integers are equal in every process."""
@@ -104,6 +102,7 @@ class SimRequest:
     `omits` omit their last output for it. `widths[i]` is the width of input i, None if it is not given. `wanted`: the
     requested outputs, None for all. `leaves_after_ns`: when its caller disconnects. `follows`: the request whose end
     makes this one arrive. `priority` and `timeout_ns` are its parameters, 0 for none.
+    `due_after_ns`: its deadline, None for none.
     """
 
     number: int
@@ -119,6 +118,7 @@ class SimRequest:
     follows: int | None = None
     priority: int = 0
     timeout_ns: int = 0
+    due_after_ns: int | None = None
 
     def content(self, i: int) -> int:
         return hash((self.number, i, 1 << 20))
@@ -206,11 +206,12 @@ def draw_levels(random: Random, *, keeps_order: bool = False) -> Levels:
 
     def policy() -> LevelPolicy:
         timeout_ns = random.choice([0, 0, 5, 30, 100])
+        may_override = random.random() < 0.5
         return LevelPolicy(
             max_size=random.choice([0, 0, 1, 2, 4]),
             timeout_ns=timeout_ns,
-            may_override=random.random() < 0.5,
-            is_delayed=random.random() < 0.5 and not (keeps_order and timeout_ns),
+            may_override=may_override,
+            is_delayed=random.random() < 0.5 and not (keeps_order and (timeout_ns or may_override)),
         )
 
     count = random.choice([0, 1] if keeps_order else [0, 2, 3])
@@ -377,6 +378,7 @@ def draw_request(random: Random, number: int, index: int, graph: Graph) -> SimRe
         follows=random.randrange(number) if number and random.random() < 0.15 else None,
         priority=random.choice([0, 0, 1, 2, 3, 9]),
         timeout_ns=random.choice([0, 0, 3, 50]),
+        due_after_ns=random.randint(1, 120) if random.random() < 0.15 else None,
     )
 
 

@@ -306,12 +306,14 @@ def test_rule_M48_a_decoupled_model_does_not_run_inline(said: Said) -> None:
         ("max_request_bytes", "1k", "expected a whole number, 1 or more"),
         ("deadline_ms", "2.5", "expected a whole number, 1 or more"),
         ("when_full", "drop", "expected reject or wait"),
+        ("answer_at_timeout", "yes", "expected true or false"),
     ],
 )
 def test_rule_M19_limits_of_a_deployment_are_numbers(said: Said, key: str, value: str, wanted: str) -> None:
     text = 'parameters {{ key: "{}" value {{ string_value: "{}" }} }}'
     assert said("M19", text.format(key, value)) == [f"1:14: model 'm': {key} is '{value}'; {wanted}"]
-    assert said("M19", text.format(key, "wait" if key == "when_full" else "7")) == []
+    valid = {"when_full": "wait", "answer_at_timeout": "true"}.get(key, "7")
+    assert said("M19", text.format(key, valid)) == []
 
 
 # Tensors
@@ -597,6 +599,11 @@ def test_rule_M53_keeping_order_takes_one_priority(said: Said) -> None:
 
 
 def test_rule_M54_keeping_order_forbids_delaying(said: Said) -> None:
+    assert (
+        said("M54", "dynamic_batching { preserve_ordering: true default_queue_policy { timeout_action: DELAY } }") == []
+    )
+    own = "{ timeout_action: DELAY allow_timeout_override: true }"
+    assert len(said("M54", f"dynamic_batching {{ preserve_ordering: true default_queue_policy {own} }}")) == 1
     policy = "{ timeout_action: DELAY default_timeout_microseconds: 1 }"
     text = (
         f"dynamic_batching {{ preserve_ordering: true default_queue_policy {policy}\n"

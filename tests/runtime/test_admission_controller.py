@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flowserve.backends.base import Results
 from flowserve.config.parameters import AdmissionOptions
-from flowserve.errors import FlowserveError, ModelFailed, TooLarge, Unavailable
+from flowserve.errors import DeadlineExceeded, FlowserveError, ModelFailed, TooLarge, Unavailable
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import ModelKey
 from flowserve.memory.tensor import Tensor
@@ -25,8 +25,8 @@ from flowserve.runtime.engine.accounting import record_late
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.call_graph import CalledFlow
 from flowserve.scheduling.flow import Flow
-from flowserve.scheduling.queue import BatchPolicy, Queue
-from flowserve.scheduling.scheduler import DeadlineExceeded, Scheduler
+from flowserve.scheduling.queue import PLAIN, BatchPolicy, LevelPolicy, Levels, Queue
+from flowserve.scheduling.scheduler import Scheduler
 from flowserve.testing.strategies import plain_graph
 from flowserve.values import Request
 from tests.support.recorder import simple_model
@@ -45,6 +45,7 @@ class Server:
         instances: int = 1,
         *,
         is_ordered: bool = False,
+        levels: Levels = PLAIN,
     ) -> None:
         self.now = 0
         self.running: list[Batch] = []
@@ -59,7 +60,15 @@ class Server:
         self.scheduler.add(self.queue)
         slots = {"X": self.plan.output_slots[0]}
         self.admission = AdmissionController(
-            options, cache, key, slots, self.statistics, self.scheduler, lambda: self.now, keeps_order=is_ordered
+            options,
+            cache,
+            key,
+            slots,
+            self.statistics,
+            self.scheduler,
+            lambda: self.now,
+            keeps_order=is_ordered,
+            levels=levels,
         )
 
     def ask(self, number: int, timeout_ms: int = 0, width: int = 2) -> Flow:
@@ -158,6 +167,45 @@ def test_a_deadline_counts_from_arrival_while_a_request_waits_for_admission() ->
     assert server.statistics.left == {runs}
     assert server.admission.inside == 0
     assert server.statistics.failures["REJECTED"] == 2
+
+
+DEFAULT = Levels(policy=LevelPolicy(timeout_ns=6 * MS, may_override=True))
+DELAYED = Levels(policy=LevelPolicy(timeout_ns=6 * MS, is_delayed=True))
+
+
+@pytest.mark.fault("W7")
+@pytest.mark.parametrize(
+    ("options", "levels", "timeout_ms", "due_ms"),
+    [
+        (AdmissionOptions(answers_at_timeout=True), PLAIN, 8, 8),
+        (AdmissionOptions(answers_at_timeout=True), PLAIN, 0, None),
+        (AdmissionOptions(answers_at_timeout=True, deadline_ms=4), PLAIN, 8, 4),
+        (AdmissionOptions(answers_at_timeout=True), DEFAULT, 0, 6),
+        (AdmissionOptions(answers_at_timeout=True), DEFAULT, 5, 5),
+        (AdmissionOptions(answers_at_timeout=True), DEFAULT, 7, 6),
+        (AdmissionOptions(answers_at_timeout=True), DELAYED, 0, None),
+        (AdmissionOptions(answers_at_timeout=True), DELAYED, 8, 8),
+        (AdmissionOptions(), DEFAULT, 5, None),
+        (AdmissionOptions(deadline_ms=7), DEFAULT, 0, 7),
+    ],
+)
+def test_the_shortest_time_limit_of_a_running_request_is_its_deadline_if_timeouts_are_answered(
+    options: AdmissionOptions, levels: Levels, timeout_ms: int, due_ms: int | None
+) -> None:
+    server = Server(options, levels=levels)
+    flow = server.ask(1, timeout_ms)
+    server.step()
+    assert server.running
+    assert server.scheduler.next_deadline() == (None if due_ms is None else due_ms * MS)
+    if due_ms is not None:
+        server.now = due_ms * MS
+        server.step()
+        assert isinstance(flow.error, DeadlineExceeded)
+        assert not server.queue.free, "its batch has the instance"
+    server.finish()
+    server.step()
+    assert server.answered == [flow]
+    assert [*server.queue.free] == [0]
 
 
 @pytest.mark.fault("R13")
@@ -276,7 +324,14 @@ def test_a_request_cancelled_while_it_waits_for_admission_leads_no_equal_request
 
 @settings(deadline=None)
 @given(
-    st.builds(AdmissionOptions, st.sampled_from([0, 7]), st.integers(0, 3), st.sampled_from([0, 8, 20]), st.booleans()),
+    st.builds(
+        AdmissionOptions,
+        st.sampled_from([0, 7]),
+        st.integers(0, 3),
+        st.sampled_from([0, 8, 20]),
+        st.booleans(),
+        st.booleans(),
+    ),
     st.sampled_from([None, 0, 600, 5000]),
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3), st.integers(0, 2 * MS)), max_size=50),
     st.booleans(),
@@ -292,7 +347,7 @@ def test_property_capacity_is_returned_and_each_request_is_answered_once_with_it
         server.now += ns
         if kind < 3:
             try:
-                asked.append((server.call(number) if kind == 2 else server.ask(number), number))
+                asked.append((server.call(number) if kind == 2 else server.ask(number, ns // MS), number))
             except TooLarge:
                 pass
             except Unavailable:

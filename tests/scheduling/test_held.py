@@ -7,10 +7,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.errors import Unavailable
+from flowserve.errors import DeadlineExceeded, Unavailable
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.scheduling.flow import Flow
-from flowserve.scheduling.scheduler import DeadlineExceeded
 from flowserve.testing.strategies import plain_graph
 from tests.support.recorder import PORT, Recorder, simple_model
 

@@ -81,14 +81,17 @@ def test_a_smaller_timeout_of_a_request_applies_and_a_larger_one_does_not() -> N
     assert len(batcher) == 0
 
 
+@pytest.mark.fault("W7")
+def test_a_timeout_of_a_request_applies_without_a_default() -> None:
+    batcher = queue_of(LevelPolicy(may_override=True), delay=10 * SECOND)
+    hasty, _ = put(batcher, ticket(timeout=100 * MS), ticket(timeout=0))
+    assert batcher.expire(100 * MS - 1) == []
+    assert batcher.expire(SECOND) == [hasty]
+
+
 @pytest.mark.fault("D4")
-@pytest.mark.parametrize(
-    "policy",
-    [LevelPolicy(timeout_ns=SECOND, may_override=False), LevelPolicy(timeout_ns=0, may_override=True)],
-    ids=["it may not override", "there is no default to be smaller than"],
-)
-def test_a_timeout_of_a_request_is_ignored_without_override(policy: LevelPolicy) -> None:
-    batcher = queue_of(policy, delay=10 * SECOND)
+def test_a_timeout_of_a_request_is_ignored_without_override() -> None:
+    batcher = queue_of(LevelPolicy(timeout_ns=SECOND, may_override=False), delay=10 * SECOND)
     put(batcher, ticket(timeout=100 * MS))
     assert batcher.expire(SECOND - 1) == []
     assert len(batcher) == 1

@@ -31,9 +31,9 @@ class Waiting:
         self.policy = policy
         self.is_delayed = False
         self.expires: int | None = None
-        if policy.timeout_ns:
-            own = ticket.flow.timeout_ns if policy.may_override and ticket.flow.timeout_ns else policy.timeout_ns
-            self.expires = ticket.queued_ns + min(own, policy.timeout_ns)
+        limits = [policy.timeout_ns, ticket.flow.timeout_ns if policy.may_override else 0]
+        if any(limits):
+            self.expires = ticket.queued_ns + min(filter(None, limits))
 
     @property
     def place(self) -> tuple[int, bool]:

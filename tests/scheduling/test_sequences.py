@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from flowserve.errors import Cancelled, InstanceDied, Invalid, ModelFailed, Unavailable
+from flowserve.errors import Cancelled, DeadlineExceeded, InstanceDied, Invalid, ModelFailed, Unavailable
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.queue import BatchPolicy
 from flowserve.scheduling.rate_limit.limiter import EVERYWHERE, Limiter, Needs
-from flowserve.scheduling.scheduler import DeadlineExceeded
 from flowserve.scheduling.sequence.batcher import ENDINGS_MAX, Sequences
 from flowserve.scheduling.sequence.sequence import SequencePolicy
 from flowserve.scheduling.sequence.strategies import Direct, FillerFlow, Oldest

@@ -382,7 +382,7 @@ def test_a_closed_connection_removes_its_steps_from_every_queue(wire: Any) -> No
 
 def test_the_deadline_of_a_graph_covers_all_steps_and_the_error_names_the_current_one(wire: Any) -> None:
     answer = ask_until_soon(lambda: ask(wire, "deadline", IN=ROW))
-    assert answer.status == 503
+    assert answer.status == 504
     assert answer.error.startswith("in ensemble 'deadline', Request timeout expired: its deadline passed after ")
     assert 100 <= int(answer.error.partition(" passed after ")[2].split()[0]) < SOON_S * 1000
     assert "it was in step 'slow' (step 'slow' at deadline/config.pbtxt:7:3, inputs IN [1,4])" in answer.error
@@ -392,7 +392,7 @@ def test_the_deadline_of_a_graph_covers_all_steps_and_the_error_names_the_curren
 
 def test_the_smaller_of_a_requests_timeout_and_its_deadline_applies(wire: Any) -> None:
     answer = ask_until_soon(lambda: wire.infer("patient", [ROW], parameters={"timeout": 50_000}))
-    assert answer.status == 503
+    assert answer.status == 504
     assert "its deadline passed" in answer.error
 
 

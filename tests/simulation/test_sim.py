@@ -53,7 +53,9 @@ def test_the_simulated_servers_cover_all_kinds_of_events() -> None:
         "raises",
         "finds no room",
         "expires",
+        "is late while it runs",
         ("is answered", "NoneType"),
+        ("is answered", "DeadlineExceeded"),
         ("is answered", "ModelFailed"),
         ("is answered", "Invalid"),
     ):

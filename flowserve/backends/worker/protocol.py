@@ -38,6 +38,7 @@ from flowserve.backends.base import Remote
 from flowserve.errors import (
     AlreadyExists,
     Cancelled,
+    DeadlineExceeded,
     FlowserveError,
     Internal,
     Invalid,
@@ -229,6 +230,7 @@ _KINDS: Final[Mapping[str, type[FlowserveError]]] = {
         TooLarge,
         NotFound,
         Unavailable,
+        DeadlineExceeded,
         Unsupported,
         Cancelled,
         ModelFailed,

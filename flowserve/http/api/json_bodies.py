@@ -32,6 +32,7 @@ STATUS: Final[Mapping[str, int]] = {
     "forbidden": 403,
     "not_found": 404,
     "unavailable": 503,
+    "deadline_exceeded": 504,
     "unsupported": 501,
     "cancelled": 400,
     "internal": 500,

@@ -37,6 +37,7 @@ from flowserve.memory.tensor import WHOLE, Tensor
 from flowserve.observe.statistics import REJECTED, Statistics
 from flowserve.scheduling.call_graph import Called
 from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.queue import PLAIN, Levels
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.values import Array, Request
 
@@ -148,7 +149,8 @@ class _Leader:
 
 
 class AdmissionController:
-    """Admission control of one loaded deployment. `output_slot`: the slots of its outputs in a flow, by name.
+    """Admission control of one loaded deployment. `output_slot`: the slots of its outputs in a flow, by name. `levels`:
+    the policies of its queue, if it is a plain model.
 
     `keeps_order`: responses leave in the order of their requests. Then a cached response waits for earlier ones, and
     no request waits for the response of an equal one, since it would run out of order if that one failed. The scheduler
@@ -166,8 +168,10 @@ class AdmissionController:
         clock: Callable[[], int],
         *,
         keeps_order: bool = False,
+        levels: Levels = PLAIN,
     ) -> None:
         self._options = options
+        self._levels = levels
         self._cache = cache
         self._served = (key.name, key.version, next(_loads))  # a reloaded model may give other responses
         self._output_slot = output_slot
@@ -255,11 +259,17 @@ class AdmissionController:
         self._limit_time(flow)
 
     def _limit_time(self, flow: Flow) -> None:
-        """Set the deadline of the request: the graph's, or the request's own timeout if that is earlier."""
-        if self._options.deadline_ms:
-            allowed_ns = self._options.deadline_ms * 1_000_000
-            if flow.timeout_ns:
-                allowed_ns = min(allowed_ns, flow.timeout_ns)
+        """Set the deadline of the request: the graph's, or the request's own timeout if that is earlier. If timeouts
+        are answered, that of its model's queue is a deadline too.
+        """
+        options = self._options
+        if not (options.deadline_ms or options.answers_at_timeout):
+            return
+        limits = [options.deadline_ms * 1_000_000, flow.timeout_ns]
+        if options.answers_at_timeout:
+            policy = self._levels.policy_of(self._levels.of(flow.priority))
+            limits.append(0 if policy.is_delayed else policy.timeout_of(flow))
+        if allowed_ns := min(filter(None, limits), default=0):
             self._scheduler.due_by(flow, flow.arrived_ns + allowed_ns)
 
     def _checked_bytes(self, flow: Flow) -> int:

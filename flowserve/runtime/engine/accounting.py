@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from flowserve.backends.base import Results
-from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Unavailable
+from flowserve.errors import Cancelled, DeadlineExceeded, FlowserveError, InstanceDied, Unavailable
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, REJECTED, Statistics
 from flowserve.observe.traffic import REQUEST, EdgeTraffic, NodeTraffic, share
@@ -144,7 +144,8 @@ def record_finished(flows: Sequence[Flow], now_ns: int) -> None:
         if isinstance(flow, StreamFlow) and flow.has_answers and not flow.is_answered:  # its first are its last
             statistics.first_answered(total_ns)
         if flow.error is not None:
-            statistics.failed(1, total_ns, OTHER)  # the model whose step it was has counted the reason
+            # Of a failed step, its model has counted the reason.
+            statistics.failed(1, total_ns, REJECTED if isinstance(flow.error, DeadlineExceeded) else OTHER)
             continue
         # How many inferences the request counts for.
         here = len(next(iter(flow.request.inputs.values()), ())) or 1 if flow.plan.graph.max_batch_size else 1

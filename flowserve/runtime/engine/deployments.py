@@ -37,7 +37,7 @@ from flowserve.runtime.clock import ClockNs, wall_clock_ns
 from flowserve.runtime.engine.generations import Generations
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.workers.local import LocalWorker
-from flowserve.runtime.workers.policies import keeps_order
+from flowserve.runtime.workers.policies import keeps_order, levels_of
 from flowserve.runtime.workers.process import ProcessWorker
 from flowserve.runtime.workers.supervisor import Supervisor
 from flowserve.scheduling.batch import ModelQueue
@@ -213,7 +213,7 @@ class Deployments:
         deployment = Deployment(config, graph, statistics, versions, queues, pins, labels)
         deployment.arena = _arena_of(graph, queues)
         _share_outputs(graph, queues)
-        options = admission_options(config.parameters)
+        options = admission_options(config.parameters, answers_at_timeout=self._options.answers_at_timeout)
         # A response of a sequence depends on the requests before.
         may_cache = deployment.plan.nesting is None and not deployment.sequences
         cache = self._cache if config.response_cache and may_cache else None
@@ -227,6 +227,7 @@ class Deployments:
                 self._scheduler,
                 self._clock,
                 keeps_order=keeps_order(config),
+                levels=levels_of(config),
             )
         return deployment
 

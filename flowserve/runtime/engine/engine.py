@@ -23,7 +23,7 @@ import trio
 from trio.lowlevel import Abort, RaiseCancelT, Task, current_task, reschedule, wait_task_rescheduled
 
 from flowserve.backends.base import LoadedModel, Results
-from flowserve.errors import FlowserveError, Internal, ModelRaised, Unavailable
+from flowserve.errors import DeadlineExceeded, FlowserveError, Internal, ModelRaised, Unavailable
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import CANCELED, OTHER, REJECTED
@@ -78,7 +78,7 @@ from flowserve.scheduling.call_graph import Called, CalledFlow
 from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.queue import Batcher
 from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
-from flowserve.scheduling.scheduler import DeadlineExceeded, Scheduler
+from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.streaming.iterations import StreamFlow
 from flowserve.values import Request, Response
 

@@ -25,6 +25,7 @@ class EngineOptions:
     `cache_bytes`: the size limit of the response cache, None for no cache.
     `summaries`: compute quantiles of the last minute's durations.
     `model_config_name`: the named configuration that is used for models that have it.
+    `answers_at_timeout`: of deployments whose parameters do not say, as `AdmissionOptions` describes it.
     `tells_names`: errors for a name that is unknown or not ready may contain other names and reasons.
     """
 
@@ -38,4 +39,5 @@ class EngineOptions:
     trace: TraceOptions = field(default_factory=TraceOptions)
     summaries: bool = False
     model_config_name: str = ""
+    answers_at_timeout: bool = False
     tells_names: bool = True

@@ -30,7 +30,7 @@ from flowserve.errors import Problem, Problems
 from flowserve.memory.device_tensor import Mirror
 from flowserve.runtime.workers.state import filler_flow, sequence_of
 from flowserve.scheduling.affinity import NO_DEVICE, AffinityBatcher
-from flowserve.scheduling.queue import Batcher, BatchPolicy, LevelPolicy, Levels, Queue
+from flowserve.scheduling.queue import PLAIN, Batcher, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
 from flowserve.scheduling.sequence.sequence import SequencePolicy
 from flowserve.scheduling.sequence.strategies import Direct, IterativeDirect, IterativeOldest, Oldest
@@ -57,8 +57,8 @@ def _queue(config: ModelConfig) -> Queue:
     batching = config.dynamic_batching
     if batching is None:
         return Queue(BatchPolicy.single())
-    levels = _levels(batching)
-    if levels is None:
+    levels = levels_of(config)
+    if levels.is_plain:
         return Queue(_batch_policy(config, batching)) if config.max_batch_size else Queue(BatchPolicy.single())
     return Queue(_batch_policy(config, batching), levels)
 
@@ -99,16 +99,19 @@ def _batch_policy(config: ModelConfig, batching: DynamicBatching) -> BatchPolicy
     )
 
 
-def _levels(batching: DynamicBatching) -> Levels | None:
-    """The policies of the levels; None if one unbounded queue is enough."""
+def levels_of(config: ModelConfig) -> Levels:
+    """The priority levels of a model's queue, and their policies."""
+    batching = config.dynamic_batching
+    if batching is None:
+        return PLAIN
     policy = _queue_policy(batching.default_queue_policy)
-    if not (batching.priority_levels or policy.max_size or policy.timeout_ns):
-        return None
     return Levels(
         batching.priority_levels,
         batching.default_priority_level if batching.priority_levels else 0,
         policy,
-        {level: _queue_policy(policy) for level, policy in batching.priority_queue_policies.items()},
+        {level: _queue_policy(policy) for level, policy in batching.priority_queue_policies.items()}
+        if batching.priority_levels
+        else {},
     )
 
 
