@@ -158,6 +158,12 @@ def test_a_model_is_loaded_with_a_configuration_and_files_from_the_call(client: 
     client.unload_model("brought", unload_dependents=True)
 
 
+@pytest.mark.fault("W10")
+def test_a_load_call_with_too_many_files_is_refused(client: Client) -> None:
+    files = dict.fromkeys([f"file:1/{n}" for n in range(10_001)], b"")
+    refused("INVALID_ARGUMENT", "at most 10000 'file:'", client.load_model, "many", config="{}", files=files)
+
+
 @pytest.mark.fault("Z3")
 def test_settings_are_read_and_changed(client: Client) -> None:
     assert client.get_log_settings(as_json=True)["settings"]["log_info"] == {"bool_param": True}

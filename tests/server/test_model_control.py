@@ -665,6 +665,27 @@ def test_an_override_that_cannot_be_read_is_refused_and_the_old_model_serves(
         assert ask(client, "m") == 2
 
 
+@pytest.mark.fault("W10")
+def test_a_load_call_with_too_many_files_is_refused_before_they_are_decoded(control_server: Served) -> None:
+    invalid = dict.fromkeys([f"file:1/{n}" for n in range(10_001)], "%%%")
+    began = time.monotonic()
+    answer = _load(control_server, invalid)
+    assert time.monotonic() - began < 2
+    said = "a load call has at most 10000 'file:' parameters, and this one has 10001; put the model into the repository"
+    assert answer == (400, f"{said} instead")
+    del invalid["file:1/0"]
+    assert _load(control_server, invalid) == (
+        400,
+        "the parameter 'file:1/1' is not base64: Only base64 data is allowed",
+    )
+
+
+def _load(served: Served, parameters: dict[str, str]) -> tuple[int, str]:
+    url = f"{served.base_url}/v2/repository/models/m/load"
+    answer = httpx.post(url, json={"parameters": parameters}, timeout=30, trust_env=False, verify=False)
+    return answer.status_code, str(answer.json()["error"])
+
+
 @pytest.mark.parametrize(
     ("verb", "key"), [("load", "config"), ("load", "file:1/model.onnx"), ("unload", "unload_dependents")]
 )

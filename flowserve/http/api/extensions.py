@@ -40,6 +40,7 @@ from flowserve.runtime.model_calls.server_requests import (
     FILE,
     UNLOAD_DEPENDENTS,
     allowed,
+    file_keys,
     one_of_several,
     override,
     unload_dependents,
@@ -69,7 +70,7 @@ def repository_routes(engine: Engine, control: Control | None, body: ReadBody) -
 
     async def load(request: Request) -> Response:
         parameters = _parameters(await document(request, body))
-        files = {key: _decoded(key, value) for key, value in parameters.items() if key.startswith(FILE)}
+        files = {key: _decoded(key, parameters[key]) for key in file_keys(parameters)}
         await allowed(control).load(request.path_params["name"], override({**parameters, **files}))
         return Response()
 

@@ -105,6 +105,7 @@ NOT_ALLOWED: Final = "explicit model load / unload is not allowed if polling is 
 FILE: Final = "file:"
 CONFIG: Final = "config"
 UNLOAD_DEPENDENTS: Final = "unload_dependents"
+FILES_MAX: Final = 10_000  # of one load call; each takes about 0.2 ms, most of it to create the file
 
 
 class RepositoryControl(Protocol):
@@ -130,15 +131,24 @@ def one_of_several() -> Unsupported:
     return Unsupported("'repository_name' specification is not supported")
 
 
+def file_keys(parameters: Mapping[str, Any]) -> list[str]:
+    """The parameters of a load call that hold files. Raises Invalid if they are too many."""
+    keys = [key for key in parameters if key.startswith(FILE)]
+    if len(keys) > FILES_MAX:
+        remedy = "put the model into the repository instead"
+        raise Invalid(f"a load call has at most {FILES_MAX} 'file:' parameters, and this one has {len(keys)}; {remedy}")
+    return keys
+
+
 def override(parameters: Mapping[str, Any]) -> Override | None:
     """The configuration and files of a load call, files as bytes. None: the repository's files are used."""
     files: dict[str, bytes] = {}
-    for key, value in parameters.items():
-        if key.startswith(FILE):
-            if not isinstance(value, bytes):
-                raise Invalid(f"the parameter '{key[:100]}' holds the file's contents, as bytes")
-            files[key.removeprefix(FILE)] = value
-        elif key != CONFIG:
+    for key in file_keys(parameters):
+        if not isinstance(parameters[key], bytes):
+            raise Invalid(f"the parameter '{key[:100]}' holds the file's contents, as bytes")
+        files[key.removeprefix(FILE)] = parameters[key]
+    for key in parameters:
+        if key != CONFIG and not key.startswith(FILE):
             raise _unknown(key)
     config = parameters.get(CONFIG, "")
     if not isinstance(config, str):
