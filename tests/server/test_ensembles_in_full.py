@@ -540,6 +540,15 @@ def test_a_response_larger_than_the_cache_is_served_and_not_cached(wire: Any) ->
     assert counted(wire, "wide") == (0, 2, 2)
 
 
+@pytest.mark.fault("R12")
+def test_a_full_cache_drops_its_oldest_responses_and_all_requests_are_answered(wire: Any) -> None:
+    rows = [[float(number)] * 250 for number in range(8)]  # there is room for two responses
+    before = counted(wire, "wide")
+    for row in (*rows, *rows, rows[-1]):
+        assert outputs(ask(wire, "wide", IN=row)) == {"OUT": row}
+    assert [now - then for now, then in zip(counted(wire, "wide"), before, strict=True)] == [1, 16, 16]
+
+
 def test_metrics_count_hits_and_misses_under_tritons_names(wire: Any) -> None:
     text = wire.get("/metrics").body.decode()
     for family in ("nv_cache_num_hits_per_model", "nv_cache_num_misses_per_model", "nv_cache_hit_duration_per_model"):
