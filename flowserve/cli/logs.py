@@ -1,18 +1,22 @@
 """Format and destination of the log: one line per record, on standard error or in the operator's file.
 
 Decides the format of a line, and escapes control characters in every record, so that text from a client or a file
-cannot forge a line. Only a traceback adds lines below its record; each begins with spaces, unlike a record. Does not
-know what is logged. Callers: `run`; `escape` is used by all commands that print names from files.
+cannot forge a line. Only a traceback adds lines below its record; each begins with spaces, unlike a record. Decides
+that records that cannot be written are lost. Does not know what is logged. Callers: `run`; `escape` is used by all
+commands that print names from files.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
+from contextlib import suppress
 from datetime import UTC, datetime
+from io import FileIO, TextIOWrapper
 from logging.handlers import WatchedFileHandler
-from typing import Final
+from typing import Any, Final, TextIO
 
 from flowserve.observe.settings import LogChoice, LogSettings
 from flowserve.runtime.processes.printed import OF_LINES
@@ -52,6 +56,64 @@ class LineFormatter(logging.Formatter):
         return "\n".join(map(escape, message.split("\n"))) if getattr(record, OF_LINES, False) else escape(message)
 
 
+class LossyHandler(logging.Handler):
+    """A handler whose records are lost while they cannot be written, because a disk is full or a folder is gone. The
+    first loss is a line on standard error; how many were lost is a record after the next one that is written.
+    `destination`: its name in that line.
+    """
+
+    destination = "standard error"
+    _lost = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        before = self._lost
+        try:
+            super().emit(record)
+        except OSError:  # a file that is opened again
+            self.handleError(record)
+        if before and self._lost == before:
+            self._lost = 0
+            _log.warning("%d log records were lost: %s could not be written", before, self.destination)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):  # a mistake in the call that logs
+            super().handleError(record)
+            return
+        if not self._lost:
+            what = f"{self.destination} cannot be written: {error.strerror}"
+            with suppress(OSError):
+                os.write(2, f"flowserve: {what}; log records are lost until it can be\n".encode())
+        self._lost += 1
+
+
+class LossyStreamHandler(LossyHandler, logging.StreamHandler[TextIO]):
+    """Writes to standard error."""
+
+
+class LossyFileHandler(LossyHandler, WatchedFileHandler):
+    """Appends to a file, and creates it again if it was moved away. Without a buffer: a full one could not be flushed,
+    and would keep a file open that an operator has removed to make room.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.destination = f"log file '{file}'"
+        super().__init__(file, encoding="utf-8")
+
+    def _open(self) -> TextIOWrapper:
+        return TextIOWrapper(_Unbuffered(self.baseFilename, "a"), encoding="utf-8", write_through=True)
+
+
+class _Unbuffered(FileIO):
+    """A file whose `write` writes everything, or raises."""
+
+    def write(self, data: Any, /) -> int:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[super().write(rest) :]
+        return len(data)
+
+
 def log_thread_exception(arguments: threading.ExceptHookArgs) -> None:
     """`threading.excepthook` that logs an uncaught exception of a thread, usually of a model's own thread."""
     kind, error = arguments.exc_type, arguments.exc_value
@@ -66,7 +128,7 @@ def configure(choice: LogChoice) -> LogSettings:
     changed while the server runs. Raises OSError if the file cannot be opened.
     """
     file = choice.log_file
-    handler = WatchedFileHandler(file, encoding="utf-8") if file else logging.StreamHandler(sys.stderr)
+    handler = LossyFileHandler(file) if file else LossyStreamHandler(sys.stderr)
     logging.basicConfig(handlers=[handler], force=True)
 
     def is_wanted(record: logging.LogRecord) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import errno
 import io
 import os
 import sys
@@ -21,11 +20,11 @@ from typing import Any, Final, NoReturn
 from flowserve.cli.interrupts import INTERRUPTED, silent_interrupts
 from flowserve.cli.option_values import add_option, levels, profile, request_parameter, seconds, whole_number
 from flowserve.cli.options import INSTEAD, NOT_YET, add_config_name, add_run_arguments, contradiction
+from flowserve.cli.standard_output import NOT_WRITTEN, drop_output
 from flowserve.errors import FlowserveError
 from flowserve.version import __version__
 
 USAGE_ERROR: Final = 2
-NOT_WRITTEN: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG})
 EXAMPLES: Final = Path(__file__).with_name("examples")  # a file for each command
 PICTURES: Final = ("text", "dot", "mermaid", "svg", "png", "html", "json")  # as in render/formats.py
 
@@ -179,12 +178,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"flowserve: {error}\n")
         return 1
     except BrokenPipeError:  # the reader closed the pipe: `| head`
-        _drop_output()
+        drop_output(sys.stdout)
         return 1
     except OSError as error:
         if error.errno not in NOT_WRITTEN or error.filename is not None:
             raise
-        _drop_output()
+        drop_output(sys.stdout)
         sys.stderr.write(f"flowserve: the output cannot be written: {error.strerror}\n")
         return 1
     except (KeyboardInterrupt, BaseExceptionGroup) as error:  # trio wraps it in a group
@@ -201,11 +200,6 @@ def _prepare_streams() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, it lasts as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # Python's default for standard error
-
-
-def _drop_output() -> None:
-    """Redirect standard output to /dev/null; otherwise Python reports an error when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _main(arguments: Sequence[str] | None) -> int:

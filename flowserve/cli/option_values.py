@@ -36,10 +36,15 @@ _SHARE: Final = re.compile(r"0(?:\.[0-9]{1,9})?|1(?:\.0{1,9})?", re.ASCII)
 
 TRACE_SETTINGS: Final = {  # by mode, "" for the global ones
     "": ("level", "rate", "count", "mode"),
-    TRITON: ("file", "log-frequency"),
+    TRITON: ("file", "log-frequency", "api-max-bytes"),
     OPENTELEMETRY: ("url", "resource", "bsp_max_queue_size", "bsp_schedule_delay", "bsp_max_export_batch_size"),
 }
-_TRACE_NUMBERS: Final = {"rate": (0, 2**32 - 1), "count": (-1, 2**31 - 1), "log-frequency": (0, 2**32 - 1)}
+_TRACE_NUMBERS: Final = {
+    "rate": (0, 2**32 - 1),
+    "count": (-1, 2**31 - 1),
+    "log-frequency": (0, 2**32 - 1),
+    "api-max-bytes": (0, 2**63 - 1),
+}
 _BSP_MOST: Final = 2**31 - 1
 
 CONCURRENCY_MAX: Final = 1024

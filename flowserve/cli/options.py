@@ -39,7 +39,7 @@ from flowserve.grpc.options import KEY_PREFIX, MESSAGE_BYTES, MESSAGE_BYTES_MAX,
 from flowserve.http.server.budget import Budget
 from flowserve.memory.capacity import memory_bytes, open_files
 from flowserve.observe.settings import LogChoice, MetricsChoice
-from flowserve.observe.trace_settings import LEVELS, OFF, OPENTELEMETRY, TRITON, TraceChoice
+from flowserve.observe.trace_settings import API_MAX_BYTES, LEVELS, OFF, OPENTELEMETRY, TRITON, TraceChoice
 
 if TYPE_CHECKING:
     from flowserve.runtime.protocol import Restriction
@@ -301,7 +301,8 @@ def _add_process_arguments(group: argparse._ArgumentGroup) -> None:
     add_option(group, "--log-file PATH", "file to append the log to; default: standard error", default="")
     text = (
         "level=TIMESTAMPS, level=TENSORS, rate=N, count=N, mode=triton or mode=opentelemetry; triton,file=PATH, "
-        "triton,log-frequency=N; opentelemetry,url=URL, opentelemetry,resource=KEY=VALUE; repeatable"
+        "triton,log-frequency=N, triton,api-max-bytes=N; opentelemetry,url=URL, opentelemetry,resource=KEY=VALUE; "
+        "repeatable"
     )
     add_option(group, "--trace-config SETTING", text, trace_setting, repeatable=True)
 
@@ -501,6 +502,12 @@ def trace_choice(settings: Sequence[TraceSetting]) -> TraceChoice:
         log_frequency=int(last.get((TRITON, "log-frequency"), 0)),
         trace_mode=last.get(("", "mode"), TRITON),
     )
+
+
+def trace_api_max_bytes(settings: Sequence[TraceSetting]) -> int:
+    """The bytes that traces of settings changed by clients may take in files."""
+    given = [int(value) for mode, name, value in settings if (mode, name) == (TRITON, "api-max-bytes")]
+    return given[-1] if given else API_MAX_BYTES
 
 
 def opentelemetry_settings(settings: Sequence[TraceSetting]) -> dict[str, tuple[str, ...]]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, Self, TextIO
 
 from flowserve.cli.logs import escape
+from flowserve.cli.standard_output import say
 from flowserve.runtime.engine.deployments import Deployment, Entry
 from flowserve.runtime.loading.registry import LoadEvent
 
@@ -37,14 +38,14 @@ class Progress:
 
     def report(self, event: LoadEvent) -> None:
         """Called on the event loop for every event of a model while it loads."""
-        print(event_line(event), file=self._out, flush=True)
+        say(event_line(event), out=self._out)
 
     def served(self, entries: Mapping[str, Entry], url: str) -> None:
         """Print the table of served deployments; `url` is the server's."""
         rows = [HEADINGS, *(deployment_row(name, entry) for name, entry in sorted(entries.items()))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        print(f"served at {url}", *lines, sep="\n", file=self._out, flush=True)
+        say(f"served at {url}", *lines, out=self._out)
 
 
 class TerminalProgress(Progress):

@@ -2,8 +2,8 @@
 
 Decides the order of a server's life: the port is opened first; then models load, while health endpoints already answer
 (live, not ready); then the table of deployments and a last line with the URL; then requests, until a signal; then the
-drain. Decides also the meaning of the first and the second SIGTERM or SIGINT, and ends the process in time even if the
-event loop is blocked. Does not know how the steps work: `runtime`, `http` and `grpc` do.
+drain. Decides also the meaning of the first and the second stop signal (SIGTERM, SIGINT, SIGHUP), and ends the process
+in time even if the event loop is blocked. Does not know how the steps work: `runtime`, `http` and `grpc` do.
 
 Decides too the errors and addresses of the ports, and when gRPC is served: all ports are opened before any model is
 loaded, so that a port in use is reported within milliseconds. A requested port must be available; the default port is
@@ -45,11 +45,13 @@ from flowserve.cli.options import (
     metrics_choice,
     open_over_http,
     opentelemetry_settings,
+    trace_api_max_bytes,
     trace_choice,
     warning_of,
     without_effect,
 )
 from flowserve.cli.progress import Progress, TerminalProgress
+from flowserve.cli.standard_output import say
 from flowserve.config.types import OFF, Gpus
 from flowserve.errors import FlowserveError, Invalid
 from flowserve.grpc.options import NOT_INSTALLED, GrpcOptions, is_installed
@@ -88,7 +90,8 @@ DESCRIPTORS_WANTED: Final = 65536
 BUSY_NAMES_MAX: Final = 10  # busy instances named in the log line of the drain
 # Share of the exit timeout that open sequences get at most; the rest is for their last requests and for closing.
 SEQUENCES_SHARE: Final = 0.9
-SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+HANG_UP: Final = getattr(signal, "SIGHUP", None)  # the terminal was closed; not on every system
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, *((HANG_UP,) if HANG_UP else ()))
 LAST_RESPONSES_S: Final = 0.1  # time for the responses to requests that still run then; TLS encrypts them meanwhile
 SCRAPERS_MAX: Final = 256  # connections to the metrics port
 GRACE_S: Final = 0.5  # time for the event loop, after the exit timeout, to report what is still running
@@ -139,7 +142,8 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
     exit_timeout_s, restrictions = arguments.exit_timeout_secs, tuple(arguments.http_restricted_api)
     metrics_shown = metrics_choice(arguments)
     with Shutdown(exit_timeout_s, arguments.repositories) as shutdown:
-        trace = TraceOptions(trace_choice(arguments.trace_config), opentelemetry_settings(arguments.trace_config))
+        traced = arguments.trace_config
+        trace = TraceOptions(trace_choice(traced), opentelemetry_settings(traced), trace_api_max_bytes(traced))
         try:
             certificate = http_certificate(arguments)
             tls = tls_context(*certificate) if certificate else None
@@ -227,7 +231,7 @@ def _metrics_listeners(arguments: argparse.Namespace) -> list[socket.socket]:
     beside = "127.0.0.1" if arguments.http_address.startswith(UNIX) else arguments.http_address
     address = arguments.metrics_address or beside
     listeners = listen(address, arguments.metrics_port, "--metrics-port", "--metrics-address")
-    print(f"metrics on {url(listeners[0], address)}/metrics", flush=True)
+    say(f"metrics on {url(listeners[0], address)}/metrics")
     return listeners
 
 
@@ -246,7 +250,7 @@ async def _load(exit_on_error: bool, engine: Engine, control: Control, shutdown:
         if exit_on_error:
             return _failed("not serving; --exit-on-error false serves the models that did load")
     progress.served(engine.deployments.entries, where)
-    print(f"listening on {where}", flush=True)
+    say(f"listening on {where}")
     return 0
 
 
@@ -306,6 +310,8 @@ def _failed(message: str) -> int:
 
 class Shutdown:
     """A context in which the first signal sets `asked` and starts the timeout, and the second ends the process at once.
+    A second SIGHUP has no effect, because a terminal that is closed may send two. SIGHUP stays ignored if it was
+    (nohup).
 
     It uses plain signal handlers rather than trio's receiver, because they also run while a model computes on the event
     loop.
@@ -321,7 +327,11 @@ class Shutdown:
 
     def __enter__(self) -> Self:
         self._token = trio.lowlevel.current_trio_token()
-        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._before = {
+            number: signal.signal(number, self._handle)
+            for number in SIGNALS
+            if number != HANG_UP or signal.getsignal(number) is not signal.SIG_IGN
+        }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -341,6 +351,8 @@ class Shutdown:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self._watchdog is not None:
+            if number == HANG_UP:
+                return
             end_now(128 + number, "second stop signal: ending at once")
         self._watchdog = threading.Timer(self._exit_timeout_s + GRACE_S, self._overdue)
         self._watchdog.daemon = True
@@ -432,7 +444,7 @@ def open_grpc(arguments: argparse.Namespace) -> GrpcServer | None:
             _log.info("gRPC is not served: %s", error)
             return None
         _log.warning("gRPC is not served: %s. %s", error, _WITHOUT)
-        print(f"gRPC is not served: port {DEFAULT_GRPC_PORT} is not available, the log says why", flush=True)
+        say(f"gRPC is not served: port {DEFAULT_GRPC_PORT} is not available, the log says why")
         return None
 
 
@@ -456,5 +468,5 @@ def _bound(arguments: argparse.Namespace, options: GrpcOptions) -> GrpcServer:
         for listener in listen(address, port, "--grpc-port", "--grpc-address"):
             listener.close()
         raise Invalid(f"cannot listen on {address} port {port}: {error}") from error
-    print(f"gRPC on {address if address.startswith(UNIX) else f'{address}:{taken}'}", flush=True)
+    say(f"gRPC on {address if address.startswith(UNIX) else f'{address}:{taken}'}")
     return server

@@ -6,8 +6,8 @@ parents to children, on which such readers rely.
 
 Also decides: traces are encoded and written on a separate thread, so that neither the event loop nor a request waits
 for a disk; the thread starts with the first job; a failed job is logged and the next one runs; optional jobs are
-dropped if too many wait; a failure to write is logged once, and the traces are dropped. The `Writer` does not know the
-jobs; `otel` uses it too. With `log_frequency` N, every N traces go
+dropped if too many wait; a failure to write is logged once, and the traces are dropped, as are those beyond the budget
+of their settings. The `Writer` does not know the jobs; `otel` uses it too. With `log_frequency` N, every N traces go
 into a file with a number suffix (`trace.json.0`, `trace.json.1`), as do those of an exhausted `trace_count`; all others
 go into the file itself, which is complete JSON after each trace. Existing contents are replaced. Caller:
 `runtime/tracing`.
@@ -29,13 +29,14 @@ import orjson
 
 from flowserve.errors import Invalid
 from flowserve.observe.trace import TensorSeen, Trace, TracedStep, Wait, by_ensemble
-from flowserve.observe.trace_settings import TraceSampler
+from flowserve.observe.trace_settings import USED_UP, TraceSampler
 from flowserve.values import Array
 
 KEPT_BYTES_MAX: Final = 64 << 20  # text kept for a numbered file; beyond that it goes into the file without a number
 
 _TOGETHER: Final = 256  # maximum number of traces per write
 WAITING_MAX: Final = 10_000
+FILE_BYTES: Final = 4096  # what a file takes on a disk besides its contents
 
 log = logging.getLogger("flowserve.observe")
 
@@ -154,6 +155,9 @@ class TraceFile:
         text = b",".join(orjson.dumps(one) for one in as_objects(trace, self._numbers))
         choice = setting.choice
         setting.written += 1
+        if not self._charge(setting, len(text)):
+            self._flush(setting)
+            return
         if not choice.log_frequency and choice.trace_count < 0:
             self._due.append(text)
             if self._writer.is_idle or len(self._due) >= _TOGETHER:
@@ -166,10 +170,22 @@ class TraceFile:
         is_complete = setting.left == 0 and setting.written >= setting.begun
         if is_complete or (choice.log_frequency and len(kept.texts) >= choice.log_frequency):
             del self._kept[setting]
-            self._save(kept.texts)
+            self._save(setting, kept.texts)
         elif kept.nbytes > KEPT_BYTES_MAX:
             del self._kept[setting]
             self._append(kept.texts)
+
+    def _charge(self, setting: TraceSampler, nbytes: int) -> bool:
+        """Take `nbytes` from the setting's budget. Returns whether they were in it."""
+        budget = setting.budget
+        if budget is None:
+            return True
+        if budget.left <= 0:
+            return False
+        budget.left -= nbytes
+        if budget.left < 0:
+            log.warning("trace file '%s': %s", self._path, USED_UP)
+        return budget.left >= 0
 
     def _flush_all(self) -> None:
         due, self._due = self._due, []
@@ -181,11 +197,19 @@ class TraceFile:
     def _flush(self, setting: TraceSampler) -> None:
         kept = self._kept.pop(setting, None)
         if kept is not None:
-            (self._save if setting.choice.log_frequency else self._append)(kept.texts)
+            if setting.choice.log_frequency:
+                self._save(setting, kept.texts)
+            else:
+                self._append(kept.texts)
 
-    def _save(self, texts: list[bytes]) -> None:
+    def _save(self, setting: TraceSampler, texts: list[bytes]) -> None:
+        self._charge(setting, FILE_BYTES)
         path = self._path.with_name(f"{self._path.name}.{next(self._indices)}")
-        path.write_bytes(b"[%b]" % b",".join(texts))
+        try:
+            path.write_bytes(b"[%b]" % b",".join(texts))
+        except OSError:
+            path.unlink(missing_ok=True)  # a part of it, on a full disk
+            raise
 
     def _append(self, texts: list[bytes]) -> None:
         is_new = self._end is None or not self._path.exists()

@@ -1,9 +1,9 @@
 """Settings of Triton's trace extension, and the selection of requests to trace.
 
 Decides the valid values, the precedence of a model's settings over the server's over the command line's, and which
-request is traced next: one of every `trace_rate`, until `trace_count` were traced. Clients cannot choose a file, and
-cannot enable tracing without a destination. Does not write traces (`trace_file`, `otel`). Callers: `runtime/tracing`,
-`cli`.
+request is traced next: one of every `trace_rate`, until `trace_count` were traced. Clients cannot choose a file,
+cannot enable tracing without a destination, and cannot cause more bytes in files than the operator allows. Does not
+write traces (`trace_file`, `otel`). Callers: `runtime/tracing`, `cli`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ OFF: Final = "OFF"
 TIMESTAMPS: Final = "TIMESTAMPS"
 TENSORS: Final = "TENSORS"
 LEVELS: Final = (OFF, TIMESTAMPS, TENSORS)
+API_MAX_BYTES: Final = 256 << 20
+USED_UP: Final = (
+    "settings that were changed or reset over the network write no more traces: the limit for all of them is reached"
+    " (--trace-config triton,api-max-bytes=N)"
+)
 _LEAST: Final[Mapping[str, int]] = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}
 _MOST: Final[Mapping[str, int]] = {"trace_rate": 2**32 - 1, "trace_count": 2**31 - 1, "log_frequency": 2**32 - 1}
 
@@ -58,15 +63,24 @@ class TraceChoice:
         return ""
 
 
+@dataclass(slots=True)
+class TraceBudget:
+    """How many bytes the traces of settings that clients changed may still take in files."""
+
+    left: int
+
+
 class TraceSampler:
     """Selects requests by one state of the settings, of one model or of all models without their own. `left`: the
     number of requests still to be traced, -1 for unlimited; `begun` traces were started, and `written` have finished.
+    `budget`: of a state that a client caused; None for the operator's own.
     """
 
-    __slots__ = ("_seen", "begun", "choice", "left", "written")
+    __slots__ = ("_seen", "begun", "budget", "choice", "left", "written")
 
-    def __init__(self, choice: TraceChoice) -> None:
+    def __init__(self, choice: TraceChoice, budget: TraceBudget | None = None) -> None:
         self.choice = choice
+        self.budget = budget
         self.left = choice.trace_count
         self.begun = 0
         self.written = 0
@@ -75,11 +89,12 @@ class TraceSampler:
     @property
     def is_tracing(self) -> bool:
         """Whether it may select further requests."""
-        return self.choice.is_on and (self.left != 0 or self.choice.trace_mode == OPENTELEMETRY)
+        may_write = self.budget is None or self.budget.left > 0
+        return self.choice.is_on and may_write and (self.left != 0 or self.choice.trace_mode == OPENTELEMETRY)
 
     def sample(self, *, has_context: bool = False) -> bool:
         """Whether the next request is traced. `has_context`: its caller traces it, which decides in that mode."""
-        if not self.choice.is_on:
+        if not self.choice.is_on or (self.budget is not None and self.budget.left <= 0):
             return False
         if not (has_context and self.choice.trace_mode == OPENTELEMETRY):
             if self.left == 0 or not self.choice.trace_rate:
@@ -106,17 +121,20 @@ class TraceSampler:
 
 class TraceSettings:
     """The current settings. `retired` is called with each replaced sampler, `check` with each new choice; it raises if
-    the choice is impossible.
+    the choice is impossible. `api_max_bytes`: what all traces may take in files that settings changed by clients
+    select.
     """
 
     def __init__(
         self,
         default: TraceChoice | None = None,
         *,
+        api_max_bytes: int = API_MAX_BYTES,
         retired: Callable[[TraceSampler], None] = lambda _: None,
         check: Callable[[TraceChoice], None] = lambda _: None,
     ) -> None:
         self._default = default or TraceChoice()
+        self._budget = TraceBudget(api_max_bytes) if self._default.trace_mode == TRITON else None
         self._retired = retired
         self._check = check
         self._own: dict[str, dict[str, Any]] = {"": {}}  # explicit settings of each model and ("") of the server
@@ -148,13 +166,17 @@ class TraceSettings:
             del own[model]
         choices = self._choices(own)
         for name in choices.keys() if not model else choices.keys() & {model}:
-            if choices[name].flaw:
-                raise Invalid(f"Attempting to set invalid trace setting: {choices[name].flaw}")
+            flaw = choices[name].flaw
+            if choices[name].is_on and self._budget is not None and self._budget.left <= 0:
+                flaw = flaw or USED_UP
+            if flaw:
+                raise Invalid(f"Attempting to set invalid trace setting: {flaw}")
             self._check(choices[name])
         former, self._own = self._settings, own
         replaced = {model} if model else {*former, *choices}
         self._settings = {name: former[name] for name in former if name not in replaced}
-        self._settings |= {name: TraceSampler(choices[name]) for name in choices if name in replaced}
+        # Also of a setting that is reset: otherwise clients could restart the operator's `trace_count` for ever.
+        self._settings |= {name: TraceSampler(choices[name], self._budget) for name in choices if name in replaced}
         for name in replaced & former.keys():
             self._retired(former[name])
 

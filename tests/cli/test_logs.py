@@ -129,6 +129,39 @@ def test_the_log_goes_to_the_operators_file_and_reopens_it_after_rotation(
     assert path.read_text().endswith("flowserve] two\n")
 
 
+@pytest.mark.fault("W10")
+def test_records_without_a_file_are_lost_with_one_line_and_counted_when_it_is_there_again(
+    loggers: logging.Logger, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    configure(LogChoice(log_file=str(folder / "server.log")))
+    try:
+        folder.rename(tmp_path / "moved")
+        for _ in range(3):
+            loggers.warning("lost")
+        folder.mkdir()
+        loggers.warning("kept")
+        loggers.warning("kept too")
+    finally:
+        logging.getLogger().handlers[0].close()
+    what = f"log file '{folder}/server.log' cannot be written: No such file or directory"
+    assert capfd.readouterr().err == f"flowserve: {what}; log records are lost until it can be\n"
+    assert [line.partition("] ")[2] for line in (folder / "server.log").read_text().splitlines()] == [
+        "kept",
+        f"3 log records were lost: log file '{folder}/server.log' could not be written",
+        "kept too",
+    ]
+
+
+def test_a_mistake_in_a_call_that_logs_is_still_shown(
+    loggers: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(LogChoice())
+    loggers.warning("%d", "no number")
+    assert "--- Logging error ---" in capsys.readouterr().err
+
+
 def test_a_log_file_that_cannot_be_opened_ends_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "nowhere/server.log"
     assert run(run_arguments(str(tmp_path), f"--log-file={path}")) == 1

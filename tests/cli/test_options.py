@@ -112,7 +112,11 @@ def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--trace-config", "level=MAX"], "--trace-config: expected the level OFF, TIMESTAMPS, TENSORS, got 'MAX'"),
         (["--trace-config", "rate=-1"], "--trace-config: expected a whole number from 0 to 4294967295, got -1"),
         (["--trace-config", "file=x"], "without a mode there is no setting 'file'; there are level, rate, count, mode"),
-        (["--trace-config", "triton,url=x"], "mode triton has no setting 'url'; there are file, log-frequency"),
+        (
+            ["--trace-config", "triton,url=x"],
+            "mode triton has no setting 'url'; there are file, log-frequency, api-max-bytes",
+        ),
+        (["--trace-config", "triton,api-max-bytes=-1"], "--trace-config: expected a whole number from 0 to"),
         (["--trace-config", "jaeger,url=x"], "expected the mode triton or opentelemetry, got 'jaeger'"),
         (["--trace-config", "opentelemetry,resource=x"], "--trace-config: expected resource=KEY=VALUE, got 'x'"),
         (["--trace-config", "level=TIMESTAMPS"], "--trace-config: trace file name is not given"),

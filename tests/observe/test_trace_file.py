@@ -16,7 +16,7 @@ from flowserve.errors import Invalid
 from flowserve.graph.types import Graph, ModelKey, Node
 from flowserve.observe.trace import BACKEND_OUTPUT, BUSY, QUEUE_INPUT, Execution, TensorSeen, Trace, TracedStep, Wait
 from flowserve.observe.trace_file import TraceFile, as_objects
-from flowserve.observe.trace_settings import TraceChoice, TraceSampler
+from flowserve.observe.trace_settings import TraceBudget, TraceChoice, TraceSampler
 
 COMPUTE = ["COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END"]
 
@@ -139,6 +139,29 @@ def test_an_exhausted_count_is_written_at_once_and_others_at_the_end(tmp_path: P
     assert traces_in(tmp_path / "trace.json.0") == [1, 2, 3]
     assert write(path, TraceChoice(str(path), ("TIMESTAMPS",), 1, 3), 2, retire=True) == ["trace.json", "trace.json.0"]
     assert traces_in(path) == [1, 2]
+
+
+@pytest.mark.fault("W10")
+@pytest.mark.parametrize(("count", "log_frequency"), [(-1, 0), (50, 0), (-1, 1), (-1, 7)])
+def test_traces_of_clients_take_no_more_than_their_budget(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int, log_frequency: int
+) -> None:
+    path = tmp_path / "trace.json"
+    file = TraceFile(path)
+    budget = TraceBudget(20_000)
+    for _ in range(3):  # as if a client restarted the count
+        setting = TraceSampler(TraceChoice(str(path), ("TIMESTAMPS",), 1, count, log_frequency), budget)
+        for _ in range(50):
+            if setting.sample():
+                file.put(setting, trace_of(node(0, "m", "m"), is_ensemble=False))
+        file.retire(setting)
+    file.close()
+    sizes = [one.stat().st_size for one in tmp_path.iterdir()]
+    blocks = sum(4096 for one in tmp_path.iterdir() if one != path)
+    assert 5_000 < sum(sizes) + blocks < 20_000 + 2 * 4096
+    assert all(traces_in(one) for one in tmp_path.iterdir()), "every file is whole"
+    (record,) = caplog.records
+    assert "--trace-config triton,api-max-bytes=N" in record.getMessage()
 
 
 def test_an_unwritable_file_is_refused(tmp_path: Path) -> None:

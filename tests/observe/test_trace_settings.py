@@ -64,6 +64,32 @@ def test_the_remaining_count_is_kept_when_other_settings_change() -> None:
     assert settings.of().as_json()["trace_count"] == "5"
 
 
+@pytest.mark.fault("W10")
+@pytest.mark.parametrize("asked", [{"trace_rate": "1"}, {"trace_count": None}, {"trace_level": None}])
+def test_settings_that_clients_change_or_reset_share_one_budget(asked: dict[str, Any]) -> None:
+    settings = TraceSettings(TraceChoice("trace.json", ("TIMESTAMPS",), 1, 5), api_max_bytes=100)
+    assert settings.of().budget is None, "what the operator chose is not limited"
+    settings.change({"trace_rate": "2"}, "m")
+    settings.change(asked)
+    budget = settings.of().budget
+    assert budget is not None
+    assert budget is settings.of("m").budget
+    assert settings.of().sample()
+    budget.left = 0
+    assert not settings.is_tracing
+    assert not settings.of().sample()
+    for model in ("m", "n", ""):
+        with pytest.raises(Invalid, match="the limit for all of them is reached"):
+            settings.change({"trace_rate": "1"}, model)
+        settings.change({"trace_level": ["OFF"]}, model)
+
+
+def test_traces_that_are_not_written_to_files_have_no_budget() -> None:
+    settings = TraceSettings(TraceChoice(trace_mode=OPENTELEMETRY), api_max_bytes=0)
+    settings.change({"trace_level": ["TIMESTAMPS"], "trace_rate": "1"})
+    assert settings.of().sample()
+
+
 def test_a_replaced_sampler_is_notified() -> None:
     retired: list[TraceSampler] = []
     settings = TraceSettings(ON, retired=retired.append)

@@ -58,6 +58,8 @@ _TERM_MS: Final = 200
 # Modules that every worker imports.
 PRELOADED: Final = ("numpy", "flowserve.backends.worker.main", "flowserve.backends.python.backend")
 
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # of the server
+
 # The function that a worker runs: it takes the number of its socket, and its arguments.
 EntryPoint = Callable[[int, bytes], None]
 
@@ -71,7 +73,7 @@ def main(*, orders: int, reports: int, parent: int, log_level: int, environment:
     """
     # SIGTERM means that the server's process has ended, or its thread that started the forkserver; or that a whole
     # group of processes is stopped: then the server still needs its workers for the requests that it has accepted.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+    for number in (*STOP_SIGNALS, signal.SIGCHLD):
         signal.signal(number, _nothing)
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -261,7 +263,7 @@ class WorkerStart:
             os._exit(1)  # the forkserver ended before the signal was set up
         prctl(_PR_SET_NAME, self.name.encode()[:15])
         # A whole group of processes may get SIGTERM (systemd sends it): the server drains, and needs its workers.
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             signal.signal(number, _nothing)
         os.register_at_fork(after_in_child=self._disown)
         os.dup2(self.log_fd, 1)
@@ -278,7 +280,7 @@ class WorkerStart:
         """In a process that a model forks: signals have their default action, and the socket is replaced, so that it
         cannot answer in the model's place.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             if signal.getsignal(number) is _nothing:
                 signal.signal(number, signal.SIG_DFL)
         with suppress(OSError):

@@ -21,7 +21,14 @@ from flowserve.errors import Unavailable
 from flowserve.observe.otel import Spans
 from flowserve.observe.trace import Trace, is_sampled, trace_id_for
 from flowserve.observe.trace_file import TraceFile
-from flowserve.observe.trace_settings import OPENTELEMETRY, TRITON, TraceChoice, TraceSampler, TraceSettings
+from flowserve.observe.trace_settings import (
+    API_MAX_BYTES,
+    OPENTELEMETRY,
+    TRITON,
+    TraceChoice,
+    TraceSampler,
+    TraceSettings,
+)
 from flowserve.runtime.clock import wall_clock_ns
 from flowserve.runtime.tracing.tracing import TraceSink, Tracing, Watch
 
@@ -32,10 +39,13 @@ SETTLE_TIMEOUT_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """The operator's options. `opentelemetry`: the settings of that mode, each with all its values."""
+    """The operator's options. `opentelemetry`: the settings of that mode, each with all its values. `api_max_bytes` is
+    that of `TraceSettings`.
+    """
 
     choice: TraceChoice = field(default_factory=TraceChoice)
     opentelemetry: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    api_max_bytes: int = API_MAX_BYTES
 
     def check(self) -> None:
         """Raises `Invalid` if traces cannot be written, `Unsupported` if packages are missing."""
@@ -54,7 +64,9 @@ class Traces:
         is_file = options.choice.trace_mode == TRITON
         self._file = TraceFile(Path(path)) if path and is_file else None
         self._spans = None if is_file else Spans(options.opentelemetry)
-        self._settings = TraceSettings(options.choice, retired=self._retired, check=self._check)
+        self._settings = TraceSettings(
+            options.choice, retired=self._retired, check=self._check, api_max_bytes=options.api_max_bytes
+        )
         self._windows: list[Window] = []
         self._listeners: list[Callable[[bool], None]] = []
         self.is_on = False
@@ -77,8 +89,8 @@ class Traces:
         is_chosen = is_callers is not False and setting.sample(has_context=bool(is_callers))
         if is_chosen:
             sinks.append(partial(self._put, setting))
-            if not setting.is_tracing:  # the setting's trace count is used up
-                self._update_is_on()
+        if not setting.is_tracing:  # its count or its budget is used up
+            self._update_is_on()
         windows = [window for window in self._windows if window.is_open]
         sinks += [window.traces.append for window in windows]
         if not sinks:
