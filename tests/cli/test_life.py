@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -362,51 +361,41 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, serve: Serve) 
 
 
 @pytest.mark.fault("W10")
-@pytest.mark.parametrize("option", [(), ("--python-execution", "thread")], ids=["process", "thread"])
-def test_a_closed_terminal_drains_the_server_and_its_processes(tmp_path: Path, option: tuple[str, ...]) -> None:
-    """It may send SIGHUP to the whole group of processes, and twice."""
+def test_hang_ups_of_all_processes_drain_the_server(tmp_path: Path, serve: Serve) -> None:
+    """A closed terminal may send SIGHUP twice, and a service manager to every process."""
     done = tmp_path / "done"
     started = write_model(tmp_path / "models", "slow", execute=wait_for(done))
-    with in_group_of_its_own(tmp_path / "models", *option) as served, ThreadPoolExecutor(1) as clients:
+    served = serve(tmp_path / "models")
+    with ThreadPoolExecutor(1) as clients:
         answer = clients.submit(infer, served, "slow")
         wait_until(started.exists, "the request runs")
         for _ in range(2):
-            os.killpg(served.pid, signal.SIGHUP)
+            for pid in _processes(served.pid):
+                os.kill(pid, signal.SIGHUP)
             wait_until(lambda: _is_stopping(served), "the signal has arrived")
         done.touch()
         assert answer.result().status_code == 200
-        assert served.process.wait(10) == 0
+    assert served.process.wait(10) == 0
 
 
-@contextmanager
-def in_group_of_its_own(repository: Path, *options: str, ignored: bool = False) -> Iterator[Served]:
-    """A server that leads a group of processes. `ignored`: as with nohup."""
-    quiet = ["--http-port", "0", "--allow-grpc", "false"]
-    command = [sys.executable, "-m", "flowserve", "run", str(repository), *quiet, *options]
-    if ignored:
-        command = ["nohup", *command]
-    log = repository.parent / "log"
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, process_group=0)
-    with process:
-        try:
-            assert process.stdout is not None
-            lines: list[str] = []
-            while not lines or (lines[-1] and not lines[-1].startswith("listening on ")):
-                lines.append(process.stdout.readline().rstrip("\n"))
-            yield Served(lines[-1].removeprefix("listening on "), process, lines, log)
-        finally:
-            process.kill()
+def _processes(pid: int) -> list[int]:
+    """A process and all that its threads started, as far as the system lists them."""
+    children = [child for one in Path(f"/proc/{pid}/task").glob("*/children") for child in one.read_text().split()]
+    return [pid, *(one for child in children for one in _processes(int(child)))]
 
 
 @pytest.mark.fault("W10")
 def test_a_server_started_with_nohup_ignores_a_closed_terminal(tmp_path: Path) -> None:
     write_model(tmp_path / "models", "echo")
-    with in_group_of_its_own(tmp_path / "models", ignored=True) as served:
-        os.killpg(served.pid, signal.SIGHUP)
-        assert infer(served, "echo").status_code == 200
-        assert get(served, "/v2/health/ready").status_code == 200
-        assert served.stop() == 0
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a process inherits it
+    try:
+        with serving(tmp_path / "models") as served:
+            served.process.send_signal(signal.SIGHUP)
+            assert infer(served, "echo").status_code == 200
+            assert get(served, "/v2/health/ready").status_code == 200
+            assert served.stop() == 0
+    finally:
+        signal.signal(signal.SIGHUP, former)
 
 
 def test_a_model_busy_for_disconnected_callers_is_named_when_the_server_stops(tmp_path: Path, serve: Serve) -> None:
