@@ -251,7 +251,7 @@ def test_a_request_on_an_open_connection_is_refused_while_draining(tmp_path: Pat
     with ThreadPoolExecutor(1) as clients, socket.create_connection(("127.0.0.1", served.port), timeout=10) as half:
         answer = clients.submit(infer, served, "slow")
         wait_until(started.exists, "the request runs")
-        half.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n")  # neither idle nor complete
+        half.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\n")  # neither idle nor complete
         wait_until(lambda: get(served, "/v2/health/ready").status_code == 200, "the half request has arrived")
         served.process.send_signal(signal.SIGTERM)
         wait_until(lambda: _is_stopping(served), "the signal has arrived")
@@ -266,7 +266,7 @@ def test_a_request_on_an_open_connection_is_refused_while_draining(tmp_path: Pat
 def test_idle_connections_are_closed_at_once_and_do_not_delay_the_exit(tmp_path: Path, serve: Serve) -> None:
     served = serve(tmp_path)
     with socket.create_connection(("127.0.0.1", served.port), timeout=5) as idle:
-        idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert idle.recv(65536).startswith(b"HTTP/1.1 200")
         assert served.stop(within_s=3) == 0
         assert idle.recv(65536) == b""

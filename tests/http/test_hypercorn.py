@@ -52,7 +52,7 @@ async def test_the_app_answers_under_hypercorn(engine: Engine) -> None:
             cut = int(answer.headers["inference-header-content-length"])
             assert answer.content[cut:] == (array * 2).tobytes()
         viewer = await trio.open_tcp_stream("127.0.0.1", port)
-        await viewer.send_all(b"GET /live/events HTTP/1.1\r\nHost: h\r\n\r\n")
+        await viewer.send_all(b"GET /live/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         seen = b""
         while b"double" not in seen:
             seen += await viewer.receive_some()

@@ -54,10 +54,8 @@ async def ask(port: int, context: ssl.SSLContext, request: bytes) -> bytes:
 def post(model: str, width: int) -> bytes:
     one = {"name": "IN", "datatype": "FP32", "shape": [1, width], "data": [0.5] * width}
     body = json.dumps({"inputs": [one]}).encode()
-    head = (
-        f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
+    head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}Connection: close\r\n\r\n".encode() + body
 
 
 @pytest.mark.parametrize("width", [4, 300_000])
@@ -79,7 +77,7 @@ async def test_old_versions_and_clients_without_a_certificate_are_refused(
     context = tls_context(papers / "server.pem", papers / "server.key", papers / "client.pem")
     assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
     port = await secure(nursery, engine, context)
-    request = b"GET /v2/health/ready HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+    request = b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     old = client_context(papers, shows=True)
     old.set_ciphers("DEFAULT@SECLEVEL=0")  # or the client itself would refuse
     with warnings.catch_warnings():
@@ -124,7 +122,7 @@ async def test_a_closed_or_silent_tls_connection_leaves_no_state(
     silent = await trio.open_tcp_stream("127.0.0.1", port)
     tcp = await trio.open_tcp_stream("127.0.0.1", port)
     stream = trio.SSLStream(tcp, client_context(papers), server_hostname="localhost")
-    await stream.send_all(b"GET /v2/health/ready HTTP/1.1\r\nHost: h\r\n\r\n")
+    await stream.send_all(b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert (await stream.receive_some(1000)).startswith(b"HTTP/1.1 200")
     await trio.aclose_forcefully(stream)
     with trio.fail_after(30):
@@ -151,7 +149,7 @@ async def test_a_connection_without_a_free_descriptor_is_closed_and_the_next_one
     with trio.fail_after(5):
         async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
             assert await stream.receive_some() == b""
-        request = b"GET /v2/health/live HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+        request = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         assert (await ask(port, client_context(papers), request)).startswith(b"HTTP/1.1 200")
     assert "connections are refused: no file descriptors left" in caplog.text
 

@@ -327,7 +327,13 @@ class Wire:
 
     @staticmethod
     def request(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
-        lines = [f"{method} {path} HTTP/1.1", "Host: h", f"Content-Length: {len(body)}", "Connection: close", *headers]
+        lines = [
+            f"{method} {path} HTTP/1.1",
+            "Host: localhost",
+            f"Content-Length: {len(body)}",
+            "Connection: close",
+            *headers,
+        ]
         return "\r\n".join([*lines, "", ""]).encode() + body
 
     def infer_request(self, model: str, rows: Sequence[Sequence[float]], datatype: str = "FP32", **more: Any) -> bytes:

@@ -128,7 +128,7 @@ def test_headers_reach_the_model(client: triton.InferenceServerClient) -> None:
 def test_the_metrics_port_serves_only_metrics(front: Front, client: triton.InferenceServerClient) -> None:
     def ask(place: tuple[str, int], path: str) -> tuple[int, str]:
         with socket.create_connection(place, timeout=30) as connection:
-            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n".encode())
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
             received = b"".join(iter(lambda: connection.recv(65536), b""))
         return int(received.split()[1]), received.decode()
 
@@ -157,7 +157,7 @@ def test_client_input_in_the_log_is_escaped_to_one_line(front: Front) -> None:
     body = json.dumps({"id": "a\nI0101 forged", "inputs": []}).encode()
     with socket.create_connection(("127.0.0.1", front.served.port), timeout=30) as connection:
         for path in ("/v2/models/a%0aI0101%20forged/infer", "/v2/models/tells/infer%0d%0aforged", "/%0a"):
-            head = f"POST {path} HTTP/1.1\r\nHost: h\r\nX-A: a\tb\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nX-A: a\tb\r\nContent-Length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
             assert connection.recv(65536).startswith(b"HTTP/1.1 4")
     lines = front.served.log.splitlines()
@@ -173,7 +173,7 @@ def test_a_unix_socket_serves_the_same_responses(tmp_path: Path, add_model: Call
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(path))
-            connection.sendall(b"GET /v2/models/scores/ready HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+            connection.sendall(b"GET /v2/models/scores/ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert connection.recv(65536).startswith(b"HTTP/1.1 200")
         assert served.stop() == 0
     assert not path.exists()

@@ -101,7 +101,7 @@ def test_a_large_request_is_received_into_memory_of_its_model(
 @pytest.mark.server
 def test_the_memory_of_incomplete_requests_is_returned(server: Served, client: triton.InferenceServerClient) -> None:
     before = carried(client, "left")
-    head = b"POST /v2/models/left/infer HTTP/1.1\r\nHost: h\r\nContent-Length: 1000000\r\n\r\n"
+    head = b"POST /v2/models/left/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
     for _ in range(300):  # more than the room there is for bodies
         with socket.create_connection(("127.0.0.1", server.port)) as sock:
             sock.sendall(head + bytes(70_000))

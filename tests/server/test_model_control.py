@@ -627,7 +627,7 @@ def test_an_invalid_model_name_is_refused_without_header_injection(control_serve
 
 def _post(served: Served, path: str, body: bytes) -> bytes:
     """The answer to exactly this path; clients would tidy it."""
-    head = f"POST {path} HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
         connection.sendall(head.encode() + body)
         return b"".join(iter(lambda: connection.recv(65536), b""))

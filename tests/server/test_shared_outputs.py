@@ -24,7 +24,7 @@ WIDTH = 4_000_000  # 16 MB: more than any socket takes at once
 
 def request(method: str, path: str, document: Any = None) -> bytes:
     body = json.dumps(document or {}).encode()
-    return f"{method} {path} HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    return f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def ask(number: float) -> bytes:
