@@ -136,6 +136,26 @@ def restriction(text: str) -> Restriction:
         raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
 
 
+def hosts(text: str) -> tuple[str, ...]:
+    """HOST[,HOST...]."""
+    from flowserve.http.api.access import parse_hosts  # imported late, so that help is fast
+
+    try:
+        return parse_hosts(text)
+    except Invalid as error:
+        raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
+
+
+def origins(text: str) -> tuple[str, ...]:
+    """ORIGIN[,ORIGIN...]."""
+    from flowserve.http.api.access import parse_origins  # imported late, so that help is fast
+
+    try:
+        return parse_origins(text)
+    except Invalid as error:
+        raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
+
+
 def backend_setting(text: str) -> tuple[str, str, str]:
     """BACKEND,KEY=VALUE; without a backend, a setting of onnxruntime."""
     found = re.fullmatch(r"(?:([a-z0-9_]*),)?([A-Za-z0-9_-]+)=(.+)", text, re.ASCII)

@@ -26,9 +26,11 @@ from flowserve.cli.option_values import (
     boolean,
     file_stem,
     gpu_pool,
+    hosts,
     local_cache,
     metrics_setting,
     one_of,
+    origins,
     pattern,
     resource,
     restriction,
@@ -175,6 +177,13 @@ def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
     add_option(group, "--http-server-cert FILE", "serve HTTPS with this certificate (PEM)", Path)
     add_option(group, "--http-server-key FILE", "the certificate's key (PEM)", Path)
     add_option(group, "--http-root-cert FILE", "clients must have a certificate of this authority", Path)
+    text = (
+        "names of this server; requests with any other Host are refused, except to localhost and IP addresses; *.NAME"
+        " and *; default: with an --http-address beyond this machine, names that nobody can register; repeatable"
+    )
+    add_option(group, "--http-allowed-hosts HOST,...", text, hosts, repeatable=True)
+    text = "web pages of these origins may send requests, and read the responses (CORS); * for any; repeatable"
+    add_option(group, "--http-cors-origins ORIGIN,...", text, origins, repeatable=True)
     text = (
         "these groups of endpoints require this header: health, metadata, inference, shared-memory, "
         "model-config, model-repository, statistics, trace, logging; repeatable"

@@ -27,6 +27,8 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from ipaddress import ip_address
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Final, Self
@@ -55,6 +57,7 @@ from flowserve.cli.standard_output import say
 from flowserve.config.types import OFF, Gpus
 from flowserve.errors import FlowserveError, Invalid
 from flowserve.grpc.options import NOT_INSTALLED, GrpcOptions, is_installed
+from flowserve.http.api.access import ANY, AccessRules
 from flowserve.http.api.app import make_app, make_metrics_app
 from flowserve.http.api.infer import AppOptions, InferRoute
 from flowserve.http.server.budget import Budget
@@ -86,6 +89,10 @@ _WITHOUT: Final = (
     " the start; --allow-grpc false serves HTTP alone"
 )
 
+_PAGES_LOAD: Final = (
+    "with --http-cors-origins=* and --model-control-mode=explicit, a web page of any site, opened where this server can"
+    " be reached, can load models and so run code here"
+)
 DESCRIPTORS_WANTED: Final = 65536
 BUSY_NAMES_MAX: Final = 10  # busy instances named in the log line of the drain
 # Share of the exit timeout that open sequences get at most; the rest is for their last requests and for closing.
@@ -106,6 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
     threading.excepthook = logs.log_thread_exception
     if ignored := without_effect(arguments):
         _log.warning("%s", warning_of(ignored))
+    if arguments.model_control_mode == "explicit" and ANY in chain(*arguments.http_cors_origins):
+        _log.warning("%s", _PAGES_LOAD)
     tune_malloc()
     # A worker thread that finished computing waits this long for a busy event loop to release the interpreter lock;
     # Python's default of 5 ms is longer than most requests. Measured on a CNN at concurrency 8: 1.1 times the
@@ -180,6 +189,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
             max_body_bytes=arguments.http_max_input_size,
             client_memory=ClientMemory(is_allowed=arguments.allow_client_shm),
             restrictions=restrictions,
+            access=access_rules(arguments, arguments.http_address, listeners),
             metrics=metrics_shown,
             forwarding=Forwarding(pattern, "--http-header-forward-pattern") if pattern else None,
             log=log_settings,
@@ -201,8 +211,10 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
                 await nursery.start(server.serve, listeners)
                 metrics: Server | None = None
                 if metrics_listeners:
+                    address = arguments.metrics_address or arguments.http_address
+                    rules = access_rules(arguments, address, metrics_listeners)
                     scrapers = Budget(MEBIBYTE, SCRAPERS_MAX)
-                    metrics = Server(make_metrics_app(engine, metrics_shown, budget), budget=scrapers)
+                    metrics = Server(make_metrics_app(engine, metrics_shown, rules, budget), budget=scrapers)
                     await nursery.start(metrics.serve, metrics_listeners)
                 if grpc_server is not None:
                     await nursery.start(grpc_server.serve, engine, control, app_options.client_memory, log_settings)
@@ -405,6 +417,22 @@ def listen(
         return open_listeners(address, port)
     except (OSError, UnicodeError) as error:
         raise Invalid(f"cannot listen on {address} port {port}: {_reason(error, option, address_option)}") from error
+
+
+def access_rules(arguments: argparse.Namespace, address: str, listeners: Sequence[socket.socket]) -> AccessRules:
+    """The values of Host and Origin that are served on the listeners of `address`, the option's value. No browser
+    reaches a socket in the file system. Names in a local network can be those of an attacker in it, who reaches a
+    server that listens beyond this machine without a browser; one on a loopback address he does not.
+    """
+    origins = tuple(chain(*arguments.http_cors_origins))
+    if any(one.family == socket.AF_UNIX for one in listeners):
+        return AccessRules((ANY,), origins=origins)
+    own = address.lower().removesuffix(".")  # an address in it does no harm
+    if arguments.http_allowed_hosts:
+        return AccessRules((own, *chain(*arguments.http_allowed_hosts)), origins=origins)
+    if all(ip_address(one.getsockname()[0]).is_loopback for one in listeners):
+        return AccessRules((own,), origins=origins)
+    return AccessRules((own, socket.gethostname().lower()), has_local_names=True, origins=origins)
 
 
 def url(listener: socket.socket, address: str, scheme: str = "http") -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from flowserve.http.api.access import AccessRules
 from flowserve.http.api.app import make_app
 from flowserve.http.api.infer import AppOptions, InferRoute
 from flowserve.http.server.connection import Phase
@@ -112,13 +113,17 @@ Start = Callable[..., Awaitable[Running]]
 @pytest.fixture
 async def start(nursery: trio.Nursery) -> AsyncIterator[Start]:
     """`await start(app, Limits(...), direct)` serves any ASGI app, and an inference handler before it, until the
-    test is over; `await start(engine, AppOptions(...))` the whole API over an engine.
+    test is over; `await start(engine, AppOptions(...))` the whole API over an engine, which has the host name h unless
+    the options have access rules.
     """
 
     async def start(app: Any, options: Any = None, direct: Any = None) -> Running:
         listeners = open_listeners("127.0.0.1", 0)
         if isinstance(app, Engine):
-            server = Server(make_app(app, options), direct=InferRoute(app, options or AppOptions()))
+            options = options or AppOptions()
+            if options.access == AccessRules():
+                options = replace(options, access=AccessRules(hosts=("h",)))
+            server = Server(make_app(app, options), direct=InferRoute(app, options))
         else:
             server = Server(app, options, direct=direct)
         await nursery.start(server.serve, listeners)

@@ -38,7 +38,9 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         (repository / name / "1" / "model.onnx").write_bytes(onnx_identity(dtype, ("N", "M")))
     (repository / "twice" / "1").mkdir(parents=True)
     (repository / "twice" / "config.pbtxt").write_text(TWICE)
-    with serving(repository, "--allow-client-shm=true", "--http-max-input-size=1000000") as served:
+    with serving(
+        repository, "--allow-client-shm=true", "--http-max-input-size=1000000", "--http-allowed-hosts=h"
+    ) as served:
         yield served
 
 

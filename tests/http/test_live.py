@@ -14,7 +14,6 @@ import trio
 from trio.testing import MockClock
 
 from flowserve.errors import ModelFailed
-from flowserve.http.api.app import make_app
 from flowserve.http.api.infer import AppOptions
 from flowserve.http.page.routes import SPARE, VIEWERS_MAX
 from flowserve.http.page.sampler import WINDOW_S, Sampler
@@ -171,9 +170,7 @@ async def test_events_end_with_the_server(engine: Engine, api: Any) -> None:
 
 async def test_live_figures_need_the_keys_of_their_groups_and_the_page_needs_none(engine: Engine, start: Any) -> None:
     for group in ("metadata", "model-config", "model-repository", "statistics"):
-        guarded = await start(
-            make_app(engine, AppOptions(restrictions=(parse_restriction(f"{group}:admin-key=secret"),)))
-        )
+        guarded = await start(engine, AppOptions(restrictions=(parse_restriction(f"{group}:admin-key=secret"),)))
         client = await guarded.connect()
         assert (await client.ask(get("/"))).status == 200
         for path in ("/live/events", "/LIVE//events", "/%6Cive/graphs/double/versions/1"):

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flowserve.errors import FlowserveError, Overloaded, Unavailable
+from flowserve.http.api.access import AccessRules, checked
 from flowserve.http.api.compression import expand, is_compressed
 from flowserve.http.api.extensions import repository_routes, settings_routes, shared_memory_routes
 from flowserve.http.api.generate import generate_routes
@@ -43,15 +44,22 @@ _log = logging.getLogger("flowserve.http")
 def make_app(engine: Engine, options: AppOptions | None = None, control: Control | None = None) -> ASGIApp:
     """The ASGI application that serves `engine`. `control`, if there is one, loads and unloads its models."""
     options = options or AppOptions()
-    app = _starlette(make_routes(engine, options, control))
-    return restricted(app, options.restrictions) if options.restrictions else app
+    app: ASGIApp = _starlette(make_routes(engine, options, control))
+    if options.restrictions:
+        app = restricted(app, options.restrictions)
+    return checked(app, options.access)  # outside, as the preflight requests of browsers have no keys
 
 
 def make_metrics_app(
-    engine: Engine, choice: MetricsChoice | None = EVERYTHING, budget: Budget | None = None
+    engine: Engine,
+    choice: MetricsChoice | None = EVERYTHING,
+    access: AccessRules | None = None,
+    budget: Budget | None = None,
 ) -> ASGIApp:
-    """An application that serves only /metrics, for a separate port. `budget`: that of the server for requests."""
-    return _starlette(_metrics_routes(engine, choice, budget or Budget()))
+    """An application that serves only /metrics, for a separate port. It requires no keys. `budget`: that of the server
+    for requests.
+    """
+    return checked(_starlette(_metrics_routes(engine, choice, budget or Budget())), access or AccessRules())
 
 
 def make_routes(engine: Engine, options: AppOptions, control: Control | None) -> list[Route]:

@@ -1,10 +1,10 @@
 """POST /v2/models/{name}/infer: bodies become requests, the engine runs them, responses become bodies.
 
-Decides the order of a request's steps: key, deployment, body, engine, response. `InferRoute.start` is the one entry for
-every inference request. flowserve's own server calls it as soon as a request is complete, without a task for it
-(decision 0034); under another ASGI server, Starlette calls the route as a raw ASGI endpoint, which does the same and
-waits. request_target.py interprets the head, decode.py and encode.py the bodies. Does not
-know sockets.
+Decides the order of a request's steps: access, key, deployment, body, engine, response. `InferRoute.start` is the one
+entry for every inference request. flowserve's own server calls it as soon as a request is complete, without a task for
+it (decision 0034); under another ASGI server, and for requests of web pages of other origins, Starlette calls the route
+as a raw ASGI endpoint, which does the same and waits. request_target.py interprets the head, decode.py and encode.py
+the bodies. Does not know sockets.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from flowserve.errors import FlowserveError, Invalid, Overloaded, TooLarge
+from flowserve.http.api.access import ADMITTED, Access, AccessRules
 from flowserve.http.api.compression import CONTENT_ENCODING, Headers, compress, expand
 from flowserve.http.api.decode import Body, Decoder, decode_raw
 from flowserve.http.api.encode import JSON_HEADERS, Encoder
@@ -47,12 +48,14 @@ class AppOptions:
     """`max_body_bytes` bounds bodies that another ASGI server passes on in pieces, and compressed ones, expanded;
     flowserve's own server refuses others earlier. `client_memory` and `log` are shared by all front ends of one
     engine. `forwarding`: the headers that become parameters of inference requests. `metrics` None: there are none.
-    `budget`: that of flowserve's own server, for metrics.
+    `access` by default: requests to addresses and localhost, from pages of the same origin or from no page. `budget`:
+    that of flowserve's own server, for metrics.
     """
 
     max_body_bytes: int = MAX_BODY_BYTES
     client_memory: ClientMemory = field(default_factory=ClientMemory)
     restrictions: tuple[Restriction, ...] = ()
+    access: AccessRules = field(default_factory=AccessRules)
     forwarding: Forwarding | None = None
     metrics: MetricsChoice | None = EVERYTHING
     log: LogSettings = field(default_factory=LogSettings)
@@ -81,6 +84,7 @@ class InferRoute:
         self.forwarding = options.forwarding
         self.begin_events, self.end_events = engine.begin_events, engine.end_events
         self._max_body_bytes = options.max_body_bytes
+        self._access = Access(options.access)
         self._guard = Guard(options.restrictions) if options.restrictions else None
         self._threads = trio.CapacityLimiter(_COMPRESSING_AT_ONCE)
 
@@ -104,11 +108,12 @@ class InferRoute:
 
     def start(self, scope: Scope, body: Body, respond: Respond, spawn: Spawn) -> Callable[[], None] | None:
         """Start a request. `respond` is called once, now or later. Returns a callable that withdraws the request if its
-        client disconnects before that; None if this is not an inference request. `spawn` runs blocking work in a
-        task, which is cancelled when the client disconnects.
+        client disconnects before that; None if the app has to respond: to other requests, and to those of browsers
+        that are refused or need CORS headers. `spawn` runs blocking work in a task, which is cancelled when the client
+        disconnects.
         """
         target = scope.get(TARGET) or request_target(scope)
-        if target is None:
+        if target is None or not (scope.get(ADMITTED) or self._access.admits(scope)):
             return None
         inference = _Inference(self, target, respond)
         try:
@@ -147,7 +152,7 @@ class InferRoute:
                 nursery.start_soon(work, Reservation(Budget()))
 
             withdraw = self.start(scope, body, respond, spawn)
-            assert withdraw is not None, "the target was looked at"
+            assert withdraw is not None, "the target was looked at, and the app admitted the request"
             try:
                 await is_done.wait()
             except trio.Cancelled:

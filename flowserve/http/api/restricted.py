@@ -39,8 +39,12 @@ _OF_A_MODEL: Final[Mapping[str, str]] = {
 }
 
 
-# The live page's data is that of the endpoints of these groups; the page itself contains none.
-_LIVE: Final = frozenset({"metadata", "model-config", "model-repository", "statistics"})
+# Outside /v2. The live page's data is that of the endpoints of its groups; the page itself, /, contains none.
+_ELSEWHERE: Final[Mapping[str, frozenset[str]]] = {
+    "live": frozenset({"metadata", "model-config", "model-repository", "statistics"}),
+    "metrics": frozenset({"statistics"}),
+    "openapi.json": frozenset({"metadata"}),
+}
 
 
 @lru_cache(maxsize=1024)
@@ -50,7 +54,7 @@ def groups_of(path: str) -> frozenset[str]:
         path = unquote(path)
     parts = [part for part in path.lower().split("/") if part not in ("", ".")]
     if not parts or parts[0] != "v2":
-        return _LIVE if parts[:1] == ["live"] else frozenset()
+        return _ELSEWHERE.get(parts[0], frozenset()) if parts else frozenset()
     if len(parts) == 1:
         return frozenset({"metadata"})
     if parts[1] != "models":
