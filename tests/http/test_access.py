@@ -202,7 +202,7 @@ def test_names_that_nobody_can_register_are_served_beyond_this_machine_only(host
 def test_other_hosts_are_refused(host: str) -> None:
     for rules in (LOOPBACK, EVERYWHERE, LISTED, AccessRules()):
         assert "--http-allowed-hosts" in refusal(rules, host, "GET")
-    assert refusal(AccessRules(("*",)), host) == ""
+    assert (refusal(AccessRules(("*",)), host) == "") == (len(host) < 300)
 
 
 def test_listed_names_are_served() -> None:
@@ -300,7 +300,7 @@ async def test_a_page_of_an_allowed_origin_reads_responses(open_to_app: Any) -> 
         assert "access-control-allow-credentials" not in answer.headers
 
 
-async def test_other_origins_are_refused_still_and_other_clients_as_fast_as_before(open_to_app: Any) -> None:
+async def test_other_origins_are_still_refused_and_other_clients_get_no_cors_headers(open_to_app: Any) -> None:
     client = await open_to_app.connect()
     for origin in (FOREIGN, "https://app.example:8443", "http://app.example", "https://x.app.example", "null"):
         assert (await client.ask(request("POST", INFER, "localhost", f"Origin: {origin}", body=BODY))).status == 403

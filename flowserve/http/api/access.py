@@ -34,7 +34,7 @@ from flowserve.http.api.json_bodies import error_response, status_of
 ANY: Final = "*"
 ADMITTED: Final = "flowserve.admitted"  # in the scope of a request that passed
 _CACHED_HOSTS: Final = 256
-_HOST_LENGTH_MAX: Final = 300  # a name has at most 253
+_HOST_BYTES_MAX: Final = 300  # a name has at most 253
 _SHOWN_MAX: Final = 100
 _HOST_HINT: Final = "--http-allowed-hosts lists the names of this server"
 _ORIGIN_HINT: Final = "--http-cors-origins lists the origins that are"
@@ -65,7 +65,6 @@ class Access:
 
     def __init__(self, rules: AccessRules) -> None:
         self.origins = rules.origins
-        self._has_any_host = ANY in rules.hosts
         self._names = frozenset({"localhost", *rules.hosts})
         self._suffixes = tuple(one.removeprefix(ANY) for one in rules.hosts if one.startswith("*."))
         self._has_local_names = rules.has_local_names
@@ -76,7 +75,7 @@ class Access:
         """Whether a request is served and its response needs no CORS headers. If so, the scope says it, which
         flowserve's own server shares between requests with the same head.
         """
-        if (self.origins and any(name == b"origin" for name, _ in scope["headers"])) or self.refusal(scope):
+        if self.refusal(scope) or (self.origins and any(name == b"origin" for name, _ in scope["headers"])):
             return False
         scope[ADMITTED] = True
         return True
@@ -84,25 +83,24 @@ class Access:
     def refusal(self, scope: Scope) -> str:
         """Why a request is refused, "" if it is not."""
         headers = dict(scope["headers"])  # browsers send each of these once
-        host = headers.get(b"host", b"").decode("latin-1").lower()
-        # Every browser sends Host. Some health checks over HTTP/1.0 do not.
-        if host and not self._has_any_host and not (len(host) <= _HOST_LENGTH_MAX and self._serves(host)):
-            return f"requests for host {_shown(host)} are not served; {_HOST_HINT}"
-        site = headers.get(b"sec-fetch-site", b"none")
-        origin = headers.get(b"origin", b"").decode("latin-1").lower()
-        if not origin:
-            is_own = site in (b"none", b"same-origin")
-        else:
-            # Browsers alone write Sec-Fetch-Site: it holds behind a proxy that changes Host, too.
-            is_own = site == b"same-origin" or (site == b"none" and _is_origin_of(origin, host))
-        if is_own or ANY in self.origins or origin in self.origins or _is_link(scope["method"], headers):
+        host = headers.get(b"host", b"")  # every browser sends it; some health checks over HTTP/1.0 do not
+        if len(host) > _HOST_BYTES_MAX or not self._serves(host):
+            return f"requests for host {_shown(_text(host))} are not served; {_HOST_HINT}"
+        origin, site = _text(headers.get(b"origin", b"")), headers.get(b"sec-fetch-site", b"none")
+        if site == b"same-origin":
+            return ""  # browsers alone write this header, and it holds behind a proxy that changes Host, too
+        if site == b"none" and (not origin or _is_origin_of(origin, _text(host))):
+            return ""
+        if ANY in self.origins or origin in self.origins or _is_link(scope["method"], headers):
             return ""
         page = f"pages of origin {_shown(origin)}" if origin else "pages of other origins"
         return f"requests from {page} are not served; {_ORIGIN_HINT}"
 
-    def _find(self, host: str) -> bool:
-        """Whether a value of Host, in lower case, is served."""
-        found = _HOST.fullmatch(host)
+    def _find(self, host: bytes) -> bool:
+        """Whether a value of Host is served, b"" for none."""
+        if not host or ANY in self._names:
+            return True
+        found = _HOST.fullmatch(_text(host))
         if found is None:
             return False
         name = found[1] or found[2]
@@ -116,6 +114,10 @@ class Access:
         if name in self._names or name.endswith(self._suffixes):
             return True
         return self._has_local_names and ("." not in name or name.endswith(_UNREGISTRABLE))
+
+
+def _text(value: bytes) -> str:
+    return value.decode("latin-1").lower()
 
 
 def _is_origin_of(origin: str, host: str) -> bool:
