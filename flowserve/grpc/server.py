@@ -1,8 +1,8 @@
 """grpcio's server beside the engine: ports, call handlers, start and drain.
 
 Decides: it is grpcio's asyncio server, whose loop is a guest of the engine's (docs/decisions/0021); when ports are
-bound; that a restricted call requires its group's key; that every exception becomes a status; and that a drain lets
-calls in progress finish. The calls are in `service`. Caller: `cli`.
+bound; that a restricted call requires its group's key; that no web page can send a call; that every exception becomes
+a status; and that a drain lets calls in progress finish. The calls are in `service`. Caller: `cli`.
 """
 
 from __future__ import annotations
@@ -149,7 +149,10 @@ class GrpcServer:
 
         def handler(name: str, method: Handler) -> Handler:
             restriction = restrictions.get(GROUP[name])
-            return _with_status(method if restriction is None else _with_key(method, restriction))
+            if restriction is not None:
+                method = _with_key(method, restriction)
+            # Browsers speak HTTP/2 over TLS only.
+            return _with_status(method if self._options.certificate is None else _from_no_page(method))
 
         def unary(name: str, kind: type[Message], method: Callable[[Any], Awaitable[Message]]) -> Any:
             call = handler(name, lambda request, _: method(request))
@@ -182,6 +185,19 @@ def _with_key(method: Handler, restriction: Restriction) -> Handler:
         given = next((value for name, value in context.invocation_metadata() or () if name == restriction.name), b"")
         if not restriction.is_opened_by(given if isinstance(given, bytes) else given.encode()):
             raise Forbidden(f"This protocol is restricted, expecting header '{restriction.name}'")
+        return await method(request, context)
+
+    return check
+
+
+def _from_no_page(method: Handler) -> Handler:
+    """The method, refused for a web page that calls it without asking first (CORS). grpcio requires no content type, so
+    a page could send a message as text/plain; it refuses the question, and a proxy for gRPC-Web may answer it instead.
+    """
+
+    async def check(request: Any, context: Any) -> Any:
+        if dict(context.invocation_metadata() or ()).get("sec-fetch-mode", "cors") != "cors":
+            raise Forbidden("requests from web pages are not served without CORS, which a proxy for gRPC-Web answers")
         return await method(request, context)
 
     return check

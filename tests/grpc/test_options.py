@@ -88,6 +88,21 @@ def test_only_clients_with_a_certificate_of_the_authority_are_served(
         assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.fault("W1")
+def test_a_web_page_cannot_send_a_call(front: Served, papers: Path, client: triton.InferenceServerClient) -> None:
+    for mode in ("no-cors", "navigate", "same-origin"):
+        page = {**KEY, "sec-fetch-mode": mode}
+        for call, given in (
+            (client.load_model, ("echo",)),
+            (client.infer, ("echo", [numbers(1)])),
+            (client.is_server_live, ()),
+        ):
+            with pytest.raises(InferenceServerException, match="web pages") as refused:
+                call(*given, headers=page)
+            assert refused.value.status() == "StatusCode.PERMISSION_DENIED"
+    assert client.is_model_ready("echo", headers={**KEY, "sec-fetch-mode": "cors"})  # a proxy asked for it
+
+
 @pytest.mark.fault("Z9")
 def test_old_versions_of_tls_are_refused(front: Served, papers: Path) -> None:
     context = ssl.create_default_context(cafile=f"{papers}/server.pem")
