@@ -96,6 +96,14 @@ def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--grpc-server-cert=c"], "certificates for gRPC have no effect without --grpc-use-ssl true"),
         (["--grpc-header-forward-pattern", "("], "--grpc-header-forward-pattern: expected a regular expression"),
         (["--grpc-infer-response-compression-level=max"], "expected none or low or medium or high, got 'max'"),
+        (
+            ["--http-allowed-hosts", "http://a"],
+            "expected HOST[,HOST...]: names without scheme and port, *.NAME, or *, got",
+        ),
+        (
+            ["--http-cors-origins", "app.example"],
+            "expected ORIGIN[,ORIGIN...]: SCHEME://HOST[:PORT] without a path, or *",
+        ),
         (["--http-restricted-api", "inference:=x"], "expected GROUP[,GROUP...]:HEADER=VALUE"),
         (["--http-restricted-api", "infer:k=v"], "unknown restricted api 'infer'; use health, metadata, inference"),
         (
@@ -246,6 +254,7 @@ def test_the_defaults_are_safe() -> None:
     assert options.exit_on_error
     assert options.strict_readiness
     assert not options.allow_client_shm
+    assert options.http_allowed_hosts == options.http_cors_origins == []
 
 
 @pytest.mark.fault("W3")
