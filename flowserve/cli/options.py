@@ -179,7 +179,7 @@ def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
     add_option(group, "--http-root-cert FILE", "clients must have a certificate of this authority", Path)
     text = (
         "names of this server; requests with any other Host are refused, except to localhost and IP addresses; *.NAME"
-        " and *; default: with an --http-address beyond this machine, names that nobody can register; repeatable"
+        " and *; default: with an --http-address beyond this machine, names that cannot be registered; repeatable"
     )
     add_option(group, "--http-allowed-hosts HOST,...", text, hosts, repeatable=True)
     text = "web pages of these origins may send requests, and read the responses (CORS); * for any; repeatable"

@@ -420,9 +420,10 @@ def listen(
 
 
 def access_rules(arguments: argparse.Namespace, address: str, listeners: Sequence[socket.socket]) -> AccessRules:
-    """The values of Host and Origin that are served on the listeners of `address`, the option's value. No browser
-    reaches a socket in the file system. Names in a local network can be those of an attacker in it, who reaches a
-    server that listens beyond this machine without a browser; one on a loopback address he does not.
+    """The values of Host and Origin that are served on the listeners of `address`, the option's value. Browsers cannot
+    connect to a socket in the file system. An attacker in the local network can own a name that is valid only there,
+    but can also connect directly to a server that listens beyond this machine; so only a loopback address excludes
+    such names.
     """
     origins = tuple(chain(*arguments.http_cors_origins))
     if any(one.family == socket.AF_UNIX for one in listeners):

@@ -192,7 +192,7 @@ def test_addresses_and_localhost_are_always_served(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", LOCAL)
-def test_names_that_nobody_can_register_are_served_beyond_this_machine_only(host: str) -> None:
+def test_names_that_cannot_be_registered_are_served_beyond_this_machine_only(host: str) -> None:
     assert refusal(EVERYWHERE, host) == ""
     assert "--http-allowed-hosts" in refusal(LOOPBACK, host)
     assert "--http-allowed-hosts" in refusal(LISTED, host)

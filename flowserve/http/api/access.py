@@ -6,7 +6,7 @@ machine included. Two checks refuse such requests, for every route and method; p
 * **Host.** The owner of a name can let it resolve to this server's address after a page was loaded from it (DNS
   rebinding). For the browser the server is then the origin of that page, which may read every response; such requests
   have neither Origin nor Sec-Fetch-Site. Only Host tells them apart: it has the owner's name. Served are therefore
-  addresses, localhost, and names that the operator lists or nobody can register.
+  addresses, localhost, names that the operator lists, and beyond loopback names that cannot be registered.
 * **Origin and Sec-Fetch-Site.** A page of another origin is refused, unless the operator allows its origin; then CORS
   headers let it read the responses. A browser that follows a link to this server is served.
 
@@ -51,7 +51,7 @@ _log = logging.getLogger("flowserve.http")
 @dataclass(frozen=True, slots=True)
 class AccessRules:
     """`hosts`: the names served besides `localhost` and addresses: exact ones, `*.` and a suffix, or `*` for any.
-    `has_local_names`: names that nobody can register are served too, those without a dot among them. `origins`: pages
+    `has_local_names`: names that cannot be registered are served too, those without a dot among them. `origins`: pages
     of these origins may send requests and read responses; `*` for any.
     """
 
