@@ -79,6 +79,16 @@ def check_bytes_elements(counts: Iterable[int], model: str, limit: int = BYTES_E
         )
 
 
+def stand_in(name: str, dtype: DType, shape: tuple[int, ...]) -> Array:
+    """An array of this type and shape that takes no memory, to check an input before its data is read. Raises `Invalid`
+    for a shape that numpy does not support.
+    """
+    try:
+        return np.broadcast_to(np.empty((), dtype.numpy), shape)
+    except ValueError as error:
+        raise _unshapeable(name, error) from None
+
+
 def decode(data: Buffer, name: str, model: str, dtype: DType, shape: tuple[int, ...], count: int) -> Array:
     """The input encoded by the whole of `data`, whose size was checked. Raises `Invalid`."""
     if dtype is DType.BYTES:

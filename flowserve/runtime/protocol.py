@@ -1,6 +1,7 @@
 """Code that the front ends `http` and `grpc` share: request parameters, restricted APIs, metadata.
 
-Decides which names parameters may have (the protocol uses some and reserves others), that a pattern of headers to
+Decides how many elements the tensors of one request may have where each costs the server an object or a number in text;
+which names parameters may have (the protocol uses some and reserves others), that a pattern of headers to
 forward must match a header's whole name (in lower case, as HTTP passes it), and that a request's own parameter takes
 precedence over a header; which groups of calls may require a key, the syntax of the operator's option, that keys are
 compared in constant time, and when errors must not reveal the names of models; the fields of metadata responses and the
@@ -18,6 +19,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from flowserve.errors import Invalid
+from flowserve.memory.raw import BYTES_ELEMENTS_MAX
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.values import Request, TensorSpec
 from flowserve.version import __version__
@@ -53,6 +55,16 @@ EXTENSIONS: Final = (
     "trace",
     "logging",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ElementLimits:
+    """`bytes_elements`: of all BYTES inputs of one request. `json_elements`: of all inputs that are sent as JSON, and
+    of all outputs that are requested as JSON.
+    """
+
+    bytes_elements: int = BYTES_ELEMENTS_MAX
+    json_elements: int = 1 << 24  # 64 MiB of JSON hold so many of four characters
 
 
 # ---------------------------------------------------------------------------------------------- request parameters

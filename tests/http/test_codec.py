@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from flowserve.errors import Internal, Invalid
-from flowserve.http.api.decode import Decoder, decode_raw
+from flowserve.http.api.decode import Decoder, LargeBody, decode_raw
 from flowserve.http.api.encode import HEADER_LENGTH, JSON_HEADERS, Encoder
 from flowserve.http.api.request_json import ALL_BINARY, AnswerForm
 from flowserve.memory.client_memory import ClientMemory
@@ -38,7 +38,21 @@ def binary_request(tensors: dict[str, tuple[str, list[int], bytes]], pad: int = 
 
 
 def decoded(body: bytes, header_length: int | None = None) -> dict[str, Array]:
-    return Decoder(ClientMemory()).decode(body, header_length, "m")[0].inputs
+    decoder = Decoder(ClientMemory())
+    found = decoder.decode(body, header_length, "m")
+    return decoded_in_steps(body, header_length) if found is None else found[0].inputs
+
+
+def decoded_in_steps(body: bytes, header_length: int | None = None) -> dict[str, Array]:
+    """As large bodies are."""
+    large = LargeBody(Decoder(ClientMemory()), body, header_length, "m")
+    expected = large.parse(lambda: None).inputs
+    large.prepare()
+    arrays = large.arrays(lambda: None)
+    assert [(name, array.dtype, array.shape) for name, array in arrays.items()] == [
+        (name, array.dtype, array.shape) for name, array in expected.items()
+    ]
+    return arrays
 
 
 ENCODER = Encoder()  # one for all tests, so that what it keeps is put to the test too
@@ -46,7 +60,9 @@ ENCODER = Encoder()  # one for all tests, so that what it keeps is put to the te
 
 def encode(response: Response, form: AnswerForm) -> tuple[list[Any], int | None]:
     """The buffers, and how many bytes of them are JSON: None where the headers say that all are."""
-    parts, headers = ENCODER.encode(response, form)
+    encoded = ENCODER.encode(response, form)
+    assert encoded is not None  # it is small
+    parts, headers = encoded
     if headers == JSON_HEADERS:
         return parts, None
     assert dict(headers)[b"content-type"] == b"application/octet-stream"
@@ -181,7 +197,9 @@ def test_a_repeated_header_is_decoded_with_its_own_bytes() -> None:
     decoder = Decoder(ClientMemory())
     for value in (1, 2, 3):
         body, length = binary_request({"A": ("UINT8", [2], bytes([value, value]))})
-        assert decoder.decode(body, length, "m")[0].inputs["A"].tolist() == [value, value]
+        found = decoder.decode(body, length, "m")
+        assert found is not None
+        assert found[0].inputs["A"].tolist() == [value, value]
     assert len(decoder._headers) == 1
 
 

@@ -2,7 +2,8 @@
 
 Decides where the binary tensors are in the body, and how JSON data becomes arrays. Binary tensors are views
 into the body; only one whose address does not suit its type is copied, once, and BYTES and BOOL, whose wire form is
-not their array form. request_json.py decides the valid JSON; the engine checks whether the tensors fit the model.
+not their array form. Also which bodies take too long for the event loop: those are decoded in steps, on a thread
+(`LargeBody`). request_json.py decides the valid JSON; the engine checks whether the tensors fit the model.
 """
 
 from __future__ import annotations
@@ -16,13 +17,24 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.errors import Invalid
-from flowserve.http.api.request_json import ALL_BINARY, AnswerForm, InferHeader, InputHeader, parse_header
+from flowserve.http.api.large_json import LargeArray, Pause
+from flowserve.http.api.request_json import (
+    ALL_BINARY,
+    AnswerForm,
+    InferHeader,
+    InputHeader,
+    parse_header,
+    parse_large_header,
+)
 from flowserve.memory import raw
-from flowserve.memory.client_memory import ClientMemory
+from flowserve.memory.client_memory import ClientMemory, RegionWindow
+from flowserve.runtime.protocol import ElementLimits
 from flowserve.values import Array, DType, Request, TensorSpec
 
 Body = bytes | bytearray | memoryview
 
+# So much JSON takes at most 25 ms. So many bytes of BYTES elements, or of the client's memory, as well.
+INLINE_BYTES_MAX: Final = 1 << 19
 _CACHED_HEADERS: Final = 256
 _CACHED_HEADER_BYTES: Final = 4096
 _INTS: Final = frozenset({int})
@@ -46,40 +58,81 @@ class Decoder:
     """Bodies to requests. Keeps the checked JSON of binary requests by its bytes: clients mostly send the same
     header again."""
 
-    def __init__(self, client_memory: ClientMemory) -> None:
-        self._client_memory = client_memory
+    def __init__(self, client_memory: ClientMemory, limits: ElementLimits | None = None) -> None:
+        self.client_memory = client_memory
+        self.limits = limits or ElementLimits()
         self._headers: dict[tuple[bytes, str], InferHeader] = {}
 
-    def decode(self, body: Body, header_length: int | None, model: str) -> tuple[Request, AnswerForm]:
-        """The request, and the form of its response. `header_length` is Inference-Header-Content-Length, None where
-        there is none.
+    def decode(self, body: Body, header_length: int | None, model: str) -> tuple[Request, AnswerForm] | None:
+        """The request, and the form of its response; None if decoding takes long, which is work for a `LargeBody`.
+        `header_length` is Inference-Header-Content-Length, None where there is none.
 
-        Raises `Invalid`, naming the field, and what `ClientMemory` raises.
+        Raises `Invalid`, naming the field, `TooLarge`, and what `ClientMemory` raises.
         """
         if header_length is None:
             header_length = len(body)
-            header = parse_header(body, model)
+            if header_length > INLINE_BYTES_MAX:
+                return None
+            header = parse_header(body, model, self.limits)
         else:
-            if not 0 <= header_length <= len(body):
-                raise Invalid(f"inference header size should be in range (0, {len(body)}), got: {header_length}")
+            _check_length(header_length, body)
+            if header_length > INLINE_BYTES_MAX:
+                return None
             text = bytes(body[:header_length])
             header = self._headers.get((text, model)) or self._header(text, model)  # the messages name the model
         if header.extents and header.nbytes == len(body) - header_length:
             inputs = raw.numbers_at(body, header_length, header.extents)
+        elif header.copied_bytes > INLINE_BYTES_MAX:
+            return None
         else:
-            inputs = _arrays(header, body, header_length, model, self._client_memory)
+            inputs = _arrays(header, body, header_length, model, _windows(header, self.client_memory), _no_pause)
         form = header.form
         if header.portions:
-            form = replace(form, windows=self._client_memory.windows(header.portions))
+            form = replace(form, windows=self.client_memory.windows(header.portions))
         return Request(inputs, *header.fields), form
 
     def _header(self, text: bytes, model: str) -> InferHeader:
-        header = parse_header(text, model)
+        header = parse_header(text, model, self.limits)
         if len(text) <= _CACHED_HEADER_BYTES and all(one.data is None for one in header.inputs):
             if len(self._headers) >= _CACHED_HEADERS:
                 self._headers.clear()
             self._headers[text, model] = header
         return header
+
+
+class LargeBody:
+    """Decodes one body as `Decoder.decode` does. `parse` and `arrays` take long and run on a thread; they call `pause`
+    between two steps. `prepare` runs on the event loop between them.
+    """
+
+    def __init__(self, decoder: Decoder, body: Body, header_length: int | None, model: str) -> None:
+        self._decoder = decoder
+        self._body = body
+        self._offset = len(body) if header_length is None else header_length
+        self._model = model
+        self._header: InferHeader
+        self._windows: Mapping[str, RegionWindow]
+        self.form: AnswerForm
+
+    def parse(self, pause: Pause) -> Request:
+        """The request with stand-ins for its inputs: arrays of their type and shape, without memory. Raises `Invalid`
+        and `TooLarge`.
+        """
+        _check_length(self._offset, self._body)
+        text = memoryview(self._body)[: self._offset]
+        self._header = header = parse_large_header(text, self._model, self._decoder.limits, pause)
+        inputs = {one.name: raw.stand_in(one.name, one.dtype, one.shape) for one in header.inputs}
+        return Request(inputs, *header.fields)
+
+    def prepare(self) -> None:
+        """Find the client's memory. Raises what `ClientMemory` raises."""
+        memory, header = self._decoder.client_memory, self._header
+        self._windows = _windows(header, memory)
+        self.form = replace(header.form, windows=memory.windows(header.portions))
+
+    def arrays(self, pause: Pause) -> dict[str, Array]:
+        """The inputs. Raises `Invalid`."""
+        return _arrays(self._header, self._body, self._offset, self._model, self._windows, pause)
 
 
 def decode_raw(
@@ -116,10 +169,26 @@ def _deduced(spec: TensorSpec, nbytes: int) -> tuple[int, ...]:
     return tuple(nbytes // row if dim == -1 and row else dim for dim in spec.dims)
 
 
+def _check_length(header_length: int, body: Body) -> None:
+    if not 0 <= header_length <= len(body):
+        raise Invalid(f"inference header size should be in range (0, {len(body)}), got: {header_length}")
+
+
+def _no_pause() -> None:
+    """For a body that is decoded at once."""
+
+
 # ---------------------------------------------------------------------------------------------- binary
 
 
-def _arrays(header: InferHeader, body: Body, offset: int, model: str, client_memory: ClientMemory) -> dict[str, Array]:
+def _windows(header: InferHeader, client_memory: ClientMemory) -> dict[str, RegionWindow]:
+    """Where the inputs are that are in the client's memory. Raises what `ClientMemory` raises."""
+    return {one.name: client_memory.window(one.portion) for one in header.inputs if one.portion is not None}
+
+
+def _arrays(
+    header: InferHeader, body: Body, offset: int, model: str, windows: Mapping[str, RegionWindow], pause: Pause
+) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     end = len(body)
     for one in header.inputs:
@@ -128,7 +197,8 @@ def _arrays(header: InferHeader, body: Body, offset: int, model: str, client_mem
             if one.portion is None:
                 arrays[one.name] = json_array(one)
             else:
-                data = client_memory.window(one.portion).read()
+                data = windows[one.name].read()
+                pause()
                 arrays[one.name] = raw.decode(data, one.name, model, one.dtype, one.shape, one.count)
             continue
         if size > end - offset:
@@ -139,6 +209,7 @@ def _arrays(header: InferHeader, body: Body, offset: int, model: str, client_mem
         if one.dtype is DType.BYTES:
             block = memoryview(body)[offset : offset + size]
             arrays[one.name] = raw.decode(block, one.name, model, one.dtype, one.shape, one.count)
+            pause()
         else:
             arrays[one.name] = raw.numbers(body, offset, one.name, one.dtype, one.shape, one.count)
         offset += size
@@ -154,29 +225,52 @@ def _arrays(header: InferHeader, body: Body, offset: int, model: str, client_mem
 
 def json_array(header: InputHeader) -> Array:
     """The array of an input whose data is JSON. Raises `Invalid`."""
-    assert header.data is not None  # InputHeader promises one of the three
-    flat = _flattened(header.data)
-    if len(flat) != header.count:
-        raise Invalid(
-            f"Unable to parse 'data': Shape does not match true shape of 'data' field (input '{header.name}': "
-            f"shape {list(header.shape)} holds {header.count} elements, 'data' has {len(flat)})"
-        )
+    data = header.data
+    assert data is not None  # InputHeader promises one of the three
+    if not isinstance(data, LargeArray):
+        values = _flattened(data)
+        if len(values) != header.count:
+            raise _wrong_count(header, len(values))
+        return raw.shaped(_converted(values, header), header.name, header.shape)
+    if data.count != header.count and max(data.count, header.count) > 1:  # a single one may be an empty array
+        raise _wrong_count(header, data.count)
+    flat: Array = np.empty(header.count, header.dtype.numpy)
+    done = 0
+    for piece in data.pieces():
+        values = _flattened(piece)
+        if done + len(values) <= header.count:
+            flat[done : done + len(values)] = _converted(values, header)
+        done += len(values)
+    if done != header.count:
+        raise _wrong_count(header, done)
+    return raw.shaped(flat, header.name, header.shape)
+
+
+def _wrong_count(header: InputHeader, count: int) -> Invalid:
+    return Invalid(
+        f"Unable to parse 'data': Shape does not match true shape of 'data' field (input '{header.name}': "
+        f"shape {list(header.shape)} holds {header.count} elements, 'data' has {count})"
+    )
+
+
+def _converted(values: list[Any], header: InputHeader) -> Array:
+    """`values` of JSON as a flat array of the input's type. Raises `Invalid`."""
     allowed = _JSON_TYPES.get(header.dtype, _INTS)
-    found = set(map(type, flat)) - allowed
+    found = set(map(type, values)) - allowed
     if found:
         names = " and ".join(sorted(_JSON_NAMES.get(kind, kind.__name__) for kind in found))
         raise Invalid(f"Unable to parse 'data': input '{header.name}' is {header.dtype}, its data holds {names}")
     if header.dtype is DType.BYTES:
-        array = np.empty(len(flat), np.object_)
+        array: Array = np.empty(len(values), np.object_)
         try:
-            array[:] = [text.encode() for text in flat]
+            array[:] = [text.encode() for text in values]
         except UnicodeEncodeError:
             text = f"input '{header.name}' holds a string that is not valid Unicode"
             raise Invalid(f"Unable to parse 'data': {text}") from None
-        return raw.shaped(array, header.name, header.shape)
+        return array
     try:
         with np.errstate(over="ignore"):  # a number too large for FP32 becomes infinity, as everywhere
-            return raw.shaped(np.array(flat, header.dtype.numpy), header.name, header.shape)
+            return np.array(values, header.dtype.numpy)
     except OverflowError:
         raise Invalid(f"Unable to parse 'data': input '{header.name}' holds a number outside {header.dtype}") from None
 

@@ -2,13 +2,14 @@
 
 Decides the order and shape of the JSON, and that tensors are passed on as their own buffers, not joined.
 Numbers are written shortest-exact; non-finite numbers are written as the bare NaN, Infinity and -Infinity that
-Python's and Triton's readers accept. This file knows of HTTP only the headers that describe a body.
+Python's and Triton's readers accept. Also which responses take too long for the event loop, and how those are written
+in pieces on a thread. This file knows of HTTP only the headers that describe a body.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, Final
 
@@ -16,14 +17,20 @@ import numpy as np
 import orjson
 
 from flowserve.errors import Invalid
+from flowserve.http.api.large_json import Pause
 from flowserve.http.api.request_json import AnswerForm
 from flowserve.http.server.connection import HeaderTuple
 from flowserve.memory import raw
+from flowserve.runtime.protocol import ElementLimits
 from flowserve.runtime.workers.parameters import STATELESS
 from flowserve.values import Array, DType, Parameter, Response
 
 _NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
 _KEPT_MAX: Final = 256
+# So many elements in JSON take up to 3 ms, as BYTES up to 10 ms.
+INLINE_ELEMENTS_MAX: Final = 1 << 15
+_INLINE_BYTES_MAX: Final = 1 << 20  # into the client's memory
+_PIECE_ELEMENTS: Final = 1 << 13
 
 JSON_HEADERS: Final[HeaderTuple] = ((b"content-type", b"application/json"),)
 HEADER_LENGTH: Final = b"inference-header-content-length"
@@ -35,23 +42,25 @@ class Encoder:
     only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: ElementLimits | None = None) -> None:
+        self._limits = limits or ElementLimits()
         self._kept: dict[tuple[Any, ...], tuple[bytes, HeaderTuple]] = {}
 
-    def encode(self, response: Response, form: AnswerForm) -> tuple[list[Any], HeaderTuple]:
-        """The body as buffers, and the headers that describe it.
+    def encode(self, response: Response, form: AnswerForm) -> tuple[list[Any], HeaderTuple] | None:
+        """The body as buffers, and the headers that describe it; None if this takes long, which is work for
+        `encode_large` on a thread.
 
         Raises `Invalid` if the tensor cannot be sent in the requested form, `Internal` if the model's output is not a
         valid tensor.
         """
         if response.parameters and response.parameters is not STATELESS:
-            return _encode(response, form)
+            return self._encode(response, form)
         key: list[Any] = [response.model, response.version, response.id, response.parameters is STATELESS]
         blocks: list[Any] = []
         listed, default = form.listed, form.default_is_binary
         for name, array in response.outputs.items():
             if array.dtype.hasobject or not listed.get(name, default):
-                return _encode(response, form)
+                return self._encode(response, form)
             key += (name, array.dtype, array.shape)
             blocks.append(array.tobytes() if array.nbytes <= raw.COPIED_BYTES_MAX else raw.block(array))
         kept = self._kept.get(tuple(key))
@@ -65,8 +74,84 @@ class Encoder:
             text, headers = kept
         return [text, *blocks], headers
 
+    def _encode(self, response: Response, form: AnswerForm) -> tuple[list[Any], HeaderTuple] | None:
+        """As `encode`, for a response that is not all binary numbers."""
+        elements = in_json = stored = 0
+        for name, array in response.outputs.items():
+            if name in form.windows:
+                stored += array.nbytes
+                if array.dtype.hasobject:
+                    elements += array.size
+            elif not form.listed.get(name, form.default_is_binary):
+                in_json += array.size
+            elif array.dtype.hasobject:
+                elements += array.size
+        check_json_elements(in_json, response.model, self._limits)
+        if in_json + elements > INLINE_ELEMENTS_MAX or stored > _INLINE_BYTES_MAX:
+            return None
+        return _encode(response, form)
+
+
+def check_json_elements(count: int, model: str, limits: ElementLimits) -> None:
+    """Raises `Invalid` if outputs of so many elements are not sent as JSON."""
+    if count > limits.json_elements:
+        raise Invalid(
+            f"the outputs of model '{model}' have {count} elements, at most {limits.json_elements} are sent as JSON "
+            '(--http-max-json-elements); ask for them with "parameters": {"binary_data": true}'
+        )
+
+
+def encode_large(response: Response, form: AnswerForm, pause: Pause) -> tuple[list[Any], HeaderTuple]:
+    """As `Encoder.encode`, in steps: `pause` is called between them. JSON data is in pieces."""
+
+    def in_pieces(name: str, array: Array, dtype: DType) -> list[bytes]:
+        return json_pieces(name, array, dtype, pause)
+
+    document, blocks = _document(response, form, in_pieces, pause)
+    outputs = document.pop("outputs")
+    parts = [orjson.dumps(document, option=_NUMPY)[:-1], b',"outputs":[']
+    for output in outputs:
+        data = output.pop("data", None)
+        parts += [b"," if len(parts) > 2 else b"", orjson.dumps(output)]
+        if data is not None:
+            parts[-1] = parts[-1][:-1] + b',"data":['
+            parts += [*data, b"]}"]
+    parts.append(b"]}")
+    if not blocks:
+        return parts, JSON_HEADERS
+    return [*parts, *blocks], (_BINARY, (HEADER_LENGTH, b"%d" % sum(map(len, parts))))
+
+
+def json_pieces(name: str, array: Array, dtype: DType, pause: Pause) -> list[bytes]:
+    """The JSON of flat `data` without its brackets, in pieces. Raises as `json_data` does."""
+    flat = array.ravel()
+    pieces: list[bytes] = []
+    for start in range(0, flat.size, _PIECE_ELEMENTS):
+        data = json_data(name, flat[start : start + _PIECE_ELEMENTS], dtype)
+        piece = orjson.dumps(data, option=_NUMPY)
+        pieces.append(piece[1:-1] if start == 0 else b"," + piece[1:-1])
+        pause()
+    return pieces
+
 
 def _encode(response: Response, form: AnswerForm) -> tuple[list[Any], HeaderTuple]:
+    document, blocks = _document(response, form, json_data, _no_pause)
+    text = orjson.dumps(document, option=_NUMPY)
+    if not blocks:
+        return [text], JSON_HEADERS
+    return [text, *blocks], (_BINARY, (HEADER_LENGTH, b"%d" % len(text)))
+
+
+def _no_pause() -> None:
+    """For a response that is encoded at once."""
+
+
+def _document(
+    response: Response, form: AnswerForm, data_of: Callable[[str, Array, DType], Any], pause: Pause
+) -> tuple[dict[str, Any], list[Any]]:
+    """The response's JSON, "outputs" last, and the binary data that follows it. `data_of` writes the data in the
+    JSON.
+    """
     outputs: list[dict[str, Any]] = []
     blocks: list[Any] = []
     for name, array in response.outputs.items():
@@ -74,12 +159,14 @@ def _encode(response: Response, form: AnswerForm) -> tuple[list[Any], HeaderTupl
         entry: dict[str, Any] = {"name": name, "datatype": dtype.wire, "shape": array.shape}
         if name in form.windows:
             form.windows[name].store(name, raw.encode(array, dtype))
+            pause()
         elif form.listed.get(name, form.default_is_binary):
             block = raw.encode(array, dtype)
             entry["parameters"] = {"binary_data_size": len(block)}
             blocks.append(block)
+            pause()
         else:
-            entry["data"] = json_data(name, array, dtype)
+            entry["data"] = data_of(name, array, dtype)
         outputs.append(entry)
     document: dict[str, Any] = {"id": response.id} if response.id else {}
     document["model_name"] = response.model
@@ -87,10 +174,7 @@ def _encode(response: Response, form: AnswerForm) -> tuple[list[Any], HeaderTupl
     if response.parameters:
         document["parameters"] = json_parameters(response.parameters)
     document["outputs"] = outputs
-    text = orjson.dumps(document, option=_NUMPY)
-    if not blocks:
-        return [text], JSON_HEADERS
-    return [text, *blocks], (_BINARY, (HEADER_LENGTH, b"%d" % len(text)))
+    return document, blocks
 
 
 def json_parameters(parameters: Mapping[str, Parameter]) -> dict[str, Any]:

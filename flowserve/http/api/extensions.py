@@ -70,7 +70,7 @@ def repository_routes(engine: Engine, control: Control | None, body: ReadBody) -
 
     async def load(request: Request) -> Response:
         parameters = _parameters(await document(request, body))
-        files = {key: _decoded(key, parameters[key]) for key in file_keys(parameters)}
+        files = await trio.to_thread.run_sync(_files, parameters)
         await allowed(control).load(request.path_params["name"], override({**parameters, **files}))
         return Response()
 
@@ -99,6 +99,10 @@ def _parameters(asked: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(parameters, dict):
         raise Invalid("'parameters' is a JSON object")
     return parameters
+
+
+def _files(parameters: dict[str, Any]) -> dict[str, bytes]:
+    return {key: _decoded(key, parameters[key]) for key in file_keys(parameters)}
 
 
 def _decoded(key: str, value: Any) -> bytes:

@@ -9,11 +9,13 @@ responds faster than its client reads.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final
 
 import orjson
+import trio
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
@@ -21,10 +23,16 @@ from starlette.routing import Route
 from flowserve.errors import FlowserveError, Invalid
 from flowserve.http.api.compression import is_compressed
 from flowserve.http.api.decode import json_array
-from flowserve.http.api.encode import json_data, json_parameters
+from flowserve.http.api.encode import (
+    INLINE_ELEMENTS_MAX,
+    check_json_elements,
+    json_data,
+    json_parameters,
+    json_pieces,
+)
 from flowserve.http.api.events import EventResponse, Say
-from flowserve.http.api.infer import forward_headers
-from flowserve.http.api.json_bodies import ReadBody, is_parameter, load_json, wrong_type
+from flowserve.http.api.infer import AppOptions, forward_headers
+from flowserve.http.api.json_bodies import Body, ReadBody, is_parameter, load_json, off_loop, wrong_type
 from flowserve.http.api.request_json import InputHeader, check_json
 from flowserve.http.api.request_target import PREFIX, is_timed, is_version, trace_context
 from flowserve.http.server.connection import error_body
@@ -32,7 +40,7 @@ from flowserve.memory import raw
 from flowserve.observe.server_timing import server_timing
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine, ResponseIterator
-from flowserve.runtime.protocol import Forwarding
+from flowserve.runtime.protocol import ElementLimits
 from flowserve.runtime.tracing.tracing import Watch
 from flowserve.values import Array, Parameter, Request, Response, TensorSpec, implied_shape
 
@@ -44,8 +52,9 @@ NOT_ONE: Final = (
 _NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
 
 
-def generate_routes(engine: Engine, body: ReadBody, forwarding: Forwarding | None) -> list[Route]:
-    """`body` reads a request's body, and bounds it. `forwarding`: which headers become parameters, None for none."""
+def generate_routes(engine: Engine, body: ReadBody, options: AppOptions) -> list[Route]:
+    """`body` reads a request's body, and bounds it."""
+    forwarding, limits = options.forwarding, options.elements
 
     async def generate(request: HttpRequest) -> HttpResponse:
         """One JSON object; an error if the model sends none or several."""
@@ -54,7 +63,7 @@ def generate_routes(engine: Engine, body: ReadBody, forwarding: Forwarding | Non
             first = await anext(answers, None)
             if first is None or await anext(answers, None) is not None:
                 raise Invalid(NOT_ONE)
-            made = HttpResponse(_document(first), media_type="application/json")
+            made = HttpResponse(await _document(first, limits), media_type="application/json")
         if watch is not None and watch.trace is not None and is_timed(request.headers.raw):
             made.headers["server-timing"] = server_timing(watch.trace)
         return made
@@ -64,7 +73,8 @@ def generate_routes(engine: Engine, body: ReadBody, forwarding: Forwarding | Non
         answers = await begin(request, watch_of(request))
         try:
             first = await anext(answers, None)
-            return EventResponse(partial(_tell, answers, None if first is None else _document(first)), answers)
+            text = None if first is None else await _document(first, limits)
+            return EventResponse(partial(_tell, answers, text, limits), answers)
         except BaseException:
             answers.leave()
             raise
@@ -85,7 +95,7 @@ def generate_routes(engine: Engine, body: ReadBody, forwarding: Forwarding | Non
         if watch is not None:
             watch.mark("HTTP_RECV_START")
         deployment = engine.deployments.find(request.path_params["name"], version)
-        asked = _asked(await body(request), deployment)
+        asked = await off_loop(partial(_asked, deployment, limits), await body(request))
         if forwarding is not None:
             forward_headers(forwarding, headers, asked)
         asked.stamp = engine.next_stamp()
@@ -100,12 +110,12 @@ def generate_routes(engine: Engine, body: ReadBody, forwarding: Forwarding | Non
     ]
 
 
-async def _tell(answers: ResponseIterator, first: bytes | None, say: Say) -> None:
+async def _tell(answers: ResponseIterator, first: bytes | None, limits: ElementLimits, say: Say) -> None:
     if first is not None:
         await say(first)
     try:
         async for response in answers:
-            await say(_document(response))
+            await say(await _document(response, limits))
     except FlowserveError as error:
         await say(error_body(str(error)))
 
@@ -113,7 +123,7 @@ async def _tell(answers: ResponseIterator, first: bytes | None, say: Say) -> Non
 # ---------------------------------------------------------------------------------------------- requests
 
 
-def _asked(body: bytes | bytearray, deployment: Deployment) -> Request:
+def _asked(deployment: Deployment, limits: ElementLimits, body: Body) -> Request:
     document = load_json(body)
     if not isinstance(document, dict):
         raise Invalid("failed to parse the request JSON buffer: the request is not a JSON object")
@@ -132,13 +142,15 @@ def _asked(body: bytes | bytearray, deployment: Deployment) -> Request:
             raise Invalid(f"input '{name}' already exists in request")
         else:
             inputs[name] = _tensor(spec, value, batches=deployment.graph.max_batch_size > 0)
+    strings = (array.size for array in inputs.values() if array.dtype.hasobject)
+    raw.check_bytes_elements(strings, deployment.name, limits.bytes_elements)
     request_id = document.get("id", "")
     return Request(inputs, id=request_id if isinstance(request_id, str) else str(request_id), parameters=parameters)
 
 
-def _members(body: bytes | bytearray) -> Iterable[tuple[str, Any]]:
+def _members(body: Body) -> Iterable[tuple[str, Any]]:
     """The members of the object, in order, those of `parameters` among them; duplicates are kept."""
-    pairs: tuple[tuple[str, Any], ...] = json.loads(body, object_pairs_hook=tuple)  # so that no array is one
+    pairs: tuple[tuple[str, Any], ...] = json.loads(bytes(body), object_pairs_hook=tuple)  # so that no array is one
     for name, value in pairs:
         if name == PARAMETERS:
             if not isinstance(value, tuple):
@@ -166,12 +178,21 @@ def _tensor(spec: TensorSpec, value: Any, *, batches: bool) -> Array:
 # ---------------------------------------------------------------------------------------------- responses
 
 
-def _document(response: Response) -> bytes:
+async def _document(response: Response, limits: ElementLimits) -> bytes:
+    """The response as a JSON object. Raises as `json_data` and `check_json_elements` do."""
+    elements = sum(array.size for array in response.outputs.values())
+    check_json_elements(elements, response.model, limits)
+    if elements <= INLINE_ELEMENTS_MAX:
+        return _document_of(response, _value)
+    return await trio.to_thread.run_sync(_document_of, response, _value_in_pieces)
+
+
+def _document_of(response: Response, value_of: Callable[[str, str, Array], Any]) -> bytes:
     document: dict[str, Any] = {"id": response.id} if response.id else {}
     document["model_name"] = response.model
     document["model_version"] = str(response.version)
     document |= json_parameters(response.parameters)
-    document |= {name: _value(response.model, name, array) for name, array in response.outputs.items()}
+    document |= {name: value_of(response.model, name, array) for name, array in response.outputs.items()}
     return orjson.dumps(document, option=_NUMPY)
 
 
@@ -181,3 +202,10 @@ def _value(model: str, name: str, array: Array) -> Any:
         return data
     text = orjson.dumps(data, option=_NUMPY)
     return orjson.Fragment(text[1:-1])  # the one element without its brackets
+
+
+def _value_in_pieces(model: str, name: str, array: Array) -> Any:
+    if array.size == 1:
+        return _value(model, name, array)
+    pieces = json_pieces(name, array, raw.datatype_of(array, name, model), lambda: time.sleep(0))
+    return orjson.Fragment(b"".join((b"[", *pieces, b"]")))

@@ -10,10 +10,11 @@ the bodies. Does not know sockets.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import trio
 from starlette.exceptions import HTTPException
@@ -22,9 +23,10 @@ from starlette.types import Receive, Scope, Send
 from flowserve.errors import FlowserveError, Invalid, Overloaded, TooLarge
 from flowserve.http.api.access import ADMITTED, Access, AccessRules
 from flowserve.http.api.compression import CONTENT_ENCODING, Headers, compress, expand
-from flowserve.http.api.decode import Body, Decoder, decode_raw
-from flowserve.http.api.encode import JSON_HEADERS, Encoder
+from flowserve.http.api.decode import Body, Decoder, LargeBody, decode_raw
+from flowserve.http.api.encode import JSON_HEADERS, Encoder, encode_large
 from flowserve.http.api.json_bodies import status_of
+from flowserve.http.api.large_json import Pause
 from flowserve.http.api.request_json import AnswerForm
 from flowserve.http.api.request_target import TARGET, RequestTarget, request_target, trace_context
 from flowserve.http.api.restricted import Guard
@@ -37,7 +39,7 @@ from flowserve.observe.settings import EVERYTHING, LogSettings, MetricsChoice
 from flowserve.runtime.engine.classification import rank
 from flowserve.runtime.engine.deployments import Deployment, MakeFlow
 from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.protocol import Forwarding, Restriction
+from flowserve.runtime.protocol import ElementLimits, Forwarding, Restriction
 from flowserve.runtime.tracing.tracing import Watch
 from flowserve.scheduling.flow import Flow
 from flowserve.values import Array, Request, Response
@@ -46,13 +48,14 @@ from flowserve.values import Array, Request, Response
 @dataclass(frozen=True, slots=True)
 class AppOptions:
     """`max_body_bytes` bounds bodies that another ASGI server passes on in pieces, and compressed ones, expanded;
-    flowserve's own server refuses others earlier. `client_memory` and `log` are shared by all front ends of one
-    engine. `forwarding`: the headers that become parameters of inference requests. `metrics` None: there are none.
-    `access` by default: requests to addresses and localhost, from pages of the same origin or from no page. `budget`:
-    that of flowserve's own server, for metrics.
+    flowserve's own server refuses others earlier. `elements` bounds what is decoded and encoded. `client_memory` and
+    `log` are shared by all front ends of one engine. `forwarding`: the headers that become parameters of inference
+    requests. `metrics` None: there are none. `access` by default: requests to addresses and localhost, from pages of
+    the same origin or from no page. `budget`: that of flowserve's own server, for metrics.
     """
 
     max_body_bytes: int = MAX_BODY_BYTES
+    elements: ElementLimits = field(default_factory=ElementLimits)
     client_memory: ClientMemory = field(default_factory=ClientMemory)
     restrictions: tuple[Restriction, ...] = ()
     access: AccessRules = field(default_factory=AccessRules)
@@ -62,11 +65,13 @@ class AppOptions:
     budget: Budget = field(default_factory=Budget)
 
 
+Result = TypeVar("Result")
 # Status, headers, and the body's buffers.
 Encoded = tuple[int, HeaderTuple, Sequence[Any]]
 
 SERVER_TIMING: Final = b"server-timing"
-_COMPRESSING_AT_ONCE: Final = 4  # each may hold a whole expanded body
+_WORKING_AT_ONCE: Final = 4  # each may hold a whole expanded body
+_PAUSE_S: Final = 1e-4
 _INLINE_BYTES_MAX: Final = 16_384  # compressing more than this would block the event loop
 # So much of a model's shared memory may hold bodies, which stays allocated. More are copied.
 _BODY_MEMORY_MAX: Final = 1 << 28
@@ -79,14 +84,14 @@ class InferRoute:
 
     def __init__(self, engine: Engine, options: AppOptions) -> None:
         self.engine = engine
-        self.decoder = Decoder(options.client_memory)
-        self.encoder = Encoder()
+        self.decoder = Decoder(options.client_memory, options.elements)
+        self.encoder = Encoder(options.elements)
         self.forwarding = options.forwarding
         self.begin_events, self.end_events = engine.begin_events, engine.end_events
-        self._max_body_bytes = options.max_body_bytes
+        self.max_body_bytes = options.max_body_bytes
         self._access = Access(options.access)
         self._guard = Guard(options.restrictions) if options.restrictions else None
-        self._threads = trio.CapacityLimiter(_COMPRESSING_AT_ONCE)
+        self._threads = trio.CapacityLimiter(_WORKING_AT_ONCE)
 
     def body_memory(self, scope: Scope, nbytes: int) -> Array | None:
         """Where a large body is best received, as bytes: in memory shared with the process that will read it; None:
@@ -115,7 +120,7 @@ class InferRoute:
         target = scope.get(TARGET) or request_target(scope)
         if target is None or not (scope.get(ADMITTED) or self._access.admits(scope)):
             return None
-        inference = _Inference(self, target, respond)
+        inference = _Inference(self, target, respond, spawn)
         try:
             try:
                 if self._guard is not None:
@@ -124,7 +129,7 @@ class InferRoute:
                 if target.error is not None:  # not raised: it is kept, and would keep its frames
                     inference.respond(*refusal_of(target.error))
                 elif target.is_compressed or target.encoding:
-                    spawn(partial(self._run_compressed, inference, target, body))
+                    inference.start_task(body)
                 else:
                     return inference.submit(body)
             except FlowserveError as error:
@@ -138,7 +143,7 @@ class InferRoute:
         """The route as an ASGI endpoint."""
         if request_target(scope) is None:
             raise HTTPException(404)
-        body = await read_body(receive, self._max_body_bytes)
+        body = await read_body(receive, self.max_body_bytes)
         responses: list[Encoded] = []
         is_done = trio.Event()
 
@@ -162,45 +167,38 @@ class InferRoute:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b"".join(parts)})
 
-    async def _run_compressed(
-        self, inference: _Inference, target: RequestTarget, body: Body, reservation: Reservation
-    ) -> None:
-        """A request one of whose two bodies is compressed: large ones are work for a thread."""
-        in_thread = partial(trio.to_thread.run_sync, abandon_on_cancel=True, limiter=self._threads)
-        try:
-            if target.is_compressed:
-                body = await in_thread(expand, body, self._max_body_bytes, reservation.grow)
-            status, headers, parts = await inference.run(body)
-            if target.encoding:
-                if sum(map(len, parts)) <= _INLINE_BYTES_MAX:
-                    packed = compress(parts, target.encoding)
-                else:
-                    packed = await in_thread(compress, parts, target.encoding)
-                if packed is not None:
-                    headers, parts = (*headers, (CONTENT_ENCODING, target.encoding)), [packed]
-        except FlowserveError as error:
-            status, headers, parts = refusal_of(error)
-        except Exception as error:
-            status, headers, parts = inference.broken(error)
-        except BaseException:
-            inference.close()
-            raise
-        inference.respond(status, headers, parts)
+    async def in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Run blocking work on a thread; a few at once, the others wait. A client that leaves does not wait for it."""
+        return await trio.to_thread.run_sync(work, *arguments, abandon_on_cancel=True, limiter=self._threads)
+
+    async def in_steps(self, work: Callable[[Pause], Result]) -> Result:
+        """Run work that holds the interpreter on a thread. It calls its argument between short steps, where it ends if
+        the client left.
+        """
+        return await trio.to_thread.run_sync(work, _pause, limiter=self._threads)
+
+
+def _pause() -> None:
+    """Let the event loop run. Raises if the client left."""
+    trio.from_thread.check_cancelled()
+    time.sleep(_PAUSE_S)
 
 
 class _Inference:
     """One request from its body to its response, traced or not."""
 
-    __slots__ = ("_answer_form", "_flow", "_respond", "_route", "_target", "_watch", "deployment")
+    __slots__ = ("_answer_form", "_body", "_flow", "_respond", "_route", "_spawn", "_target", "_watch", "deployment")
 
     deployment: Deployment
     _answer_form: AnswerForm
+    _body: Body
 
-    def __init__(self, route: InferRoute, target: RequestTarget, respond: Respond) -> None:
+    def __init__(self, route: InferRoute, target: RequestTarget, respond: Respond, spawn: Spawn) -> None:
         engine = route.engine
         self._route = route
         self._target = target
         self._respond = respond
+        self._spawn = spawn
         self._flow: Flow | None = None  # while its response is to come
         # Whether a request is traced is decided when only the model's name is known, as on Triton.
         self._watch: Watch | None = None
@@ -213,7 +211,11 @@ class _Inference:
 
     def submit(self, body: Body) -> Callable[[], None]:
         """Start it. Returns a callable that withdraws it. Raises FlowserveError."""
-        flow = self._route.engine.submit(*self._arguments(body))
+        request = self._decoded(body)
+        if request is None:
+            self.start_task(body)
+            return self.close
+        flow = self._route.engine.submit(self.deployment, request, self._make_flow())
         if flow.done:
             self._finished(flow)
         else:
@@ -221,9 +223,40 @@ class _Inference:
             flow.waiter = self._finished
         return self.close
 
-    async def run(self, body: Body) -> Encoded:
-        """Run it to its end. Raises FlowserveError."""
-        return self._encoded(await self._route.engine.infer(*self._arguments(body)))
+    def start_task(self, body: Body) -> None:
+        """Start it in a task: a part of its work is for threads."""
+        self._body = body
+        self._spawn(self._run)
+
+    async def _run(self, reservation: Reservation) -> None:
+        """Run it from its body to its response. `reservation`: of the budget, for an expanded body."""
+        route, target = self._route, self._target
+        body, self._body = self._body, b""
+        try:
+            if target.is_compressed:
+                body = await route.in_thread(expand, body, route.max_body_bytes, reservation.grow)
+            request = self._decoded(body)
+            if request is None:
+                request = await self._decoded_in_steps(body)
+            body = b""  # freed before the request waits
+            response = await route.engine.infer(self.deployment, request, self._make_flow())
+            del request
+            status, headers, parts = self._encoded(response) or await self._encoded_in_steps(response)
+            if target.encoding:
+                if sum(map(len, parts)) <= _INLINE_BYTES_MAX:
+                    packed = compress(parts, target.encoding)
+                else:
+                    packed = await route.in_thread(compress, parts, target.encoding)
+                if packed is not None:
+                    headers, parts = (*headers, (CONTENT_ENCODING, target.encoding)), [packed]
+        except FlowserveError as error:
+            status, headers, parts = refusal_of(error)
+        except Exception as error:
+            status, headers, parts = self.broken(error)
+        except BaseException:
+            self.close()
+            raise
+        self.respond(status, headers, parts)
 
     def respond(self, status: int, headers: HeaderTuple, parts: Sequence[Any]) -> None:
         """Respond to the client."""
@@ -247,28 +280,60 @@ class _Inference:
         if self._watch is not None:
             self._watch.close()
 
-    def _arguments(self, body: Body) -> tuple[Deployment, Request, MakeFlow | None]:
-        """What the engine needs: the model, the request, and how to make its flow if it is traced."""
+    def _decoded(self, body: Body) -> Request | None:
+        """The request; None if decoding takes long. Raises as `Decoder.decode` does."""
         route, length, deployment = self._route, self._target.header_length, self.deployment
         if length == 0:
             inputs, rows_max = deployment.inputs, deployment.graph.max_batch_size
-            request, self._answer_form = decode_raw(body, deployment.name, inputs, rows_max)
+            decoded = decode_raw(body, deployment.name, inputs, rows_max)
         else:
-            request, self._answer_form = route.decoder.decode(body, length, deployment.name)
+            found = route.decoder.decode(body, length, deployment.name)
+            if found is None:
+                return None
+            decoded = found
+        request, self._answer_form = decoded
+        self._complete(request)
+        return request
+
+    async def _decoded_in_steps(self, body: Body) -> Request:
+        """The request in a large body. Its types and shapes are checked before its data is decoded. Raises as
+        `_decoded` does.
+        """
+        route = self._route
+        large = LargeBody(route.decoder, body, self._target.header_length, self.deployment.name)
+        request = await route.in_steps(large.parse)
+        self._complete(request)
+        route.engine.check(self.deployment, request)
+        large.prepare()
+        request.inputs = await route.in_steps(large.arrays)
+        self._answer_form = large.form
+        return request
+
+    def _complete(self, request: Request) -> None:
+        """Add what is not in the body. Raises Invalid."""
+        route = self._route
         if route.forwarding is not None:
             forward_headers(route.forwarding, self._target.headers, request)
         request.stamp = route.engine.next_stamp()
-        if self._watch is None:
-            return deployment, request, None
-        self._watch.mark("HTTP_RECV_END")
-        return deployment, request, self._watch.make(deployment.make_flow)
 
-    def _encoded(self, response: Response) -> Encoded:
-        """The response in the requested form. Raises as `Encoder.encode` does."""
+    def _make_flow(self) -> MakeFlow | None:
+        """How the engine makes its flow if it is traced."""
+        if self._watch is None:
+            return None
+        self._watch.mark("HTTP_RECV_END")
+        return self._watch.make(self.deployment.make_flow)
+
+    def _encoded(self, response: Response) -> Encoded | None:
+        """The response in the requested form; None if encoding takes long. Raises as `Encoder.encode` does."""
         form = self._answer_form
         if form.classes:
             rank(response, form.classes, self.deployment)
-        parts, headers = self._route.encoder.encode(response, form)
+        encoded = self._route.encoder.encode(response, form)
+        return None if encoded is None else (200, encoded[1], encoded[0])
+
+    async def _encoded_in_steps(self, response: Response) -> Encoded:
+        """What `_encoded` leaves to a thread. Raises as it does."""
+        parts, headers = await self._route.in_steps(partial(encode_large, response, self._answer_form))
         return 200, headers, parts
 
     def _finished(self, flow: Flow) -> None:
@@ -276,12 +341,29 @@ class _Inference:
         self._flow = None
         try:
             engine = self._route.engine
-            encoded = self._encoded(engine.response_from(flow) if flow.error is None else engine.response(flow))
+            response = engine.response_from(flow) if flow.error is None else engine.response(flow)
+            encoded = self._encoded(response)
+            if encoded is None:
+                self._spawn(partial(self._finish, response))
+                return
         except FlowserveError as error:
             encoded = refusal_of(error)
         except Exception as error:
             encoded = self.broken(error)
         (self._respond if self._watch is None else self.respond)(*encoded)
+
+    async def _finish(self, response: Response, reservation: Reservation) -> None:
+        """Respond with a large response."""
+        try:
+            encoded = await self._encoded_in_steps(response)
+        except FlowserveError as error:
+            encoded = refusal_of(error)
+        except Exception as error:
+            encoded = self.broken(error)
+        except BaseException:
+            self.close()
+            raise
+        self.respond(*encoded)
 
     def broken(self, error: Exception) -> Encoded:
         """The response to an unexpected exception, or to one for lack of memory. Called in its handler."""
@@ -303,15 +385,20 @@ def forward_headers(forwarding: Forwarding, headers: Headers, request: Request) 
     forwarding.add(request, ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers))
 
 
-async def read_body(receive: Receive, limit: int) -> bytes:
+async def read_body(receive: Receive, limit: int) -> Body:
     """The body from a server that passes it on in pieces. Raises TooLarge past `limit` bytes."""
-    body = bytearray()
+    body: Body = b""
     while True:
         message = await receive()
         if message["type"] != "http.request":
             raise Invalid("the client closed in the middle of a body")
-        body += message.get("body", b"")
+        piece: Body = message.get("body", b"")
+        if not body and not message.get("more_body"):
+            body = piece  # as it is
+        else:
+            body = bytearray(body) if not isinstance(body, bytearray) else body
+            body += piece
         if len(body) > limit:
             raise TooLarge(body_too_large(None, limit))
         if not message.get("more_body"):
-            return bytes(body)
+            return body

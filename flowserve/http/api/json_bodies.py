@@ -1,28 +1,32 @@
 """JSON bodies: parsing one, reading its fields with their types, and responses of the endpoints other than inference.
 
-Decides how deep JSON may nest, Triton's words for a missing field and for one of the wrong type, how many entries a
-list or an object may have, that the body of such an endpoint is a JSON object or empty, and the HTTP status of each
-kind of failure. `where` is added to a message, to identify one of several entries. Does not know which fields a request
-has. The text of a failure is decided by the code that raises it, the meaning of the members by each endpoint.
+Decides how deep JSON may nest, how many values a large body may have that is parsed at once (on a thread), Triton's
+words for a missing field and for one of the wrong type, how many entries a list or an object may have, that the body of
+such an endpoint is a JSON object or empty, and the HTTP status of each kind of failure. `where` is added to a message,
+to identify one of several entries. Does not know which fields a request has. The text of a failure is decided by the
+code that raises it, the meaning of the members by each endpoint.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import orjson
+import trio
 from starlette.requests import Request
 from starlette.responses import Response
 
-from flowserve.errors import FlowserveError, Invalid
+from flowserve.errors import FlowserveError, Invalid, TooLarge
 from flowserve.http.api.compression import UnknownEncoding
 from flowserve.http.server.connection import error_body
 from flowserve.values import fits_64_bits
 
-ReadBody = Callable[[Request], Awaitable[bytes | bytearray]]
+Parsed = TypeVar("Parsed")
+Body = bytes | bytearray | memoryview
+ReadBody = Callable[[Request], Awaitable[Body]]
 Handler = Callable[[Request], Awaitable[Response]]
 
 STATUS: Final[Mapping[str, int]] = {
@@ -37,9 +41,12 @@ STATUS: Final[Mapping[str, int]] = {
     "cancelled": 400,
     "internal": 500,
 }
-_ITEMS_MAX: Final = 1024  # inputs, outputs, parameters: far more than any model has, far fewer than hurt
+ITEMS_MAX: Final = 1024  # inputs, outputs, parameters: far more than any model has, far fewer than hurt
 _UINT64_MAX: Final = 2**64 - 1
-_DEPTH_MAX: Final = 100
+_INLINE_BYTES_MAX: Final = 1 << 19
+_MARKS: Final = b",[{\\"
+_MARKS_MAX: Final = 1 << 20
+DEPTH_MAX: Final = 100
 _NOT_MARKS: Final = bytes(set(range(256)) - set(b'[]{}"'))
 _QUOTE: Final = ord('"')
 _DEPTH_BLOCK: Final = 1 << 20
@@ -58,10 +65,32 @@ def status_of(error: FlowserveError) -> int:
 async def document(request: Request, body: ReadBody) -> dict[str, Any]:
     """The object in the request's body, empty if there is none. Raises `Invalid`, and the errors of `body`."""
     text = await body(request)
-    found = load_json(text) if text else {}
+    found = await off_loop(load_json, text) if text else {}
     if not isinstance(found, dict):
         raise Invalid("failed to parse the request JSON buffer: the body is a JSON object, or empty")
     return found
+
+
+async def off_loop(parse: Callable[[Body], Parsed], text: Body) -> Parsed:
+    """`parse(text)`, on a thread if the text is large. Raises `TooLarge` for one that has very many values: parsing it
+    would keep the interpreter for long, on any thread.
+    """
+    if len(text) <= _INLINE_BYTES_MAX:
+        return parse(text)
+    return await trio.to_thread.run_sync(_parse_large, parse, text)
+
+
+def _parse_large(parse: Callable[[Body], Parsed], text: Body) -> Parsed:
+    marks = 0
+    for start in range(0, len(text), _INLINE_BYTES_MAX):
+        block = bytes(memoryview(text)[start : start + _INLINE_BYTES_MAX])
+        marks += len(block) - len(block.translate(None, _MARKS))
+        if marks > _MARKS_MAX:
+            raise TooLarge(
+                f"a JSON body of more than {_INLINE_BYTES_MAX} bytes may have {_MARKS_MAX} commas, brackets and "
+                "backslashes here; an inference request (…/infer) may have more"
+            )
+    return parse(text)
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -77,7 +106,7 @@ def error_response(text: str, status: int, headers: dict[str, str] | None = None
 # ---------------------------------------------------------------------------------------------- parsing
 
 
-def load_json(text: bytes | bytearray | memoryview) -> Any:
+def load_json(text: Body) -> Any:
     """`text` as Python values; NaN and Infinity literals are numbers. Raises `Invalid` with the place of the first
     mistake."""
     text = bytes(text)
@@ -98,7 +127,7 @@ def load_json(text: bytes | bytearray | memoryview) -> Any:
 
 
 def _check_depth(text: bytes) -> None:
-    if text.count(b"[") + text.count(b"{") <= _DEPTH_MAX:
+    if text.count(b"[") + text.count(b"{") <= DEPTH_MAX:
         return
     # Brackets inside strings do not nest. All of this runs at C speed: a body may be 64 MB of short strings.
     if b"\\" in text:
@@ -109,9 +138,14 @@ def _check_depth(text: bytes) -> None:
         block = np.frombuffer(marks, np.uint8, min(_DEPTH_BLOCK, len(marks) - start), start)
         seen = np.cumsum(block == _QUOTE) + quotes
         depths = np.cumsum(np.where(seen & 1, 0, _STEP[block])) + depth
-        if int(depths.max()) > _DEPTH_MAX:
-            raise Invalid(f"JSON nesting depth exceeds maximum allowed limit ({_DEPTH_MAX})")
+        if int(depths.max()) > DEPTH_MAX:
+            raise too_deep()
         quotes, depth = int(seen[-1]), int(depths[-1])
+
+
+def too_deep() -> Invalid:
+    """The error for JSON that nests too deep."""
+    return Invalid(f"JSON nesting depth exceeds maximum allowed limit ({DEPTH_MAX})")
 
 
 def string_of(entry: Mapping[str, Any], key: str, where: str = "", default: str | None = None) -> str:
@@ -131,7 +165,7 @@ def array_of(entry: Mapping[str, Any], key: str, where: str = "", *, is_required
         raise missing(key, where)
     if not isinstance(value, list):
         raise wrong_type(key, "array", where)
-    if len(value) > _ITEMS_MAX:
+    if len(value) > ITEMS_MAX:
         raise _too_many(key, value, where)
     return value
 
@@ -141,7 +175,7 @@ def object_of(entry: Mapping[str, Any], key: str, where: str = "") -> dict[str, 
     value = entry.get(key, _NO_MEMBERS)
     if not isinstance(value, dict):
         raise wrong_type(key, "object", where)
-    if len(value) > _ITEMS_MAX:
+    if len(value) > ITEMS_MAX:
         raise _too_many(key, value, where)
     return value
 
@@ -178,4 +212,4 @@ def wrong_type(key: str, kind: str, where: str = "") -> Invalid:
 
 
 def _too_many(key: str, value: list[Any] | dict[str, Any], where: str) -> Invalid:
-    return Invalid(f"Unable to parse '{key}': {len(value)} entries, at most {_ITEMS_MAX} are accepted{where}")
+    return Invalid(f"Unable to parse '{key}': {len(value)} entries, at most {ITEMS_MAX} are accepted{where}")

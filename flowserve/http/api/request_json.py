@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from flowserve.errors import Invalid
@@ -27,13 +27,16 @@ from flowserve.http.api.json_bodies import (
     uint_of,
     wrong_type,
 )
+from flowserve.http.api.large_json import LargeArray, Pause, outline
 from flowserve.memory import raw
 from flowserve.memory.client_memory import Portion, RegionWindow
-from flowserve.runtime.protocol import BINARY_OUTPUT, KNOWN_PARAMETERS, RESERVED_PREFIX, reserved
+from flowserve.runtime.protocol import BINARY_OUTPUT, KNOWN_PARAMETERS, RESERVED_PREFIX, ElementLimits, reserved
 from flowserve.values import BY_WIRE, DType, Parameter
 
 _BESIDE_INPUTS: Final = frozenset({"id", "parameters", "outputs"})
 _BEHIND_THE_JSON: Final = "unexpected content after document"  # in orjson's words
+_LIMITS: Final = ElementLimits()
+_DECODED: Final = frozenset({DType.BYTES, DType.BOOL})
 _BINARY_HINT: Final = "where binary data follow the JSON, Inference-Header-Content-Length says how long the JSON is"
 
 
@@ -62,7 +65,7 @@ class InputHeader:
     shape: tuple[int, ...]
     count: int
     binary_size: int | None
-    data: list[Any] | None
+    data: list[Any] | LargeArray | None
     portion: Portion | None = None
 
 
@@ -70,7 +73,7 @@ class InputHeader:
 class InferHeader:
     """The whole JSON, checked. `fields`: the arguments of `Request` after its inputs. `portions`: where in the client's
     memory outputs go. `extents`: where the inputs lie in the `nbytes` of the binary part, where all of them do as
-    numbers; else ().
+    numbers; else (). `copied_bytes`: of the inputs that are decoded or copied, not viewed.
     """
 
     inputs: tuple[InputHeader, ...]
@@ -79,10 +82,11 @@ class InferHeader:
     portions: Mapping[str, Portion]
     extents: tuple[raw.Extent, ...]
     nbytes: int
+    copied_bytes: int
 
 
-def parse_header(text: bytes | bytearray | memoryview, model: str) -> InferHeader:
-    """The checked header. Raises `Invalid` naming the field."""
+def parse_header(text: bytes | bytearray | memoryview, model: str, limits: ElementLimits = _LIMITS) -> InferHeader:
+    """The checked header. Raises `Invalid` naming the field, `TooLarge` for more elements than `limits`."""
     try:
         document = load_json(text)
     except Invalid as error:
@@ -95,6 +99,8 @@ def parse_header(text: bytes | bytearray | memoryview, model: str) -> InferHeade
     parameters = object_of(document, "parameters")
     outputs, form, portions = _outputs(document, bool_of(parameters, BINARY_OUTPUT))
     inputs = _inputs(document, model)
+    counts = (one.count for one in inputs if one.dtype is DType.BYTES)
+    raw.check_bytes_elements(counts, model, limits.bytes_elements)
     has_text_id = isinstance(parameters.get("sequence_id"), str)
     fields = (
         outputs,
@@ -106,7 +112,24 @@ def parse_header(text: bytes | bytearray | memoryview, model: str) -> InferHeade
         bool_of(parameters, "sequence_end"),
         _custom_parameters(parameters),
     )
-    return InferHeader(inputs, fields, form, portions, *_extents(inputs))
+    copied_bytes = sum(
+        (one.binary_size or 0) if one.portion is None else one.portion.size
+        for one in inputs
+        if one.portion is not None or one.dtype in _DECODED
+    )
+    return InferHeader(inputs, fields, form, portions, *_extents(inputs), copied_bytes)
+
+
+def parse_large_header(text: memoryview, model: str, limits: ElementLimits, pause: Pause) -> InferHeader:
+    """The header of a large text, in steps. Its inputs' data is still to be decoded. Raises as `parse_header` does."""
+    rest, arrays = outline(text, limits.json_elements, pause)
+    header = parse_header(rest, model, limits)
+    places = [one.data for one in header.inputs if one.data is not None]
+    if places != [[place] for place in range(len(arrays))]:
+        raise Invalid("Unable to parse 'data': it is a member of an input, once")
+    data = iter(arrays)
+    inputs = tuple(one if one.data is None else replace(one, data=next(data)) for one in header.inputs)
+    return replace(header, inputs=inputs)
 
 
 # ---------------------------------------------------------------------------------------------- inputs and outputs
@@ -164,7 +187,7 @@ def _extents(inputs: Iterable[InputHeader]) -> tuple[tuple[raw.Extent, ...], int
     extents = []
     end = 0
     for one in inputs:
-        if not one.binary_size or one.dtype in (DType.BYTES, DType.BOOL):
+        if not one.binary_size or one.dtype in _DECODED:
             return (), 0
         extents.append(raw.Extent(one.name, one.shape, one.dtype.numpy, end))
         end += one.binary_size

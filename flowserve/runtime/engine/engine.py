@@ -26,6 +26,7 @@ from flowserve.backends.base import LoadedModel, Results
 from flowserve.errors import DeadlineExceeded, FlowserveError, Internal, ModelRaised, Unavailable
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
+from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import CANCELED, OTHER, REJECTED
 from flowserve.runtime.clock import running_clock, wall_clock_ms
 from flowserve.runtime.engine.accounting import (
@@ -446,13 +447,7 @@ class Engine:
         if self.deployments.is_draining and enqueue is None and not deployment.continues_sequence(request):
             deployment.statistics.failed(1, 0, REJECTED)
             raise Unavailable(STOPPING)
-        validator = deployment.validator
-        try:
-            tensors = validator.validate(request)
-        except FlowserveError as error:
-            deployment.statistics.failed(1, 0, OTHER)
-            deployment.statistics.note_error(str(error), wall_clock_ms())
-            raise
+        tensors = self._validated(deployment, request)
         flow = (make or deployment.make_flow)(
             deployment.plan if not request.outputs else deployment.plan_for(request.outputs),
             deployment.queues,
@@ -464,7 +459,7 @@ class Engine:
             request.priority,
             request.timeout_us * 1000,
         )
-        flow.wanted = request.outputs or validator.outputs
+        flow.wanted = request.outputs or deployment.validator.outputs
         if self.observers:
             self._observe("queued", flow)
         admission = deployment.admission
@@ -476,6 +471,21 @@ class Engine:
             admission.call(flow, enqueue)  # type: ignore[arg-type]  # `make` made it for that
         self.loop.wake()
         return flow
+
+    def check(self, deployment: Deployment, request: Request) -> None:
+        """Raises `Invalid` where `submit` would. The inputs may be stand-ins, whose data is still to be read."""
+        if deployment.predecessor is not None:
+            deployment = deployment.deployment_of(request)
+        self._validated(deployment, request)
+
+    @staticmethod
+    def _validated(deployment: Deployment, request: Request) -> list[Tensor | None]:
+        try:
+            return deployment.validator.validate(request)
+        except FlowserveError as error:
+            deployment.statistics.failed(1, 0, OTHER)
+            deployment.statistics.note_error(str(error), wall_clock_ms())
+            raise
 
     def withdraw(self, flow: Flow) -> None:
         """Cancel a flow: its caller is not notified, and its queued tickets leave their queues."""
