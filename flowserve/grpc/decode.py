@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from flowserve.errors import Invalid
+from flowserve.errors import FlowserveError, Invalid
 from flowserve.grpc.bounds import ITEMS_MAX, TYPED_ELEMENTS_MAX, MessageBounds, too_many, too_many_numbers
 from flowserve.grpc.service_pb2 import InferParameter, ModelInferRequest
 from flowserve.memory import raw
@@ -65,7 +65,7 @@ class ReceivedMessage:
     classes: dict[str, int] = field(default_factory=dict)
     portions: dict[str, Portion] = field(default_factory=dict)
     wants_final: bool = False
-    error: Invalid | None = None
+    error: FlowserveError | None = None
 
 
 # ---------------------------------------------------------------------------------------------- bytes

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import trio
@@ -21,16 +23,18 @@ from flowserve.grpc.guest import GuestLoop
 from flowserve.memory import raw
 from flowserve.memory.client_memory import ClientMemory, RegionWindow
 from flowserve.runtime.engine.classification import rank
+from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine, ResponseIterator
 from flowserve.runtime.tracing.tracing import Watch
 from flowserve.scheduling.flow import Flow
-from flowserve.values import Response
+from flowserve.values import Array, DType, Response
 
 T = TypeVar("T")
 STOPPING: Final = "Server is stopping"
 # The beginning is Triton's text.
 ONE_RESPONSE: Final = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 STREAMED: Final = object()  # the outcome of a request whose responses follow one by one
+SHARED_INLINE_MAX: Final = 1 << 19  # bytes of inputs in shared memory that are copied on the event loop
 UNSENT_MAX: Final = 8  # responses to one decoupled request that the client has not read yet
 
 # A Response, a FlowserveError, STREAMED, or None for the end of a decoupled request's responses.
@@ -52,6 +56,10 @@ class EngineAccess:
 
     async def infer(self, message: ReceivedMessage, context: str = "") -> Parts:
         """The single response to a request. `context`: the caller's trace context. Raises FlowserveError."""
+        if message.shared:
+            await self.read_shared(message)
+            if message.error is not None:
+                raise message.error
         call = InferCall(self, message, context)
         try:
             flow = call.submit()
@@ -62,6 +70,35 @@ class EngineAccess:
             return call.encode(self.engine.response(flow))
         finally:
             call.close()
+
+    async def read_shared(self, message: ReceivedMessage) -> None:
+        """Read inputs in shared memory on a thread, if they are large, after the message's types and shapes were
+        checked. A failure is kept in the message. Small inputs are left to `submit`.
+        """
+        if message.error is not None or sum(portion.size for _, portion in message.shared) <= SHARED_INLINE_MAX:
+            return
+        request = message.request
+        try:
+            stand_ins = {name: raw.stand_in(name, dtype, shape) for (name, dtype, shape, _), _ in message.shared}
+            deployment = self.engine.deployments.find(*message.target)
+            self.engine.check(deployment, replace(request, inputs={**request.inputs, **stand_ins}))
+            windows = [self.memory.window(portion) for _, portion in message.shared]
+            room = [self._room(deployment, dtype, portion.size) for (_, dtype, _, _), portion in message.shared]
+            arrays = partial(_read, message, windows, room)
+            # Not abandoned: the thread writes into memory of the model.
+            request.inputs |= await self.run_in_trio(partial(trio.to_thread.run_sync, arrays))
+            message.shared = []
+        except FlowserveError as error:
+            message.error = error.with_traceback(None)
+
+    @staticmethod
+    def _room(deployment: Deployment, dtype: DType, nbytes: int) -> Array | None:
+        """Where an input is best placed: in the memory of the process that reads it, if that is one."""
+        is_placed = nbytes > SHARED_INLINE_MAX and deployment.arena is not None
+        if not is_placed or dtype in (DType.BYTES, DType.BOOL):
+            return None
+        assert deployment.arena is not None
+        return deployment.arena.lease(nbytes).view()
 
     async def _wait(self, flow: Flow) -> None:
         """Wait until the request is done; withdraw it if the call is cancelled."""
@@ -110,6 +147,15 @@ class EngineAccess:
         if isinstance(outcome, FlowserveError):
             raise outcome
         return outcome
+
+
+def _read(message: ReceivedMessage, windows: Sequence[RegionWindow], room: Sequence[Array | None]) -> dict[str, Array]:
+    """The inputs of a message that are in shared memory. Raises `Invalid`."""
+    model = message.target[0]
+    return {
+        name: raw.decode(window.read(place), name, model, dtype, shape, count)
+        for ((name, dtype, shape, count), _), window, place in zip(message.shared, windows, room, strict=True)
+    }
 
 
 class InferCall:

@@ -32,7 +32,7 @@ from flowserve.errors import AlreadyExists, FlowserveError, Invalid, NotFound, U
 from flowserve.memory.device import Allocation
 from flowserve.memory.device_memory import DeviceMemory
 from flowserve.memory.devices import devices
-from flowserve.values import HOST_MEMORY
+from flowserve.values import HOST_MEMORY, Array
 
 DIRECTORY: Final = "/dev/shm"
 DISABLED: Final = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
@@ -65,21 +65,19 @@ class Region:
         self.descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
 
-    def read(self, offset: int, size: int) -> bytearray:
-        """A copy of `size` bytes. Raises `Invalid` if the client has truncated its object."""
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Copy so many bytes as `view` has. Raises `Invalid` if the client has truncated its object."""
         self.check()
-        data = bytearray(size)
-        view = memoryview(data)
+        size = len(view)
         done = 0
         while done < size:
             got = os.preadv(self.descriptor, [view[done:]], offset + done)
             if not got:
                 raise _shrunk(self.name)
             done += got
-        return data
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Raises as `read` does."""
+        """Raises as `read_into` does."""
         self.check()  # writing behind its end would extend the object
         view = memoryview(data)
         done = 0
@@ -110,13 +108,11 @@ class CudaRegion:
         self.offset = 0  # a handle covers the whole allocation
         self._opened = opened
 
-    def read(self, offset: int, size: int) -> bytearray:
-        data = bytearray(size)
-        if size:
+    def read_into(self, view: memoryview, offset: int) -> None:
+        if len(view):
             memory, there = self._opened.memory, self._opened.opened.address + offset
-            here = np.frombuffer(data, np.uint8).ctypes.data
-            memory.copy_and_wait(memory.place, HOST_MEMORY, here, there, size)
-        return data
+            here = np.frombuffer(view, np.uint8).ctypes.data
+            memory.copy_and_wait(memory.place, HOST_MEMORY, here, there, len(view))
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         if len(data):
@@ -178,9 +174,13 @@ class RegionWindow:
         self._offset = region.offset + portion.offset
         self.size = portion.size
 
-    def read(self) -> bytearray:
-        """A copy of its bytes. Raises `Invalid` if the client has truncated its object."""
-        return self._region.read(self._offset, self.size)
+    def read(self, into: Array | None = None) -> memoryview:
+        """A copy of its bytes; `into`: where, if not in memory of its own. May run on any thread. Raises `Invalid` if
+        the client has truncated its object.
+        """
+        data = memoryview(bytearray(self.size)) if into is None else into.data
+        self._region.read_into(data, self._offset)
+        return data
 
     def store(self, output: str, data: bytes | memoryview) -> None:
         """Write `data`, the bytes of `output`, at its start. Raises `Invalid` if the window is too small, and as `read`

@@ -26,9 +26,10 @@ Buffer = bytes | bytearray | memoryview
 DIMENSIONS_MAX: Final = 64  # numpy's
 _INT64_MAX: Final = 2**63 - 1
 COPIED_BYTES_MAX: Final = 4096  # a small copy costs less than a view of one
-# BYTES elements of one request, by default. Each is a Python object, and the event loop works 0.2 to 0.3 us for each
-# where it decodes or encodes them: 80 ms for so many.
-BYTES_ELEMENTS_MAX: Final = 1 << 18
+# BYTES elements of one request, by default. Each is a Python object, and the event loop works 0.3 us for each where it
+# encodes them for a worker process, beside the copying of their bytes.
+BYTES_ELEMENTS_MAX: Final = 1 << 16
+_DECODED_AT_ONCE: Final = 1 << 16
 _LENGTH: Final = struct.Struct("<I")
 
 
@@ -188,11 +189,13 @@ def decode_bytes(buffer: bytes | bytearray | memoryview, count: int, *, name: st
     Raises `Invalid`, naming the input `name` and the `model`, when the buffer holds more or fewer elements or ends
     inside one.
     """
-    data = bytes(buffer)  # whose slices are made in a third of the time of a memoryview's
-    end = len(data)
+    view = memoryview(buffer).cast("B")
+    end = len(view)
     unpack = _LENGTH.unpack_from
     elements: list[bytes] = []
     position = 0
+    # `data` are the bytes from `begin` to `known`: slices of bytes are made in a third of the time of a memoryview's.
+    data, begin, known = b"", 0, 0
     # Runs over the buffer, not to `count`: a stated count of 2**60 must cost nothing.
     while position < end:
         if end - position < 4:
@@ -206,13 +209,16 @@ def decode_bytes(buffer: bytes | bytearray | memoryview, count: int, *, name: st
                 f"expecting {count}"
             )
         start = position + 4
-        position = start + unpack(data, position)[0]
+        if start > known:
+            data, begin = bytes(view[position : position + _DECODED_AT_ONCE]), position
+            known = begin + len(data)
+        position = start + unpack(data, position - begin)[0]
         if position > end:
             raise Invalid(
                 f"incomplete string data for inference input '{name}' for model '{model}', "
                 f"expecting string of length {position - start} but only {end - start} bytes available"
             )
-        elements.append(data[start:position])
+        elements.append(data[start - begin : position - begin] if position <= known else bytes(view[start:position]))
     if len(elements) != count:
         raise Invalid(
             f"expected {count} string elements for inference input '{name}' for model '{model}', got {len(elements)}"

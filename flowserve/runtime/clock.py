@@ -2,7 +2,7 @@
 
 Decided here: server time is integer nanoseconds on the clock trio sleeps by, and the only conversion between the two,
 by rounding (truncation turns a deadline into "one nanosecond early", which under a jumping test clock never arrives).
-Wall-clock time is for people only.
+Wall-clock time is for people only. Also how a thread with long work lets the event loop run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from trio.lowlevel import current_clock
 ClockNs = Callable[[], int]
 
 SECOND_NS = 1_000_000_000
+_PAUSE_S = 1e-4
 
 
 def running_clock() -> ClockNs:
@@ -44,3 +45,11 @@ def wall_clock_ns() -> int:
 def wall_clock_ms() -> int:
     """Milliseconds since the epoch, for "last inference" and the like. Never used to decide anything."""
     return time.time_ns() // 1_000_000
+
+
+def pause_thread() -> None:
+    """Let the event loop's thread have the interpreter. Called on another thread between steps of long work. Raises
+    trio's `Cancelled` if the task that waits for this thread was cancelled.
+    """
+    trio.from_thread.check_cancelled()
+    time.sleep(_PAUSE_S)  # a mere release would win the interpreter back before the other thread is awake

@@ -47,7 +47,7 @@ def decoded_in_steps(body: bytes, header_length: int | None = None) -> dict[str,
     """As large bodies are."""
     large = LargeBody(Decoder(ClientMemory()), body, header_length, "m")
     expected = large.parse(lambda: None).inputs
-    large.prepare()
+    large.prepare(None)
     arrays = large.arrays(lambda: None)
     assert [(name, array.dtype, array.shape) for name, array in arrays.items()] == [
         (name, array.dtype, array.shape) for name, array in expected.items()

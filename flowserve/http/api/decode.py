@@ -27,6 +27,7 @@ from flowserve.http.api.request_json import (
     parse_large_header,
 )
 from flowserve.memory import raw
+from flowserve.memory.arena import Arena
 from flowserve.memory.client_memory import ClientMemory, RegionWindow
 from flowserve.runtime.protocol import ElementLimits
 from flowserve.values import Array, DType, Request, TensorSpec
@@ -37,6 +38,7 @@ Body = bytes | bytearray | memoryview
 INLINE_BYTES_MAX: Final = 1 << 19
 _CACHED_HEADERS: Final = 256
 _CACHED_HEADER_BYTES: Final = 4096
+_NO_ROOM: Final[Mapping[str, Array]] = {}
 _INTS: Final = frozenset({int})
 _JSON_TYPES: Final[Mapping[DType, frozenset[type]]] = {
     DType.BOOL: frozenset({bool}),
@@ -112,6 +114,7 @@ class LargeBody:
         self._model = model
         self._header: InferHeader
         self._windows: Mapping[str, RegionWindow]
+        self._room: dict[str, Array] = {}
         self.form: AnswerForm
 
     def parse(self, pause: Pause) -> Request:
@@ -124,15 +127,24 @@ class LargeBody:
         inputs = {one.name: raw.stand_in(one.name, one.dtype, one.shape) for one in header.inputs}
         return Request(inputs, *header.fields)
 
-    def prepare(self) -> None:
-        """Find the client's memory. Raises what `ClientMemory` raises."""
+    def prepare(self, arena: Arena | None) -> None:
+        """Find the client's memory, and room for large inputs: in `arena`, the memory of the process that reads them,
+        if there is one. Raises what `ClientMemory` raises.
+        """
         memory, header = self._decoder.client_memory, self._header
         self._windows = _windows(header, memory)
         self.form = replace(header.form, windows=memory.windows(header.portions))
+        if arena is None:
+            return
+        for one in header.inputs:
+            nbytes = one.count * one.dtype.itemsize
+            is_copied = one.portion is not None or (isinstance(one.data, LargeArray) and one.data.count == one.count)
+            if is_copied and nbytes > INLINE_BYTES_MAX and one.dtype not in (DType.BYTES, DType.BOOL):
+                self._room[one.name] = arena.lease(nbytes).view()
 
     def arrays(self, pause: Pause) -> dict[str, Array]:
         """The inputs. Raises `Invalid`."""
-        return _arrays(self._header, self._body, self._offset, self._model, self._windows, pause)
+        return _arrays(self._header, self._body, self._offset, self._model, self._windows, pause, self._room)
 
 
 def decode_raw(
@@ -187,17 +199,26 @@ def _windows(header: InferHeader, client_memory: ClientMemory) -> dict[str, Regi
 
 
 def _arrays(
-    header: InferHeader, body: Body, offset: int, model: str, windows: Mapping[str, RegionWindow], pause: Pause
+    header: InferHeader,
+    body: Body,
+    offset: int,
+    model: str,
+    windows: Mapping[str, RegionWindow],
+    pause: Pause,
+    room: Mapping[str, Array] = _NO_ROOM,
 ) -> dict[str, Array]:
+    """`windows`: the inputs in the client's memory. `room`: where to place inputs that are decoded or copied, as bytes;
+    others get memory of their own.
+    """
     arrays: dict[str, Array] = {}
     end = len(body)
     for one in header.inputs:
         size = one.binary_size
         if size is None:
             if one.portion is None:
-                arrays[one.name] = json_array(one)
+                arrays[one.name] = json_array(one, room.get(one.name))
             else:
-                data = windows[one.name].read()
+                data = windows[one.name].read(room.get(one.name))
                 pause()
                 arrays[one.name] = raw.decode(data, one.name, model, one.dtype, one.shape, one.count)
             continue
@@ -223,8 +244,8 @@ def _arrays(
 # ---------------------------------------------------------------------------------------------- JSON
 
 
-def json_array(header: InputHeader) -> Array:
-    """The array of an input whose data is JSON. Raises `Invalid`."""
+def json_array(header: InputHeader, room: Array | None = None) -> Array:
+    """The array of an input whose data is JSON. `room` is where a large one is placed. Raises `Invalid`."""
     data = header.data
     assert data is not None  # InputHeader promises one of the three
     if not isinstance(data, LargeArray):
@@ -234,7 +255,7 @@ def json_array(header: InputHeader) -> Array:
         return raw.shaped(_converted(values, header), header.name, header.shape)
     if data.count != header.count and max(data.count, header.count) > 1:  # a single one may be an empty array
         raise _wrong_count(header, data.count)
-    flat: Array = np.empty(header.count, header.dtype.numpy)
+    flat: Array = np.empty(header.count, header.dtype.numpy) if room is None else room.view(header.dtype.numpy)
     done = 0
     for piece in data.pieces():
         values = _flattened(piece)

@@ -86,18 +86,19 @@ class Encoder:
                 in_json += array.size
             elif array.dtype.hasobject:
                 elements += array.size
-        check_json_elements(in_json, response.model, self._limits)
+        check_json_elements(in_json, response.model, self._limits.json_elements)
         if in_json + elements > INLINE_ELEMENTS_MAX or stored > _INLINE_BYTES_MAX:
             return None
         return _encode(response, form)
 
 
-def check_json_elements(count: int, model: str, limits: ElementLimits) -> None:
+def check_json_elements(count: int, model: str, limit: int) -> None:
     """Raises `Invalid` if outputs of so many elements are not sent as JSON."""
-    if count > limits.json_elements:
+    if count > limit:
         raise Invalid(
-            f"the outputs of model '{model}' have {count} elements, at most {limits.json_elements} are sent as JSON "
-            '(--http-max-json-elements); ask for them with "parameters": {"binary_data": true}'
+            f"the outputs of model '{model}' have {count} elements, at most {limit} are sent as JSON here "
+            '(--http-max-json-elements); ask for them with an inference request (…/infer) and "parameters": '
+            '{"binary_data": true}'
         )
 
 

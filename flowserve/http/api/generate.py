@@ -9,7 +9,6 @@ responds faster than its client reads.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final
@@ -38,6 +37,7 @@ from flowserve.http.api.request_target import PREFIX, is_timed, is_version, trac
 from flowserve.http.server.connection import error_body
 from flowserve.memory import raw
 from flowserve.observe.server_timing import server_timing
+from flowserve.runtime.clock import pause_thread
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine, ResponseIterator
 from flowserve.runtime.protocol import ElementLimits
@@ -49,6 +49,7 @@ NOT_ONE: Final = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates various number"
     " of responses"
 )
+_ELEMENTS_MAX: Final = 1 << 20  # of a response, which is one piece of JSON
 _NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
 
 
@@ -181,7 +182,7 @@ def _tensor(spec: TensorSpec, value: Any, *, batches: bool) -> Array:
 async def _document(response: Response, limits: ElementLimits) -> bytes:
     """The response as a JSON object. Raises as `json_data` and `check_json_elements` do."""
     elements = sum(array.size for array in response.outputs.values())
-    check_json_elements(elements, response.model, limits)
+    check_json_elements(elements, response.model, min(limits.json_elements, _ELEMENTS_MAX))
     if elements <= INLINE_ELEMENTS_MAX:
         return _document_of(response, _value)
     return await trio.to_thread.run_sync(_document_of, response, _value_in_pieces)
@@ -207,5 +208,5 @@ def _value(model: str, name: str, array: Array) -> Any:
 def _value_in_pieces(model: str, name: str, array: Array) -> Any:
     if array.size == 1:
         return _value(model, name, array)
-    pieces = json_pieces(name, array, raw.datatype_of(array, name, model), lambda: time.sleep(0))
+    pieces = json_pieces(name, array, raw.datatype_of(array, name, model), pause_thread)
     return orjson.Fragment(b"".join((b"[", *pieces, b"]")))

@@ -10,7 +10,6 @@ the bodies. Does not know sockets.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +35,7 @@ from flowserve.http.server.request_parser import MAX_BODY_BYTES, body_too_large
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.server_timing import server_timing
 from flowserve.observe.settings import EVERYTHING, LogSettings, MetricsChoice
+from flowserve.runtime.clock import pause_thread
 from flowserve.runtime.engine.classification import rank
 from flowserve.runtime.engine.deployments import Deployment, MakeFlow
 from flowserve.runtime.engine.engine import Engine
@@ -71,7 +71,6 @@ Encoded = tuple[int, HeaderTuple, Sequence[Any]]
 
 SERVER_TIMING: Final = b"server-timing"
 _WORKING_AT_ONCE: Final = 4  # each may hold a whole expanded body
-_PAUSE_S: Final = 1e-4
 _INLINE_BYTES_MAX: Final = 16_384  # compressing more than this would block the event loop
 # So much of a model's shared memory may hold bodies, which stays allocated. More are copied.
 _BODY_MEMORY_MAX: Final = 1 << 28
@@ -175,13 +174,7 @@ class InferRoute:
         """Run work that holds the interpreter on a thread. It calls its argument between short steps, where it ends if
         the client left.
         """
-        return await trio.to_thread.run_sync(work, _pause, limiter=self._threads)
-
-
-def _pause() -> None:
-    """Let the event loop run. Raises if the client left."""
-    trio.from_thread.check_cancelled()
-    time.sleep(_PAUSE_S)
+        return await trio.to_thread.run_sync(work, pause_thread, limiter=self._threads)
 
 
 class _Inference:
@@ -304,7 +297,7 @@ class _Inference:
         request = await route.in_steps(large.parse)
         self._complete(request)
         route.engine.check(self.deployment, request)
-        large.prepare()
+        large.prepare(self.deployment.arena)
         request.inputs = await route.in_steps(large.arrays)
         self._answer_form = large.form
         return request
