@@ -70,6 +70,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cycles", type=int, default=30, help="how often the test of growth loads and unloads; 500 before a release"
     )
+    parser.addoption(
+        "--attack-megabytes",
+        type=int,
+        default=6,
+        help="the size of the bodies that may not keep the server's other requests waiting; 60 before a release",
+    )
 
 
 @pytest.fixture(scope="session")

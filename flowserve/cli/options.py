@@ -174,6 +174,10 @@ def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
     add_option(group, "--http-max-total-input-size BYTES", text, whole_number(1))
     text = "connections at once; default: one for each 512 KiB of memory, and at most three quarters of the open files"
     add_option(group, "--http-max-connections N", text, whole_number(1))
+    text = "most elements of a request's inputs, and of its outputs, in JSON; default %(default)s"
+    add_option(group, "--http-max-json-elements N", text, whole_number(1), 16_777_216)
+    text = "most BYTES elements of a request's inputs; default %(default)s"
+    add_option(group, "--max-bytes-elements N", text, whole_number(1), 65_536)
     add_option(group, "--http-server-cert FILE", "serve HTTPS with this certificate (PEM)", Path)
     add_option(group, "--http-server-key FILE", "the certificate's key (PEM)", Path)
     add_option(group, "--http-root-cert FILE", "clients must have a certificate of this authority", Path)

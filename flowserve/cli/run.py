@@ -72,7 +72,7 @@ from flowserve.observe.settings import LogSettings
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import Control, ControlOptions, open_control
-from flowserve.runtime.protocol import Forwarding, hides_names
+from flowserve.runtime.protocol import ElementLimits, Forwarding, hides_names
 from flowserve.runtime.tracing.traces import TraceOptions
 from flowserve.runtime.workers.factory import PYTHON_EXECUTION
 from flowserve.scheduling.rate_limit.limiter import Available
@@ -187,6 +187,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
         pattern = arguments.http_header_forward_pattern
         app_options = AppOptions(
             max_body_bytes=arguments.http_max_input_size,
+            elements=ElementLimits(arguments.max_bytes_elements, arguments.http_max_json_elements),
             client_memory=ClientMemory(is_allowed=arguments.allow_client_shm),
             restrictions=restrictions,
             access=access_rules(arguments, arguments.http_address, listeners),

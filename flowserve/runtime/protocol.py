@@ -27,6 +27,7 @@ from flowserve.version import __version__
 RESERVED_PREFIX: Final = "triton_"
 KNOWN_PARAMETERS: Final = frozenset({"sequence_id", "sequence_start", "sequence_end", "priority", "timeout"})
 BINARY_OUTPUT: Final = "binary_data_output"  # in HTTP only
+JSON_ELEMENTS_MAX: Final = 1 << 24  # 64 MiB of JSON hold so many of four characters
 _KEPT_NAMES: Final = 1024
 GROUPS: Final = (
     "health",
@@ -64,7 +65,7 @@ class ElementLimits:
     """
 
     bytes_elements: int = BYTES_ELEMENTS_MAX
-    json_elements: int = 1 << 24  # 64 MiB of JSON hold so many of four characters
+    json_elements: int = JSON_ELEMENTS_MAX
 
 
 # ---------------------------------------------------------------------------------------------- request parameters

@@ -257,11 +257,15 @@ def json_array(header: InputHeader, room: Array | None = None) -> Array:
         raise _wrong_count(header, data.count)
     flat: Array = np.empty(header.count, header.dtype.numpy) if room is None else room.view(header.dtype.numpy)
     done = 0
-    for piece in data.pieces():
+
+    def take(piece: list[Any]) -> None:
+        nonlocal done
         values = _flattened(piece)
         if done + len(values) <= header.count:
             flat[done : done + len(values)] = _converted(values, header)
         done += len(values)
+
+    data.read(take)
     if done != header.count:
         raise _wrong_count(header, done)
     return raw.shaped(flat, header.name, header.shape)

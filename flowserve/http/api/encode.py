@@ -29,8 +29,9 @@ _NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
 _KEPT_MAX: Final = 256
 # So many elements in JSON take up to 3 ms, as BYTES up to 10 ms.
 INLINE_ELEMENTS_MAX: Final = 1 << 15
-_INLINE_BYTES_MAX: Final = 1 << 20  # into the client's memory
+_INLINE_BYTES_MAX: Final = 1 << 20  # of BYTES elements, and of outputs for the client's memory
 _PIECE_ELEMENTS: Final = 1 << 13
+_PIECE_BYTES: Final = 1 << 18  # of BYTES elements, on average
 
 JSON_HEADERS: Final[HeaderTuple] = ((b"content-type", b"application/json"),)
 HEADER_LENGTH: Final = b"inference-header-content-length"
@@ -76,20 +77,25 @@ class Encoder:
 
     def _encode(self, response: Response, form: AnswerForm) -> tuple[list[Any], HeaderTuple] | None:
         """As `encode`, for a response that is not all binary numbers."""
-        elements = in_json = stored = 0
+        elements = in_json = nbytes = 0
         for name, array in response.outputs.items():
             if name in form.windows:
-                stored += array.nbytes
-                if array.dtype.hasobject:
-                    elements += array.size
+                nbytes += array.nbytes
             elif not form.listed.get(name, form.default_is_binary):
                 in_json += array.size
-            elif array.dtype.hasobject:
+            if array.dtype.hasobject:
                 elements += array.size
+                if elements <= INLINE_ELEMENTS_MAX:
+                    nbytes += _bytes_of(array)
         check_json_elements(in_json, response.model, self._limits.json_elements)
-        if in_json + elements > INLINE_ELEMENTS_MAX or stored > _INLINE_BYTES_MAX:
+        if max(elements, in_json) > INLINE_ELEMENTS_MAX or nbytes > _INLINE_BYTES_MAX:
             return None
         return _encode(response, form)
+
+
+def _bytes_of(array: Array) -> int:
+    """How long the elements of a BYTES output are together. Models may return other objects, which are short."""
+    return sum(len(one) for one in array.ravel().tolist() if isinstance(one, bytes | str))
 
 
 def check_json_elements(count: int, model: str, limit: int) -> None:
@@ -126,9 +132,12 @@ def encode_large(response: Response, form: AnswerForm, pause: Pause) -> tuple[li
 def json_pieces(name: str, array: Array, dtype: DType, pause: Pause) -> list[bytes]:
     """The JSON of flat `data` without its brackets, in pieces. Raises as `json_data` does."""
     flat = array.ravel()
+    step = _PIECE_ELEMENTS
+    if dtype is DType.BYTES:
+        step = min(max(_PIECE_BYTES * flat.size // (_bytes_of(flat) or 1), 1), _PIECE_ELEMENTS)
     pieces: list[bytes] = []
-    for start in range(0, flat.size, _PIECE_ELEMENTS):
-        data = json_data(name, flat[start : start + _PIECE_ELEMENTS], dtype)
+    for start in range(0, flat.size, step):
+        data = json_data(name, flat[start : start + step], dtype)
         piece = orjson.dumps(data, option=_NUMPY)
         pieces.append(piece[1:-1] if start == 0 else b"," + piece[1:-1])
         pause()

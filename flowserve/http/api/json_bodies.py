@@ -57,6 +57,10 @@ _NO_MEMBERS: Final[dict[str, Any]] = {}
 _NO_ENTRIES: Final[list[Any]] = []
 
 
+class NotJson(Invalid):
+    """A body that is not JSON."""
+
+
 def status_of(error: FlowserveError) -> int:
     """The HTTP status for `error`'s class."""
     return 415 if isinstance(error, UnknownEncoding) else STATUS[error.kind]
@@ -111,6 +115,11 @@ def load_json(text: Body) -> Any:
     mistake."""
     text = bytes(text)
     _check_depth(text)
+    return parse_json(text)
+
+
+def parse_json(text: bytes) -> Any:
+    """As `load_json`, for text whose depth was checked."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -123,7 +132,7 @@ def load_json(text: Body) -> Any:
             return found
         except ValueError as error:
             reason = error
-    raise Invalid(f"failed to parse the request JSON buffer: {reason}")
+    raise NotJson(f"failed to parse the request JSON buffer: {reason}")
 
 
 def _check_depth(text: bytes) -> None:

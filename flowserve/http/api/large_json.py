@@ -12,14 +12,16 @@ not know which fields a request has. Caller: `decode`.
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
 
 from flowserve.errors import Invalid, TooLarge
-from flowserve.http.api.json_bodies import DEPTH_MAX, ITEMS_MAX, load_json, too_deep
+from flowserve.http.api.json_bodies import DEPTH_MAX, ITEMS_MAX, NotJson, parse_json, too_deep
 from flowserve.values import Array
 
 Pause = Callable[[], None]
@@ -54,20 +56,35 @@ class LargeArray:
         self.cuts: list[tuple[int, int]] = []
         self._pause = pause
 
-    def pieces(self) -> Iterator[Any]:
-        """The array's values as several arrays, in order, each nested as deeply. Raises `Invalid`."""
+    def read(self, take: Callable[[Any], None]) -> None:
+        """Call `take` with the array's values, as several arrays in order, each nested as deeply. Raises `Invalid`."""
         first, depth = self.start, 0
         for at, next_depth in [*self.cuts, (self.end, 0)]:
             piece = bytes(self.text[first:at]).strip(b" \t\r\n")
             # With the brackets around it such a piece would be valid, though the comma beside it is not.
             if not piece or (depth and piece.startswith(b"]")) or (next_depth and piece.endswith(b"[")):
-                raise Invalid(f"failed to parse the request JSON buffer: a value is missing before byte {at}")
+                raise NotJson(f"failed to parse the request JSON buffer: a value is missing before byte {at}")
             try:
-                yield load_json(b"[" * depth + piece + b"]" * next_depth)
-            except Invalid as error:
-                raise Invalid(f"{error}, counted from byte {first - depth}") from None
+                with collector_paused():
+                    take(parse_json(b"[" * depth + piece + b"]" * next_depth))
+            except NotJson as error:
+                raise NotJson(f"{error}, counted from byte {first - depth}") from None
             self._pause()
             first, depth = at + 1, next_depth
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Without the garbage collector, which thousands of new lists would start: it looks through all of the server's
+    objects, which takes longer than everything else in a step, and there are no cycles in JSON.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def outline(text: memoryview, elements_max: int, pause: Pause) -> tuple[bytes, list[LargeArray]]:
@@ -126,7 +143,7 @@ def _scan(array: LargeArray, elements_max: int) -> None:
     while True:
         block = np.frombuffer(text, np.uint8, min(_STEP_BYTES, len(text) - position), position)
         if not block.size:
-            raise Invalid("failed to parse the request JSON buffer: unexpected end of data")
+            raise NotJson("failed to parse the request JSON buffer: unexpected end of data")
         at = np.flatnonzero(_IS_MARK[block])
         marks = block[at]
         is_quote = marks == _QUOTE

@@ -27,7 +27,7 @@ from flowserve.http.api.json_bodies import (
     uint_of,
     wrong_type,
 )
-from flowserve.http.api.large_json import LargeArray, Pause, outline
+from flowserve.http.api.large_json import LargeArray, Pause, collector_paused, outline
 from flowserve.memory import raw
 from flowserve.memory.client_memory import Portion, RegionWindow
 from flowserve.runtime.protocol import BINARY_OUTPUT, KNOWN_PARAMETERS, RESERVED_PREFIX, ElementLimits, reserved
@@ -123,7 +123,8 @@ def parse_header(text: bytes | bytearray | memoryview, model: str, limits: Eleme
 def parse_large_header(text: memoryview, model: str, limits: ElementLimits, pause: Pause) -> InferHeader:
     """The header of a large text, in steps. Its inputs' data is still to be decoded. Raises as `parse_header` does."""
     rest, arrays = outline(text, limits.json_elements, pause)
-    header = parse_header(rest, model, limits)
+    with collector_paused():
+        header = parse_header(rest, model, limits)
     places = [one.data for one in header.inputs if one.data is not None]
     if places != [[place] for place in range(len(arrays))]:
         raise Invalid("Unable to parse 'data': it is a member of an input, once")

@@ -284,7 +284,7 @@ class OutputReader:
         if count * 4 > len(encoded):  # before room for so many is made
             raise Garbled(f"output '{spec.name}' of shape {[*shape]} is said to have {len(encoded)} bytes")
         try:
-            flat = raw.decode_bytes(encoded.tobytes(), count, name=spec.name, model=self.model)
+            flat = raw.decode_bytes(encoded.data, count, name=spec.name, model=self.model)
         except Invalid as error:
             raise Garbled(str(error)) from None
         return flat.reshape(shape)
