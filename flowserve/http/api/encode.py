@@ -77,25 +77,46 @@ class Encoder:
 
     def _encode(self, response: Response, form: AnswerForm) -> tuple[list[Any], HeaderTuple] | None:
         """As `encode`, for a response that is not all binary numbers."""
-        elements = in_json = nbytes = 0
+        elements = nbytes = 0
+        for array in response.outputs.values():
+            elements += array.size
+            if array.dtype.hasobject and elements <= INLINE_ELEMENTS_MAX:
+                nbytes += _bytes_of(array)
+        if (elements > INLINE_ELEMENTS_MAX or form.windows) and self._takes_long(response, form):
+            return None
+        return None if nbytes > _INLINE_BYTES_MAX else _encode(response, form)
+
+    def _takes_long(self, response: Response, form: AnswerForm) -> bool:
+        """Whether to encode it on a thread, by the number of elements and what is stored in the client's memory. Raises
+        `Invalid` for more elements than are sent as JSON.
+        """
+        strings = in_json = stored = 0
         for name, array in response.outputs.items():
             if name in form.windows:
-                nbytes += array.nbytes
+                stored += array.nbytes
             elif not form.listed.get(name, form.default_is_binary):
                 in_json += array.size
             if array.dtype.hasobject:
-                elements += array.size
-                if elements <= INLINE_ELEMENTS_MAX:
-                    nbytes += _bytes_of(array)
+                strings += array.size
         check_json_elements(in_json, response.model, self._limits.json_elements)
-        if max(elements, in_json) > INLINE_ELEMENTS_MAX or nbytes > _INLINE_BYTES_MAX:
-            return None
-        return _encode(response, form)
+        return max(strings, in_json) > INLINE_ELEMENTS_MAX or stored > _INLINE_BYTES_MAX
 
 
 def _bytes_of(array: Array) -> int:
-    """How long the elements of a BYTES output are together. Models may return other objects, which are short."""
-    return sum(len(one) for one in array.ravel().tolist() if isinstance(one, bytes | str))
+    """How long the elements of a BYTES output are together."""
+    elements = array.ravel().tolist()
+    try:
+        return sum(map(len, elements))
+    except TypeError:  # models may return other objects
+        return sum(len(one) for one in elements if isinstance(one, bytes | str))
+
+
+def _encode(response: Response, form: AnswerForm) -> tuple[list[Any], HeaderTuple]:
+    document, blocks = _document(response, form, json_data)
+    text = orjson.dumps(document, option=_NUMPY)
+    if not blocks:
+        return [text], JSON_HEADERS
+    return [text, *blocks], (_BINARY, (HEADER_LENGTH, b"%d" % len(text)))
 
 
 def check_json_elements(count: int, model: str, limit: int) -> None:
@@ -114,7 +135,7 @@ def encode_large(response: Response, form: AnswerForm, pause: Pause) -> tuple[li
     def in_pieces(name: str, array: Array, dtype: DType) -> list[bytes]:
         return json_pieces(name, array, dtype, pause)
 
-    document, blocks = _document(response, form, in_pieces, pause)
+    document, blocks = _document(response, form, in_pieces)
     outputs = document.pop("outputs")
     parts = [orjson.dumps(document, option=_NUMPY)[:-1], b',"outputs":[']
     for output in outputs:
@@ -144,20 +165,8 @@ def json_pieces(name: str, array: Array, dtype: DType, pause: Pause) -> list[byt
     return pieces
 
 
-def _encode(response: Response, form: AnswerForm) -> tuple[list[Any], HeaderTuple]:
-    document, blocks = _document(response, form, json_data, _no_pause)
-    text = orjson.dumps(document, option=_NUMPY)
-    if not blocks:
-        return [text], JSON_HEADERS
-    return [text, *blocks], (_BINARY, (HEADER_LENGTH, b"%d" % len(text)))
-
-
-def _no_pause() -> None:
-    """For a response that is encoded at once."""
-
-
 def _document(
-    response: Response, form: AnswerForm, data_of: Callable[[str, Array, DType], Any], pause: Pause
+    response: Response, form: AnswerForm, data_of: Callable[[str, Array, DType], Any]
 ) -> tuple[dict[str, Any], list[Any]]:
     """The response's JSON, "outputs" last, and the binary data that follows it. `data_of` writes the data in the
     JSON.
@@ -169,12 +178,10 @@ def _document(
         entry: dict[str, Any] = {"name": name, "datatype": dtype.wire, "shape": array.shape}
         if name in form.windows:
             form.windows[name].store(name, raw.encode(array, dtype))
-            pause()
         elif form.listed.get(name, form.default_is_binary):
             block = raw.encode(array, dtype)
             entry["parameters"] = {"binary_data_size": len(block)}
             blocks.append(block)
-            pause()
         else:
             entry["data"] = data_of(name, array, dtype)
         outputs.append(entry)

@@ -99,8 +99,16 @@ def parse_header(text: bytes | bytearray | memoryview, model: str, limits: Eleme
     parameters = object_of(document, "parameters")
     outputs, form, portions = _outputs(document, bool_of(parameters, BINARY_OUTPUT))
     inputs = _inputs(document, model)
-    counts = (one.count for one in inputs if one.dtype is DType.BYTES)
-    raw.check_bytes_elements(counts, model, limits.bytes_elements)
+    strings = copied_bytes = 0
+    for one in inputs:
+        if one.dtype is DType.BYTES:
+            strings += one.count
+        if one.portion is not None:
+            copied_bytes += one.portion.size
+        elif one.dtype in _DECODED:
+            copied_bytes += one.binary_size or 0
+    if strings:
+        raw.check_bytes_elements((strings,), model, limits.bytes_elements)
     has_text_id = isinstance(parameters.get("sequence_id"), str)
     fields = (
         outputs,
@@ -111,11 +119,6 @@ def parse_header(text: bytes | bytearray | memoryview, model: str, limits: Eleme
         bool_of(parameters, "sequence_start"),
         bool_of(parameters, "sequence_end"),
         _custom_parameters(parameters),
-    )
-    copied_bytes = sum(
-        (one.binary_size or 0) if one.portion is None else one.portion.size
-        for one in inputs
-        if one.portion is not None or one.dtype in _DECODED
     )
     return InferHeader(inputs, fields, form, portions, *_extents(inputs), copied_bytes)
 
