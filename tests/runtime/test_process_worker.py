@@ -16,6 +16,8 @@ import pytest
 import trio
 
 from flowserve.backends import registry
+from flowserve.backends.worker import protocol
+from flowserve.backends.worker.protocol import encode_run, pack
 from flowserve.config.types import InstanceGroup
 from flowserve.errors import FlowserveError, InstanceDied, Internal, Invalid, ModelFailed
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
@@ -492,6 +494,40 @@ async def test_a_process_that_dies_during_a_batch_fails_its_request_by_name(
         await served.ask(asked, row(-1))
     with trio.fail_after(10):
         assert (await served.ask(asked, row(1))).tolist() == row(2).tolist()
+
+
+@pytest.mark.fault("W10")
+@pytest.mark.parametrize(
+    "message",
+    [
+        bytes(8),
+        b"\xff" * 24,
+        pack(protocol.CANCEL, ()),
+        pack(protocol.ATTACH, (7,)),
+        pack(protocol.SHOW, (999,)),
+        pack(protocol.SPILLED, (1, 2)),
+        pack(protocol.RUN, (1, 2)),
+        encode_run(1, 0, 0, [1], [(0,)], [1, 0, 77, 4096], [None]),  # a free block that it does not have
+        encode_run(1, 9, 0, [0], [(0,)], [0, 0, 0, 0], [(0, 0, 0, (0, 64))]),  # a route that it does not have
+    ],
+    ids=["zeros", "bytes", "cancel", "attach", "show", "spilled", "run", "block", "route"],
+)
+async def test_a_process_that_gets_an_invalid_message_ends_without_a_traceback(
+    served: ServedInProcesses, message: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other processes of a route hold its socket, and run code of others."""
+    worker = await served.add("model", OUT.format("given"))
+    worker.on_end = None  # no other instance is started
+    assert worker.channel is not None
+    worker.channel._socket.send(message)
+    with trio.fail_after(30):
+        while not worker.ended:  # noqa: ASYNC110 - no event to wait for
+            await trio.sleep(0.005)
+    assert "exit status 1" in worker.ended
+    with trio.fail_after(10):
+        while "got an invalid message" not in caplog.text:  # noqa: ASYNC110 - its output is read by another task
+            await trio.sleep(0.005)
+    assert "Traceback" not in caplog.text
 
 
 async def test_an_instance_closed_at_the_moment_of_its_restart_leaves_no_process(

@@ -82,7 +82,7 @@ class Driver:
         self._clock = clock
 
     def run(self) -> None:
-        """Run batches until END, or until the server has ended."""
+        """Run batches until END, or until the server has ended. Raises Garbled."""
         self._socket.send(pack(protocol.READY, ()))
         while True:
             self._is_idle = True
@@ -93,14 +93,17 @@ class Driver:
             if message is None:
                 return
             kind, words, text = message
-            if kind == protocol.RUN:
-                self._run(protocol.decode_run(words, text))
-            elif kind == protocol.END:
+            if kind == protocol.END:
                 return
-            elif kind == protocol.CANCEL:
-                self._cancel(words[1])
-            elif kind == protocol.RELEASE:
-                self._release_idle(words)
+            try:
+                if kind == protocol.RUN:
+                    self._run(protocol.decode_run(words, text))
+                elif kind == protocol.CANCEL:
+                    self._cancel(words[1])
+                elif kind == protocol.RELEASE:
+                    self._release_idle(words)
+            except LookupError as error:  # a block, a route or a word that does not exist
+                raise Garbled(f"a message of kind {kind}: {type(error).__name__}: {error}") from None
 
     def _next_message(self) -> tuple[int, tuple[int, ...], bytes] | None:
         """The next message that is not about memory or routes, None if the server has ended. Raises Garbled."""

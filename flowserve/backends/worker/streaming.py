@@ -9,6 +9,7 @@ Callers: main.py.
 
 from __future__ import annotations
 
+import logging
 import queue
 import socket
 import threading
@@ -25,6 +26,7 @@ from flowserve.backends.worker.protocol import Job, RunMessage, encode_error, pa
 from flowserve.backends.worker.tensors import Placed, Run
 from flowserve.errors import FlowserveError
 
+log = logging.getLogger("flowserve.child")
 WorkerMessage = tuple[int, tuple[int, ...], bytes]
 _EARLY_MAX: Final = 4096  # grants that arrived before their batch; only the next batch can have some
 
@@ -66,8 +68,10 @@ class StreamDriver(Driver):
                     self._messages.put(message)
                     if kind == protocol.END:
                         return
-        except (OSError, ValueError):
+        except OSError:
             pass  # the socket is closed
+        except (LookupError, ValueError) as error:
+            log.error("instance %s: its process got an invalid message, and ends: %s", self._job.instance, error)
         for sender in [*self._senders.values()]:
             sender.withdraw()
         self._messages.put(None)
