@@ -177,6 +177,57 @@ def test_a_batch_that_was_changed_or_cut_off_is_a_batch_or_an_error(
             decode_run(words[: max(1, len(words) - cut)], text)
 
 
+PLACES = [(1, 64, 8, (2, 1)), None, [(1, 128, 4, (1,)), None]]
+BATCH = unpack(encode_run(7, 1, 2, [1, 1], [(0, 1)], [1, 1, 5, 4096, 6, 0, 0], PLACES, (8, 9), (10, 11), b"text"))
+ABOUT = encode_about([("id", 1, 2, "seq", True, False, {"a": 1}), ("", 0, 0, 3, False, True, {})], [["c", "d"]])
+RESULT = unpack(encode_result(1, True, 0, [(2, 3)], None, [("OUT", 11, (1,), b"1234"), ("BIG", 11, (9,), (4, 0, 36))]))
+PASSED = (1, 2, 3, 4, 5, 2, 0, 8, 1, 2, 64, 4, 1, 1)
+
+
+@pytest.mark.fault("W10")
+@pytest.mark.parametrize(
+    ("decode", "words"),
+    [
+        (lambda words: decode_run(words, BATCH[2]), BATCH[1]),
+        (lambda words: decode_about(words, ABOUT[1], 2), tuple(ABOUT[0])),
+        (lambda words: decode_result(words, RESULT[2]), RESULT[1]),
+        (lambda words: read_passed(words, 0, 1), PASSED),
+    ],
+    ids=["run", "about", "result", "passed"],
+)
+def test_every_message_that_is_cut_off_is_an_error(decode: Any, words: tuple[int, ...]) -> None:
+    decode(words)
+    for end in range(len(words)):
+        with pytest.raises(Garbled):
+            decode(words[:end])
+    if words is not PASSED:  # other words follow it
+        with pytest.raises(Garbled):
+            decode((*words, 0))
+
+
+@pytest.mark.fault("W10")
+def test_a_text_that_does_not_fit_its_words_is_an_error() -> None:
+    for text in (ABOUT[1][:-1], ABOUT[1] + b"x", b"\xff" * len(ABOUT[1])):
+        with pytest.raises(Garbled):
+            decode_about(ABOUT[0], text, 2)
+    nested = b"[" * 100_000
+    words = [1, 1, 0, 0, 0, 0, 0, 0, 0, len(nested)]
+    with pytest.raises(Garbled):
+        decode_about(words, nested, 1)
+    for text in (RESULT[2][:-1], RESULT[2][5:], nested, b"null", b'[null, ["OUT", 5]]\n1234'):
+        with pytest.raises(Garbled):
+            decode_result(RESULT[1], text)
+    for text in (b"", b"null", b"[null]", b"5", nested):
+        with pytest.raises(Garbled):
+            decode_server_reply((0, 1, 2, 3), text)
+
+
+@pytest.mark.fault("W10")
+def test_an_update_longer_than_its_part_is_an_error() -> None:
+    with pytest.raises(Garbled, match="an update that is cut off"):
+        decode_run(unpack(encode_run(7, 0, 0, [1], [(0,)], [1, 0], [None], (8, 9)))[1], b"")
+
+
 @pytest.mark.fault("W10")
 def test_no_message_is_decoded_by_marshal_or_pickle() -> None:
     """Both execute or crash on hostile bytes. The server pickles the job of a process, which the process reads."""
