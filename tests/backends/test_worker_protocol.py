@@ -220,6 +220,8 @@ def test_a_text_that_does_not_fit_its_words_is_an_error() -> None:
     for text in (b"", b"null", b"[null]", b"5", nested):
         with pytest.raises(Garbled):
             decode_server_reply((0, 1, 2, 3), text)
+    with pytest.raises(Garbled):
+        decode_server_reply((0, 1, 2), b"[null, null]")
 
 
 @pytest.mark.fault("W10")

@@ -574,7 +574,8 @@ def decode_result(
     """Read a RESULT message: the arguments of `encode_result`. Raises Garbled."""
     try:
         number, is_last, token, count = words[1:5]
-        blocks, at = _blocks(words, 5, count)
+        at = 5 + 2 * count
+        blocks = [*zip(words[5:at:2], words[6:at:2], strict=True)]
         outputs = words[at]
         at += 1
         head, _, inline = text.partition(b"\n")  # JSON escapes line feeds
@@ -605,16 +606,8 @@ def encode_server_reply(number: int, blocks: Sequence[BlockAddress], error: Sequ
 def decode_server_reply(words: Sequence[int], text: bytes) -> tuple[int, list[BlockAddress], Any, Any]:
     """Read a SERVER_REPLY message: the arguments of `encode_server_reply`. Raises Garbled."""
     try:
-        blocks, _ = _blocks(words, 2, (len(words) - 2) // 2)
+        blocks = [*zip(words[2::2], words[3::2], strict=True)]
         error, answer = json.loads(text)
         return words[1], blocks, error, answer
     except (IndexError, TypeError, ValueError, RecursionError) as fault:
         raise Garbled(f"a reply that is none: {fault}") from None
-
-
-def _blocks(words: Sequence[int], at: int, count: int) -> tuple[list[BlockAddress], int]:
-    """The `count` blocks at `at`, and where they end. Raises ValueError."""
-    stop = at + 2 * count
-    if stop > len(words):
-        raise ValueError("blocks that are cut off")
-    return [*zip(words[at:stop:2], words[at + 1 : stop : 2], strict=True)], stop
