@@ -312,7 +312,8 @@ class HandOff:
             else:
                 segment, block = placed.segment, placed.offset
                 output = placed.outputs[j]
-                assert isinstance(output, Together)  # as `stage_words` found it
+                if not isinstance(output, Together):
+                    return False
                 start, nbytes, _, shape = output
             columns.append((segment, block + start, nbytes, shape) if nbytes else (0, 0, 0, shape))
         passed = (*passed, *made)

@@ -3,8 +3,8 @@
 Decides the form of each message. Messages are datagrams of at most `MESSAGE_BYTES_MAX` bytes; a longer one is written
 to shared memory and announced by SPILLED. Tensors are always in shared memory (memory/arena.py), and messages have
 their positions. A message is a sequence of unsigned 64-bit numbers, called words: the first has its kind and the number
-of words, the others follow; then a text in UTF-8, where one is needed. Every list in a message is preceded by its
-length, and each decoder checks that what it reads is all of the message, and nothing else: any bytes are decoded or
+of words, the others follow; then a text in UTF-8, where one is needed. Every list is preceded by its length or is the
+rest of its message, and each decoder checks that what it reads is the whole message: any bytes are decoded, or they
 raise `Garbled`. Nothing is decoded by `pickle` or `marshal`, except the arguments with which the server starts a
 process (`Job`), which that process trusts as it trusts its own command line. A worker process runs third-party code, so
 the server checks every number that it receives, and a worker process that receives an invalid message ends.
