@@ -19,9 +19,10 @@ from flowserve.testing.serve import Served
 
 pytestmark = pytest.mark.fault("W5")
 
-LIVE_S_MAX = 0.2
-ATTEMPTS = 3  # at LIVE_S_MAX, since the machine may be busy with other tests; a blocked event loop exceeds it each time
-BURST = 2000
+LIVE_S_MAX = 0.2  # of 19 probes in 20
+SLOWEST_S_MAX = 1.0  # of all; more than on an idle machine, since other tests run beside this one
+ATTEMPTS = 3  # for the same reason; a blocked event loop exceeds these each time
+BURST = 1500
 
 CONFIG = """
 max_batch_size: 0
@@ -31,6 +32,7 @@ output [ { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] } ]
 
 FAN = """
 import asyncio
+import pathlib
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -42,7 +44,9 @@ class TritonPythonModel:
 
     async def answer(self, request):
         count = int(pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()[0])
-        answers = await asyncio.gather(*[self.call(number) for number in range(count)])
+        calls = [self.call(number) for number in range(count)]
+        pathlib.Path(__file__).with_name("sent").touch()
+        answers = await asyncio.gather(*calls)
         total = sum(int(pb_utils.get_output_tensor_by_name(one, "OUT").as_numpy()[0]) for one in answers)
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([total], np.int32))])
 
@@ -52,11 +56,16 @@ class TritonPythonModel:
 """
 
 LEAF = """
+import pathlib
+import time
+
 import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
     def execute(self, requests):
+        while pathlib.Path(__file__).with_name("hold").exists():
+            time.sleep(0.01)
         return [self.answer(request) for request in requests]
 
     def answer(self, request):
@@ -113,20 +122,21 @@ def test_the_server_is_live_during_thousands_of_concurrent_calls(
 ) -> None:
     served = serve(repository, "--python-execution", execution)
     burst(served, 1)
-    slowest: list[float] = []
-    while len(slowest) < ATTEMPTS and min(slowest, default=1) >= LIVE_S_MAX:
+    for _ in range(ATTEMPTS):
         with probed(served) as times:
             assert burst(served, BURST) == BURST * (BURST - 1) // 2
-        slowest.append(max(times))
-    assert min(slowest) < LIVE_S_MAX
+        times.sort()
+        if is_live := times[-1] < SLOWEST_S_MAX and times[len(times) * 19 // 20] < LIVE_S_MAX:
+            break
+    assert is_live, f"the slowest of {len(times)} probes took {times[-1]:.3f} s"
 
 
-def begin_burst(served: Served, count: int) -> socket.socket:
-    """A connection whose request makes `count` calls, the first of which have begun."""
+def begin_burst(served: Served, count: int, begun: int = 20) -> socket.socket:
+    """A connection whose request makes `count` calls, some of which are over."""
     client = socket.create_connection(("127.0.0.1", served.port))
     head = f"POST /v2/models/fan/infer HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body(count))}\r\n\r\n"
     client.sendall(head.encode() + body(count))
-    while statistics(served)["success"]["count"] < 20:
+    while statistics(served)["success"]["count"] < begun:
         time.sleep(0.02)
     return client
 
@@ -149,10 +159,14 @@ def test_the_server_ends_in_time_during_a_burst_of_calls(repository: Path, serve
 
 def test_a_client_that_leaves_withdraws_all_calls_made_for_it(repository: Path, serve: Callable[..., Served]) -> None:
     """Each call that is withdrawn must not withdraw the next within it: that would exceed the depth of the stack."""
-    (repository / "leaf/1/model.py").write_text(f"import time\n{LEAF}".replace("given =", "time.sleep(0.005); given ="))
+    hold = repository / "leaf/1/hold"
+    hold.touch()
     served = serve(repository)
-    begin_burst(served, BURST).close()
-    while statistics(served)["fail"]["count"] < BURST // 2:
+    with begin_burst(served, BURST, begun=0):
+        while not (repository / "fan/1/sent").exists():
+            time.sleep(0.02)
+    while statistics(served)["fail"]["count"] < BURST - 1:  # the first one runs
         time.sleep(0.02)
+    hold.unlink()
     assert burst(served, 1) == 0
     assert "RecursionError" not in served.log
