@@ -63,6 +63,7 @@ class ModelQueue:
         self.order = Order() if keeps_order else None
         # Models whose workers pass batches to each other have the same group; None: no routes.
         self.route_group = None if keeps_order or self.bound is not None else route_group
+        self.has_times = batcher.may_wait or batcher.may_expire  # whether time may decide about its tickets
         self.may_have_tickets = False  # False: no ticket waits. Cheaper to read than the length of the queue
         self.is_dirty = False  # whether it is in the scheduler's list of queues to examine
 

@@ -90,8 +90,7 @@ class Scheduler:
         self._queues: list[ModelQueue] = []
         self._arrivals: list[Flow] = []
         self._dirty: deque[ModelQueue] = deque()  # queues that `schedule` examines
-        self._delayed: list[ModelQueue] = []  # queues whose batcher may wait for more tickets
-        self._expiring: list[ModelQueue] = []  # queues in which tickets may time out
+        self._timed: dict[ModelQueue, None] = {}  # queues for whose tickets or sequences time matters now
         self._retries: deque[tuple[ModelQueue, list[Ticket]]] = deque()  # parts of batches that failed
         self._routed: dict[Batch, None] = {}  # batches on a route
         self._ending_queues: set[ModelQueue] = set()  # queues that are removed when their batches are complete
@@ -106,20 +105,13 @@ class Scheduler:
     def add(self, queue: ModelQueue) -> None:
         """Add a model: flows may refer to this queue from now on."""
         self._queues.append(queue)
-        if queue.batcher.may_wait:
-            self._delayed.append(queue)
-        if queue.batcher.may_expire:
-            self._expiring.append(queue)
         if self.rate_limit is not None:
             self.rate_limit.add(queue)
 
     def remove(self, queue: ModelQueue) -> None:
         """Remove a model whose queue no flow refers to any more."""
         self._queues.remove(queue)
-        if queue in self._delayed:
-            self._delayed.remove(queue)
-        if queue in self._expiring:
-            self._expiring.remove(queue)
+        self._timed.pop(queue, None)
         if self.rate_limit is not None:
             self.rate_limit.remove(queue)
 
@@ -254,7 +246,7 @@ class Scheduler:
             for flow in self._releasable:
                 flow.tensors = []
             self._releasable = []
-        if self._expiring or self._due is not None:
+        if self._timed or self._due is not None:
             self._expire(now_ns)
         if self._timer_ns is not None and now_ns >= self._timer_ns:
             self._timer_passed(now_ns)
@@ -285,11 +277,18 @@ class Scheduler:
         """When `schedule` must be called if no event occurs before: 0 if it has work now, None for no time."""
         if self._arrivals or self._dirty or self._finished or self._notices or self._releasable or self.streams.is_due:
             return 0
-        soonest = self._next_expiry() if self._expiring or self._due is not None else None
-        for queue in self._delayed:
+        soonest = None if self._due is None else self._due.soonest()
+        for queue in [*self._timed]:
+            batcher = queue.batcher
+            expiry = batcher.expiry() if batcher.may_expire else None
+            if expiry is None and not len(batcher):
+                del self._timed[queue]
+                continue
+            if expiry is not None and (soonest is None or expiry < soonest):
+                soonest = expiry
             # Time alone does not help a queue that waits for resources: the end of a batch does.
-            if queue.free and (self.rate_limit is None or not self.rate_limit.is_waiting(queue)):
-                deadline = queue.batcher.deadline()
+            if batcher.may_wait and queue.free and (self.rate_limit is None or not self.rate_limit.is_waiting(queue)):
+                deadline = batcher.deadline()
                 if deadline is not None and (soonest is None or deadline < soonest):
                     soonest = deadline
         for batch in self._routed:
@@ -302,7 +301,7 @@ class Scheduler:
 
     def _timer_passed(self, now_ns: int) -> None:
         """The deadline that `next_deadline` returned has passed: mark the queues and batches that waited for it."""
-        for queue in self._delayed:
+        for queue in self._timed:
             deadline = queue.batcher.deadline()
             if deadline is not None and deadline <= now_ns:
                 self._mark(queue)
@@ -548,6 +547,8 @@ class Scheduler:
             advanced += 1
         if advanced:
             queue.may_have_tickets = True
+            if queue.has_times:
+                self._timed[queue] = None
             self._mark(queue)
         return advanced
 
@@ -764,6 +765,8 @@ class Scheduler:
         if is_full:  # not in the handler: errors raised there would hold these frames, and flows, by their context
             self._put_into_full(queue, ticket, now_ns)
         queue.may_have_tickets = True
+        if queue.has_times:
+            self._timed[queue] = None
         if not queue.is_dirty:
             queue.is_dirty = True
             self._dirty.append(queue)
@@ -819,12 +822,6 @@ class Scheduler:
                 self._refuse(queue, ticket, error)
                 self._fail(ticket.flow, error)
 
-    def _next_expiry(self) -> int | None:
-        moments = [at for queue in self._expiring if (at := queue.batcher.expiry()) is not None]
-        if self._due is not None and (at := self._due.soonest()) is not None:
-            moments.append(at)
-        return min(moments, default=None)
-
     def _expire(self, now_ns: int) -> None:
         """Refuse the tickets whose timeout passed, and fail the flows whose deadline passed."""
         if self._due is not None:
@@ -839,7 +836,7 @@ class Scheduler:
                     flow.done = True  # queues remove only tickets of flows that are done
                     late.is_running = not self._withdraw(flow)
                 self._fail(flow, late)
-        for queue in self._expiring:
+        for queue in [*self._timed]:
             at = queue.batcher.expiry()
             if at is None or at > now_ns:
                 continue

@@ -10,9 +10,9 @@ import pytest
 
 from flowserve.errors import Unavailable
 from flowserve.graph.plan import make_plan
-from flowserve.graph.types import Graph
+from flowserve.graph.types import Graph, ModelKey
 from flowserve.scheduling.affinity import AffinityBatcher, CopyCost
-from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.call_graph import CalledFlow
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.queue import Batcher, BatchPolicy, LevelPolicy, Levels, Queue
@@ -240,3 +240,27 @@ def test_batches_of_more_instances_on_several_devices_grow_linearly() -> None:
         return work
 
     assert growth(prepare, 40) < QUADRATIC_FROM
+
+
+# ---------------------------------------------------------------------------------------------------------- deployments
+
+
+@pytest.mark.parametrize("kind", ["delay", "levels", "oldest"])
+def test_a_request_costs_the_same_beside_more_idle_deployments(kind: str) -> None:
+    delayed = BatchPolicy.simple(2, 1000)
+
+    def prepare(n: int) -> Work:
+        server = Recorder()
+        server.serve(A)
+        for version in range(n):
+            batcher = Queue(delayed) if kind == "delay" else BATCHERS[kind]()
+            server.scheduler.add(ModelQueue(ModelKey("idle", version), batcher, range(1)))
+
+        def work() -> None:
+            server.submit(plain_graph(A), "client")
+            server.scheduler.schedule(0)
+            server.scheduler.schedule(0)
+
+        return work
+
+    assert growth(prepare, 100) < 1.5
