@@ -24,6 +24,8 @@ QUIET_PAUSE_NS: Final = 5_000_000_000
 BUSY_BYTES_MIN: Final = 64 * MEBIBYTE
 BUSY_PAUSE_NS: Final = 60_000_000_000
 _PIECE_BYTES: Final = 4 * MEBIBYTE
+# From here on numpy asks for huge pages. Where one page of them is left, the kernel would later fill in all others.
+_HUGE_BYTES_MIN: Final = 4 * MEBIBYTE
 
 
 def tune_malloc() -> bool:
@@ -53,8 +55,8 @@ def discard(address: int, nbytes: int) -> None:
     for start in range(-(-address // PAGE) * PAGE, stop, _PIECE_BYTES):  # others map memory between two pieces
         size = min(_PIECE_BYTES, stop - start)
         advise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
-        # numpy asks for huge pages; where one page of them is left, the kernel would later fill in all others.
-        advise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_NOHUGEPAGE)
+        if nbytes >= _HUGE_BYTES_MIN:
+            advise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_NOHUGEPAGE)
 
 
 def free_bytes() -> int | None:

@@ -693,7 +693,9 @@ class Connection:
             withdraw()
         if self._task is not None:
             self._task.cancel()
-        self._head = None
+        # The poller's last events refer to closed connections until the next ones come: they hold no memory then.
+        self._head = self._parser = None
+        self._unread, self._unsent = b"", []
         self._drop_body()
         self._on_close(self)
         notify_closing(self.sock)

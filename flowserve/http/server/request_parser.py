@@ -198,8 +198,8 @@ class HeadParser:
 
 
 class HeadCache:
-    """Heads by their bytes. Bounded, and emptied when full and every few seconds: simpler than choosing, and as good
-    for clients that repeat themselves."""
+    """Heads by their bytes. Bounded, and emptied when full: simpler than choosing, and as good for clients that
+    repeat themselves."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits

@@ -51,7 +51,6 @@ _DISCARDED_BYTES: Final = 65536
 _EPISODE_S: Final = 10.0  # without the event, before it is logged again
 _SWEEP_S_MAX: Final = 0.5
 _SWEEP_S_MIN: Final = 0.01
-_HEADS_KEPT_S: Final = 5.0  # parsed heads; those of clients that have left would keep pages of the heap
 
 _log = logging.getLogger("flowserve.http")
 
@@ -247,13 +246,9 @@ class Server:
             self._is_empty.set()
 
     async def _sweep(self) -> None:
-        forget_heads_at = 0.0
         while True:
             await trio.sleep(self._context.sweep_s)
             self._context.now = now = trio.current_time()
-            if now >= forget_heads_at:
-                self._context.heads.by_text.clear()
-                forget_heads_at = now + _HEADS_KEPT_S
             is_over = now >= self._drain_deadline
             expired = [
                 connection
