@@ -270,9 +270,10 @@ OPTIONS = ("--http-max-input-size", f"{8 * MEBIBYTE}", "--http-max-total-input-s
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     repository = tmp_path_factory.mktemp("budget")
-    (repository / "first" / "1").mkdir(parents=True)
-    (repository / "first" / "1" / "model.py").write_text(MODEL)
-    (repository / "first" / "config.pbtxt").write_text(CONFIG)
+    for name in ("first", "fresh"):
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "1" / "model.py").write_text(MODEL)
+        (repository / name / "config.pbtxt").write_text(CONFIG)
     with serving(repository, *OPTIONS, "--http-max-connections", "40") as running:
         yield running
         assert "Traceback" not in running.log
@@ -290,8 +291,8 @@ def exchange(served: Served, data: bytes) -> bytes:
         return sock.recv(65536)
 
 
-def raw_request(size: int) -> bytes:
-    return head(size, b"Inference-Header-Content-Length: 0\r\n", b"/v2/models/first/infer") + bytes(size)
+def raw_request(size: int, model: bytes = b"first") -> bytes:
+    return head(size, b"Inference-Header-Content-Length: 0\r\n", b"/v2/models/%b/infer" % model) + bytes(size)
 
 
 @pytest.mark.fault("W3")
@@ -355,9 +356,16 @@ def test_without_descriptors_requests_and_connections_get_503_with_that_reason(s
                     answers.append(answer)
             inside.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: h\r\n\r\n")
             assert inside.recv(4096).startswith(b"HTTP/1.1 200 ")
+            inside.sendall(raw_request(8 * MEBIBYTE, b"fresh"))  # needs new shared memory
+            without_memory = inside.recv(4096)
         finally:
             resource.prlimit(served.pid, resource.RLIMIT_NOFILE, (soft, hard))
     for answer in answers:
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b'{"error":"no file descriptors left' in answer
     assert served.log.count("no file descriptors left") == 1
+    assert without_memory.startswith(b"HTTP/1.1 503 ")
+    assert b"\r\nretry-after: 1\r\n" in without_memory
+    assert b"Too many open files" in without_memory
+    assert served.log.count("Too many open files") == 1
+    assert exchange(served, raw_request(8 * MEBIBYTE, b"fresh")).startswith(b"HTTP/1.1 200 ")

@@ -625,7 +625,8 @@ async def test_without_free_descriptors_clients_get_503_with_one_line_in_the_log
             assert one.connect_ex(("127.0.0.1", running.port)) in (0, errno.EINPROGRESS)
         for one in waiting:
             refused = Client(trio.SocketStream(trio.socket.from_stdlib_socket(one)))
-            answer = await refused.ask(GET)
+            with trio.fail_after(20):
+                answer = await refused.ask(GET)
             assert (answer.status, answer.headers["retry-after"]) == (503, "1")
             assert answer.body.startswith(b'{"error":"no file descriptors left')
             assert await refused.rest() == b""
