@@ -318,6 +318,7 @@ class RandomClients:
             while server.connections:  # noqa: ASYNC110 - nothing tells of it
                 await trio.sleep(0.002)
         assert (sum(one.phase is Phase.RUNNING for one in server.connections.values()), self.app.promised) == (0, 0)
+        assert (server.budget.body_bytes, server.budget.connections) == (0, 0)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import trio
 
 from flowserve.errors import Invalid
 from flowserve.http.api.app import make_app
+from flowserve.http.server.budget import Budget
 from flowserve.http.server.request_parser import Limits
 from flowserve.http.server.server import Server, open_listeners
 from flowserve.http.server.tls import tls_context
@@ -30,10 +31,10 @@ def client_context(papers: Path, *, shows: bool = False) -> ssl.SSLContext:
     return context
 
 
-async def secure(server_task: Any, engine: Engine, context: ssl.SSLContext) -> int:
+async def secure(server_task: Any, engine: Engine, context: ssl.SSLContext, budget: Budget | None = None) -> int:
     listeners = open_listeners("127.0.0.1", 0)
     port: int = listeners[0].getsockname()[1]
-    await server_task.start(Server(make_app(engine), tls=context).serve, listeners)
+    await server_task.start(Server(make_app(engine), tls=context, budget=budget).serve, listeners)
     return port
 
 
@@ -152,6 +153,22 @@ async def test_a_connection_without_a_free_descriptor_is_closed_and_the_next_one
         request = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         assert (await ask(port, client_context(papers), request)).startswith(b"HTTP/1.1 200")
     assert "connections are refused: no file descriptors left" in caplog.text
+
+
+async def test_a_connection_beyond_the_limit_is_closed(engine: Engine, nursery: trio.Nursery, papers: Path) -> None:
+    context = tls_context(papers / "server.pem", papers / "server.key", None)
+    budget = Budget(max_connections=1)
+    port = await secure(nursery, engine, context, budget)
+    with trio.fail_after(20):
+        async with await trio.open_tcp_stream("127.0.0.1", port):
+            while not budget.connections:  # noqa: ASYNC110 - nothing tells of it
+                await trio.sleep(0.002)
+            async with await trio.open_tcp_stream("127.0.0.1", port) as refused:
+                assert await refused.receive_some() == b""
+        while budget.connections:  # noqa: ASYNC110 - nothing tells of it
+            await trio.sleep(0.002)
+        request = b"GET /v2/health/live HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+        assert (await ask(port, client_context(papers), request)).startswith(b"HTTP/1.1 200")
 
 
 def test_an_invalid_or_missing_certificate_or_key_is_refused(papers: Path, tmp_path: Path) -> None:
