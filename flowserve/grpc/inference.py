@@ -34,7 +34,8 @@ STOPPING: Final = "Server is stopping"
 # The beginning is Triton's text.
 ONE_RESPONSE: Final = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 STREAMED: Final = object()  # the outcome of a request whose responses follow one by one
-SHARED_INLINE_MAX: Final = 1 << 19  # bytes of inputs in shared memory that are copied on the event loop
+SHARED_INLINE_MAX: Final = 1 << 19  # bytes of a request in shared memory that are copied on the event loop
+_THREADS_MAX: Final = 4
 UNSENT_MAX: Final = 8  # responses to one decoupled request that the client has not read yet
 
 # A Response, a FlowserveError, STREAMED, or None for the end of a decoupled request's responses.
@@ -53,6 +54,7 @@ class EngineAccess:
         self.guest = guest
         self.nursery = nursery
         self.encoder = MessageEncoder()
+        self._threads = trio.CapacityLimiter(_THREADS_MAX)
 
     async def infer(self, message: ReceivedMessage, context: str = "") -> Parts:
         """The single response to a request. `context`: the caller's trace context. Raises FlowserveError."""
@@ -67,7 +69,10 @@ class EngineAccess:
                 raise Unsupported(f"{ONE_RESPONSE}: '{message.target[0]}' answers in a stream")
             if not flow.done:
                 await self._wait(flow)
-            return call.encode(self.engine.response(flow))
+            response = self.engine.response(flow)
+            if message.portions and sum(array.nbytes for array in response.outputs.values()) > SHARED_INLINE_MAX:
+                return await self._on_thread(partial(call.encode, response))
+            return call.encode(response)
         finally:
             call.close()
 
@@ -84,12 +89,16 @@ class EngineAccess:
             self.engine.check(deployment, replace(request, inputs={**request.inputs, **stand_ins}))
             windows = [self.memory.window(portion) for _, portion in message.shared]
             room = [self._room(deployment, dtype, portion.size) for (_, dtype, _, _), portion in message.shared]
-            arrays = partial(_read, message, windows, room)
-            # Not abandoned: the thread writes into memory of the model.
-            request.inputs |= await self.run_in_trio(partial(trio.to_thread.run_sync, arrays))
+            request.inputs |= await self._on_thread(partial(_read, message, windows, room))
             message.shared = []
         except FlowserveError as error:
             message.error = error.with_traceback(None)
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which copies much; a few at once. A cancelled call waits for its end, because memory of
+        the model is written.
+        """
+        return await self.run_in_trio(partial(trio.to_thread.run_sync, work, limiter=self._threads))
 
     @staticmethod
     def _room(deployment: Deployment, dtype: DType, nbytes: int) -> Array | None:

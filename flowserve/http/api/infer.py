@@ -71,6 +71,7 @@ Encoded = tuple[int, HeaderTuple, Sequence[Any]]
 
 SERVER_TIMING: Final = b"server-timing"
 _WORKING_AT_ONCE: Final = 4  # each may hold a whole expanded body
+_STEPPING_AT_ONCE: Final = 2  # the event loop waits for a step of each
 _INLINE_BYTES_MAX: Final = 16_384  # compressing more than this would block the event loop
 # So much of a model's shared memory may hold bodies, which stays allocated. More are copied.
 _BODY_MEMORY_MAX: Final = 1 << 28
@@ -91,6 +92,7 @@ class InferRoute:
         self._access = Access(options.access)
         self._guard = Guard(options.restrictions) if options.restrictions else None
         self._threads = trio.CapacityLimiter(_WORKING_AT_ONCE)
+        self._steps = trio.CapacityLimiter(_STEPPING_AT_ONCE)
 
     def body_memory(self, scope: Scope, nbytes: int) -> Array | None:
         """Where a large body is best received, as bytes: in memory shared with the process that will read it; None:
@@ -174,7 +176,7 @@ class InferRoute:
         """Run work that holds the interpreter on a thread. It calls its argument between short steps, where it ends if
         the client left.
         """
-        return await trio.to_thread.run_sync(work, pause_thread, limiter=self._threads)
+        return await trio.to_thread.run_sync(work, pause_thread, limiter=self._steps)
 
 
 class _Inference:

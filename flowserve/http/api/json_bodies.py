@@ -46,6 +46,7 @@ _UINT64_MAX: Final = 2**64 - 1
 _INLINE_BYTES_MAX: Final = 1 << 19
 _MARKS: Final = b",[{\\"
 _MARKS_MAX: Final = 1 << 20
+_ONE_AT_A_TIME: Final = trio.CapacityLimiter(1)  # parsing holds the interpreter up to 100 ms
 DEPTH_MAX: Final = 100
 _NOT_MARKS: Final = bytes(set(range(256)) - set(b'[]{}"'))
 _QUOTE: Final = ord('"')
@@ -81,7 +82,7 @@ async def off_loop(parse: Callable[[Body], Parsed], text: Body) -> Parsed:
     """
     if len(text) <= _INLINE_BYTES_MAX:
         return parse(text)
-    return await trio.to_thread.run_sync(_parse_large, parse, text)
+    return await trio.to_thread.run_sync(_parse_large, parse, text, limiter=_ONE_AT_A_TIME)
 
 
 def _parse_large(parse: Callable[[Body], Parsed], text: Body) -> Parsed:
