@@ -188,7 +188,7 @@ class Calls:
             self._engine.scheduler.calls.over(batch, pending.flow)
             calls = self._by_batch.get(batch)
             if calls is not None:
-                del calls[pending]
+                calls.pop(pending, None)
                 if not calls:
                     del self._by_batch[batch]
 

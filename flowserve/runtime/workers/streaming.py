@@ -41,7 +41,7 @@ from flowserve.scheduling.streaming.iterations import Source, StreamSender
 
 log = logging.getLogger("flowserve.runtime")
 _GOING_ON_MAX: Final = 1000  # members in one message
-_PORTION: Final = 32  # posts that are done at once
+_PORTION: Final = 64  # posts that are done at once
 _NO_SENDER: Final = (0, 0)  # batches are numbered from 1
 
 
