@@ -14,7 +14,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from flowserve.backends.base import ClockNs, Results, Work
 from flowserve.config.parameters import AdmissionOptions
-from flowserve.errors import FlowserveError, Internal, Invalid, ModelFailed, NotFound, Unavailable
+from flowserve.errors import FlowserveError, Internal, Invalid, ModelFailed, NotFound, Overloaded, Unavailable
 from flowserve.graph.types import ModelKey
 from flowserve.runtime.admission.controller import AdmissionController
 from flowserve.runtime.engine import engine as engine_module
@@ -419,7 +419,7 @@ async def test_a_batch_for_which_there_is_no_memory_fails_alone(monkeypatch: pyt
             flows = [engine.submit(deployment, request(engine)) for _ in range(3)]
             engine.end_events()
         for flow in flows:
-            with pytest.raises(Internal, match="'double_0': a batch cannot be started: MemoryError: so many bytes"):
+            with pytest.raises(Overloaded, match="'double_0': a batch cannot be started: MemoryError: so many bytes"):
                 engine.response(flow)
         assert (await engine.infer(deployment, request(engine))).outputs["OUT"][0, 0] == 2
 

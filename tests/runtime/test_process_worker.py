@@ -19,7 +19,7 @@ from flowserve.backends import registry
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import encode_run, pack
 from flowserve.config.types import InstanceGroup
-from flowserve.errors import FlowserveError, InstanceDied, Internal, Invalid, ModelFailed
+from flowserve.errors import FlowserveError, InstanceDied, Internal, Invalid, ModelFailed, Overloaded
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.runtime.workers.factory import PROCESS, worker_maker
@@ -256,7 +256,7 @@ async def test_a_batch_for_which_there_is_no_memory_fails_alone(
             answers = await served.ask_all("chain", asked)
             for answer, array in zip(answers, asked, strict=True):
                 if is_full:
-                    assert isinstance(answer, Internal)
+                    assert isinstance(answer, Overloaded)
                     assert "model 'one', instance 'one_0': a batch cannot be started: MemoryError: so many" in str(
                         answer
                     )

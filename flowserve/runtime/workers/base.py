@@ -188,8 +188,8 @@ def cannot_start(worker: Worker, batch: Batch, error: Exception) -> FlowserveErr
     """
     where = f"model '{batch.queue.key.name}', instance '{worker.name}': a batch cannot be started"
     if isinstance(error, MemoryError):
-        log.error("%s: %s", where, error)
-        return Overloaded(f"{where}: {error}")
+        log.error("%s: MemoryError: %s", where, error)
+        return Overloaded(f"{where}: MemoryError: {error}")
     log.exception("instance %s: a batch cannot be started", worker.name)
     return Internal(f"{where}: {type(error).__name__}: {error}")
 
