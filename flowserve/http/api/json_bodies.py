@@ -58,10 +58,6 @@ _NO_MEMBERS: Final[dict[str, Any]] = {}
 _NO_ENTRIES: Final[list[Any]] = []
 
 
-class NotJson(Invalid):
-    """A body that is not JSON."""
-
-
 def status_of(error: FlowserveError) -> int:
     """The HTTP status for `error`'s class."""
     return 415 if isinstance(error, UnknownEncoding) else STATUS[error.kind]
@@ -133,7 +129,7 @@ def parse_json(text: bytes) -> Any:
             return found
         except ValueError as error:
             reason = error
-    raise NotJson(f"failed to parse the request JSON buffer: {reason}")
+    raise Invalid(f"failed to parse the request JSON buffer: {reason}")
 
 
 def _check_depth(text: bytes) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.errors import Invalid, TooLarge
-from flowserve.http.api.json_bodies import DEPTH_MAX, ITEMS_MAX, NotJson, parse_json, too_deep
+from flowserve.http.api.json_bodies import DEPTH_MAX, ITEMS_MAX, parse_json, too_deep
 from flowserve.values import Array
 
 Pause = Callable[[], None]
@@ -63,14 +63,19 @@ class LargeArray:
             piece = bytes(self.text[first:at]).strip(b" \t\r\n")
             # With the brackets around it such a piece would be valid, though the comma beside it is not.
             if not piece or (depth and piece.startswith(b"]")) or (next_depth and piece.endswith(b"[")):
-                raise NotJson(f"failed to parse the request JSON buffer: a value is missing before byte {at}")
-            try:
-                with collector_paused():
-                    take(parse_json(b"[" * depth + piece + b"]" * next_depth))
-            except NotJson as error:
-                raise NotJson(f"{error}, counted from byte {first - depth}") from None
+                raise Invalid(f"failed to parse the request JSON buffer: a value is missing before byte {at}")
+            with collector_paused():
+                take(_parsed(b"[" * depth + piece + b"]" * next_depth, first - depth))
             self._pause()
             first, depth = at + 1, next_depth
+
+
+def _parsed(piece: bytes, start: int) -> Any:
+    """The value of text that begins at byte `start` of the body. Raises `Invalid`."""
+    try:
+        return parse_json(piece)
+    except Invalid as error:
+        raise Invalid(f"{error}, counted from byte {start}") from None
 
 
 @contextmanager
@@ -143,7 +148,7 @@ def _scan(array: LargeArray, elements_max: int) -> None:
     while True:
         block = np.frombuffer(text, np.uint8, min(_STEP_BYTES, len(text) - position), position)
         if not block.size:
-            raise NotJson("failed to parse the request JSON buffer: unexpected end of data")
+            raise Invalid("failed to parse the request JSON buffer: unexpected end of data")
         at = np.flatnonzero(_IS_MARK[block])
         marks = block[at]
         is_quote = marks == _QUOTE
