@@ -5,6 +5,7 @@ cancellations and deadlines. The scheduler is the real one; the test sets its cl
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from flowserve.scheduling.queue import PLAIN, BatchPolicy, LevelPolicy, Levels, 
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.testing.strategies import plain_graph
 from flowserve.values import Request
+from tests.support.growth import QUADRATIC_FROM, growth
 from tests.support.recorder import simple_model
 
 MS = 1_000_000
@@ -125,6 +127,17 @@ class Server:
         assert flow.error is None
         value: float = flow.tensors[self.plan.output_slots[0]].array[0, 0]
         return value
+
+
+@pytest.mark.fault("W5")
+def test_waiting_requests_that_leave_grow_linearly() -> None:
+    def prepare(n: int) -> Callable[[], object]:
+        server = Server(AdmissionOptions(max_requests=1, waits=True))
+        flows = [server.ask(number) for number in range(n)]
+        server.step()
+        return lambda: [server.leave(flow) for flow in reversed(flows)]
+
+    assert growth(prepare, 60) < QUADRATIC_FROM
 
 
 def test_waiting_requests_enter_in_order_of_arrival() -> None:
@@ -435,7 +448,7 @@ def _check(server: Server, options: AdmissionOptions) -> None:
     called = [size for flow, size in admission._sizes.items() if isinstance(flow, CalledFlow)]
     assert not options.max_requests or admission.inside - len(called) <= options.max_requests
     assert not options.max_request_bytes or admission.nbytes - sum(called) <= options.max_request_bytes
-    assert not admission._waiting or not admission._has_room(admission._waiting[0][1]), (
+    assert not admission._waiting or not admission._has_room(next(iter(admission._waiting.values()))), (
         "the first waiting request has room"
     )
     assert all(not flow.done for flow in (*admission._sizes, *admission._leading, *admission._following))

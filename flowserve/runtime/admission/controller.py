@@ -181,7 +181,7 @@ class AdmissionController:
         self.inside = 0
         self.nbytes = 0
         self._sizes: dict[Flow, int] = {}  # of the requests inside
-        self._waiting: deque[tuple[Flow, int]] = deque()
+        self._waiting: OrderedDict[Flow, int] = OrderedDict()  # by arrival, with their bytes
         self._leaders: dict[bytes, _Leader] = {}
         self._leading: dict[Flow, _Leader] = {}
         self._following: set[Flow] = set()
@@ -252,7 +252,7 @@ class AdmissionController:
             self._count(flow, size)
             self._scheduler.submit(flow)
         elif self._options.waits:
-            self._waiting.append((flow, size))
+            self._waiting[flow] = size
             self._scheduler.hold(flow)
         else:
             raise Unavailable(self._full(size))
@@ -308,13 +308,13 @@ class AdmissionController:
         if size is not None:
             self.inside -= 1
             self.nbytes -= size
-        elif self._waiting:
-            self._waiting = deque(entry for entry in self._waiting if entry[0] is not flow)
+        else:
+            self._waiting.pop(flow, None)
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
-        while self._waiting and self._has_room(self._waiting[0][1]):
-            flow, size = self._waiting.popleft()
+        while self._waiting and self._has_room(next(iter(self._waiting.values()))):
+            flow, size = self._waiting.popitem(last=False)
             self._count(flow, size)
             self._scheduler.release(flow)
 
@@ -407,7 +407,7 @@ class AdmissionController:
             self._following.discard(follower)
             if flow.error is not None or self._lead(follower, leader.key, 0):
                 # It was admitted already, so it waits and is not refused.
-                self._waiting.append((follower, self._request_bytes(follower)))
+                self._waiting[follower] = self._request_bytes(follower)
                 self._admit_waiting()
 
     def _answer_known(self) -> None:
