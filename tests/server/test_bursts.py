@@ -149,12 +149,16 @@ def statistics(served: Served) -> dict[str, dict[str, int]]:
 
 
 def test_the_server_ends_in_time_during_a_burst_of_calls(repository: Path, serve: Callable[..., Served]) -> None:
-    served = serve(repository, "--exit-timeout-secs", "2")
-    with begin_burst(served, 20_000):
-        began = time.monotonic()
-        served.stop(within_s=20)
-        assert time.monotonic() - began < 2 + GRACE_S + 2  # the end of the processes, on a busy machine
-        assert "the event loop does not answer" not in served.log
+    for _ in range(ATTEMPTS):
+        served = serve(repository, "--exit-timeout-secs", "2")
+        with begin_burst(served, 20_000):
+            began = time.monotonic()
+            served.stop(within_s=20)
+            took_s = time.monotonic() - began
+            log = served.log
+        if is_in_time := took_s < 2 + GRACE_S + 1 and "the event loop does not answer" not in log:
+            break
+    assert is_in_time, f"it took {took_s:.1f} s: {log}"
 
 
 def test_a_client_that_leaves_withdraws_all_calls_made_for_it(repository: Path, serve: Callable[..., Served]) -> None:
