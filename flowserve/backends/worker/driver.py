@@ -27,7 +27,7 @@ from flowserve.backends.worker.protocol import Garbled, Job, RunMessage, encode_
 from flowserve.backends.worker.tensors import NOTHING_PLACED, InputReader, OutputWriter, Placed, Run, Together
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.device import why_lost
-from flowserve.memory.release import ProcessMemory
+from flowserve.memory.release import Idle, ProcessMemory
 from flowserve.memory.segment import Segment
 from flowserve.values import Request
 
@@ -175,13 +175,16 @@ class Driver:
 
     def _release_idle(self, words: Sequence[int]) -> None:
         """Take a RELEASE message. Batches wait meanwhile: longer than some milliseconds only after a burst."""
-        count = words[1]
-        self._outputs.give_back([(words[at], words[at + 1]) for at in range(2, 2 + 2 * count, 2)])
-        self._inputs.detach(words[2 + 2 * count :])
-        self._memory.used()
-        idle = self._memory.collect(self._clock(), (self._outputs.arena,), is_quiet=True)
+        idle = self._collect_idle(words)
         if idle is not None:
             idle.release()
+
+    def _collect_idle(self, words: Sequence[int]) -> Idle | None:
+        is_quiet, count = words[1:3]
+        self._outputs.give_back([(words[at], words[at + 1]) for at in range(3, 3 + 2 * count, 2)])
+        self._inputs.detach(words[3 + 2 * count :])
+        self._memory.used()
+        return self._memory.collect(self._clock(), (self._outputs.arena,), is_quiet=bool(is_quiet))
 
     def _cancel(self, number: int) -> None:
         """Report whether a batch with a route was run here. If not, it must not be run any more."""

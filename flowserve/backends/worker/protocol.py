@@ -96,8 +96,8 @@ PEER: Final = 6
 ROUTE: Final = 7
 # CANCEL number: reply whether that batch was run here; if not, it must not be run any more
 CANCEL: Final = 8
-# RELEASE count (segment offset)... segment...: `count` blocks of the process's own are free, and attached segments have
-#   ended; release memory that was not used for a while
+# RELEASE quiet count (segment offset)... segment...: `count` blocks of the process's own are free, and attached
+#   segments have ended; release memory that was not used for a while. quiet: no batch came since the last RELEASE
 RELEASE: Final = 9
 # GRANT number member count (segment offset)...: permits `count` more responses of that member of that batch; those that
 #   are permitted from the beginning are sent before the batch. The blocks are free again.

@@ -25,6 +25,7 @@ from flowserve.backends.worker.driver import Driver, RouteGuard
 from flowserve.backends.worker.protocol import Job, RunMessage, encode_error, pack
 from flowserve.backends.worker.tensors import Placed, Run
 from flowserve.errors import FlowserveError
+from flowserve.memory.release import Idle
 
 log = logging.getLogger("flowserve.child")
 WorkerMessage = tuple[int, tuple[int, ...], bytes]
@@ -104,9 +105,9 @@ class StreamDriver(Driver):
             message = message._replace(update=((), ended))
         super()._run(message)
 
-    def _release_idle(self, words: Sequence[int]) -> None:
+    def _collect_idle(self, words: Sequence[int]) -> Idle | None:
         with self._one_by_one:
-            super()._release_idle(words)
+            return super()._collect_idle(words)
 
     def _execute(self, run: Run, message: RunMessage) -> tuple[Any, tuple[int, int], Placed]:
         senders = [self._sender(run.number, m) for m in range(len(message.rows))]

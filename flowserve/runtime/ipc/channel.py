@@ -247,11 +247,13 @@ class Channel:
             words[1] += 1
         return words
 
-    def release_idle(self) -> None:
-        """Have the process release memory that it has not used for a while."""
+    def release_idle(self, *, is_quiet: bool) -> None:
+        """Have the process release memory that it has not used for a while. `is_quiet`: it had no batch since the last
+        call.
+        """
         blocks = [self.free_blocks.popleft() for _ in range(min(len(self.free_blocks), _BLOCKS_MAX))]
         ended = [self._ended.popleft() for _ in range(min(len(self._ended), _BLOCKS_MAX))]
-        self.tell(pack(protocol.RELEASE, [len(blocks), *chain.from_iterable(blocks), *ended]))
+        self.tell(pack(protocol.RELEASE, [int(is_quiet), len(blocks), *chain.from_iterable(blocks), *ended]))
 
     def restore_update(self, update: Sequence[int]) -> None:
         """It was not sent to the process: the next batch takes it."""

@@ -256,11 +256,12 @@ class ProcessWorker:
         channel = self.channel
         if channel is None:
             return False
+        is_quiet = self._releases_due < _RELEASES and self._run is None
         if channel.free_blocks:
             self._releases_due = _RELEASES
         if self._releases_due:
             self._releases_due -= 1
-            channel.release_idle()
+            channel.release_idle(is_quiet=is_quiet)
         return self._releases_due > 0
 
     def _end(self, run: ProcessRun) -> None:
