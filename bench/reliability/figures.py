@@ -177,7 +177,7 @@ async def slow_clients(length: float) -> list[Figure]:
         before = made.memory_bytes()
         connections = [made.connection() for _ in range(slow)]
         for connection in connections:
-            await connection.send(b"POST /v2/models/double/infer HTTP/1.1\r\nHost: h\r\nX-A: ")
+            await connection.send(b"POST /v2/models/double/infer HTTP/1.1\r\nHost: localhost\r\nX-A: ")
         each = (made.memory_bytes() - before) / slow
         for _ in range(never):  # each asks for 4 MB, and reads nothing
             connections.append(made.connection())

@@ -40,6 +40,6 @@ def test_every_row_a_test_names_is_in_the_catalogue(rows: dict[str, str], named:
 
 
 def test_every_kept_row_is_named_by_a_test(rows: dict[str, str], named: dict[str, list[str]]) -> None:
-    assert set(rows.values()) == {"kept", "later"}
+    assert set(rows.values()) <= {"kept", "later"}
     without = [row for row, state in rows.items() if state == "kept" and row not in named]
     assert not without, f"rows without a test: {' '.join(without)}"

@@ -30,7 +30,7 @@ from flowserve.http.server.server import Server, open_listeners
 from flowserve.testing.serve import Served, serving
 from tests.http.conftest import Answer, Client, Running
 
-GET = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SIZE = 100_000
 BODY = bytes(SIZE)
 LIMIT = 250_000
@@ -38,10 +38,10 @@ Start = Callable[..., Awaitable[Running]]
 
 
 def head(size: int, extra: bytes = b"", path: bytes = b"/echo") -> bytes:
-    return b"POST %b HTTP/1.1\r\nHost: h\r\n%bContent-Length: %d\r\n\r\n" % (path, extra, size)
+    return b"POST %b HTTP/1.1\r\nHost: localhost\r\n%bContent-Length: %d\r\n\r\n" % (path, extra, size)
 
 
-CHUNKED = b"POST /echo HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class App:
@@ -312,7 +312,7 @@ def test_half_sent_bodies_hold_no_more_memory_than_the_budget(served: Served) ->
                 sock.sendall(bytes(8 * MEBIBYTE - 1))
         assert refused == 18
         assert of_status(served, "VmRSS") - before < 24 * MEBIBYTE
-        figures = exchange(served, b"GET /metrics HTTP/1.1\r\nHost: h\r\n\r\n").decode()
+        figures = exchange(served, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").decode()
         assert f"\nflowserve_http_body_bytes {16 * MEBIBYTE}\n" in figures
         assert '\nflowserve_http_refused_total{reason="bodies"} 18\n' in figures
         assert "\nflowserve_http_connections " in figures
@@ -341,7 +341,7 @@ def test_a_body_for_which_there_is_no_memory_gets_503(served: Served) -> None:
 def test_without_descriptors_requests_and_connections_get_503_with_that_reason(served: Served) -> None:
     with ExitStack() as sockets:
         inside = sockets.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=20))
-        inside.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: h\r\n\r\n")
+        inside.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert inside.recv(4096).startswith(b"HTTP/1.1 200 ")
         soft, hard = resource.prlimit(served.pid, resource.RLIMIT_NOFILE)
         taken = max(int(one.name) for one in Path(f"/proc/{served.pid}/fd").iterdir())
@@ -350,11 +350,11 @@ def test_without_descriptors_requests_and_connections_get_503_with_that_reason(s
             answers: list[bytes] = []
             while len(answers) < 3:  # below the highest descriptor some may be free
                 sock = sockets.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=20))
-                sock.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: h\r\n\r\n")
+                sock.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 answer = sock.recv(4096)
                 if not answer.startswith(b"HTTP/1.1 200 "):
                     answers.append(answer)
-            inside.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: h\r\n\r\n")
+            inside.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert inside.recv(4096).startswith(b"HTTP/1.1 200 ")
             inside.sendall(raw_request(8 * MEBIBYTE, b"fresh"))  # needs new shared memory
             without_memory = inside.recv(4096)

@@ -167,7 +167,7 @@ async def test_a_connection_beyond_the_limit_is_closed(engine: Engine, nursery: 
                 assert await refused.receive_some() == b""
         while budget.connections:  # noqa: ASYNC110 - nothing tells of it
             await trio.sleep(0.002)
-        request = b"GET /v2/health/live HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+        request = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         assert (await ask(port, client_context(papers), request)).startswith(b"HTTP/1.1 200")
 
 

@@ -39,7 +39,7 @@ Broken = tuple[str, bytes]
 
 def post(body: bytes, *headers: str, url: str = URL, length: int | None = None) -> bytes:
     size = len(body) if length is None else length
-    lines = [f"POST {url} HTTP/1.1", "Host: h", f"Content-Length: {size}", "Connection: close", *headers]
+    lines = [f"POST {url} HTTP/1.1", "Host: localhost", f"Content-Length: {size}", "Connection: close", *headers]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
@@ -63,25 +63,25 @@ def malformed_http() -> Iterator[Broken]:
     for number in range(8):
         yield f"random bytes {number}", random.Random(number).randbytes(300)
     yield "no method", b" /v2 HTTP/1.1\r\n\r\n"
-    yield "HTTP/9.9", b"GET /v2 HTTP/9.9\r\nHost: h\r\n\r\n"
+    yield "HTTP/9.9", b"GET /v2 HTTP/9.9\r\nHost: localhost\r\n\r\n"
     yield "space in a header's name", b"GET /v2 HTTP/1.1\r\nHo st: h\r\n\r\n"
-    yield "NUL in a header", b"GET /v2 HTTP/1.1\r\nHost: h\r\nX: a\x00b\r\n\r\n"
+    yield "NUL in a header", b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nX: a\x00b\r\n\r\n"
     for length in ("-1", "abc", "1e3", "0x10", "99999999999999999999999"):
-        yield f"Content-Length {length}", f"POST {URL} HTTP/1.1\r\nHost: h\r\nContent-Length: {length}\r\n\r\n".encode()
-    yield "two lengths", f"POST {URL} HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab".encode()
-    chunked = f"POST {URL} HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n"
+        yield f"Content-Length {length}", f"POST {URL} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
+    yield "two lengths", f"POST {URL} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab".encode()
+    chunked = f"POST {URL} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
     yield "length and chunks", f"{chunked}Content-Length: 3\r\n\r\n0\r\n\r\n".encode()
     for size in ("xyz", "-5", "ffffffffffffffffffff"):
         yield f"chunk size {size}", f"{chunked}\r\n{size}\r\nabc\r\n".encode()
-    yield "a long header", f"GET /v2 HTTP/1.1\r\nHost: h\r\nX: {'a' * 300_000}\r\n\r\n".encode()
+    yield "a long header", f"GET /v2 HTTP/1.1\r\nHost: localhost\r\nX: {'a' * 300_000}\r\n\r\n".encode()
     yield "many headers", b"GET /v2 HTTP/1.1\r\n" + b"X: a\r\n" * 5000 + b"\r\n"
-    yield "a long URL", f"GET /{'a' * 100_000} HTTP/1.1\r\nHost: h\r\n\r\n".encode()
+    yield "a long URL", f"GET /{'a' * 100_000} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
     yield "a body beyond the limit", post(b"", length=1 << 40)
     models = ("", "..", "../../etc/passwd", "%00", "nobody", "times_three/versions/9", "times_three/versions/x")
     for url in ("/", "//", "/v3", "*", *[f"/v2/models/{model}/infer" for model in models]):
         yield f"URL {url}", post(document(tensor()), url=url)
     for verb in ("GET", "PUT", "DELETE", "PATCH", "HEAD"):
-        yield f"{verb} {URL}", f"{verb} {URL} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n".encode()
+        yield f"{verb} {URL}", f"{verb} {URL} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
 
 
 def malformed_json() -> Iterator[Broken]:
@@ -148,10 +148,10 @@ SCRIPT = [*malformed_http(), *malformed_json(), *malformed_binary()]
 UNFINISHED = [
     b"",
     b"POST",
-    b"POST /v2/models/times_three/infer HTTP/1.1\r\nHost: h\r\n",
+    b"POST /v2/models/times_three/infer HTTP/1.1\r\nHost: localhost\r\n",
     post(document(tensor()), length=1000),
-    f"POST {URL} HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n".encode(),
-    f"POST {URL} HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nhello".encode(),
+    f"POST {URL} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n".encode(),
+    f"POST {URL} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nhello".encode(),
 ]
 
 
