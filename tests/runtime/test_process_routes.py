@@ -21,7 +21,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from flowserve.errors import FlowserveError, InstanceDied, Internal, ModelFailed
+from flowserve.errors import FlowserveError, InstanceDied, ModelFailed, Overloaded
 from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import Statistics
 from flowserve.observe.trace import Trace
@@ -720,7 +720,7 @@ async def test_lack_of_a_descriptor_fails_one_batch_of_a_route(routed: Routed, m
     children = {name: worker.child for name, worker in routed.served.workers.items()}
     # A log record that pytest keeps would hold the batch by its traceback.
     monkeypatch.setattr(logging.getLogger("flowserve.runtime"), "disabled", True)
-    with no_more_descriptors(), pytest.raises(Internal, match="a socket cannot be shown"):
+    with no_more_descriptors(), pytest.raises(Overloaded, match="a socket cannot be shown"):
         await routed.ask("chain", row(1))
     for value in (1, 2):
         assert first_of([await routed.ask("chain", row(value))]) == [value * WHOLE]
