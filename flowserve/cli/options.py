@@ -460,6 +460,7 @@ def grpc_options(arguments: argparse.Namespace) -> GrpcOptions:
         certificate=certificate if has_tls else None,
         restrictions=_grpc_restrictions(arguments.http_restricted_api, arguments.grpc_restricted_protocol),
         forward_pattern=arguments.grpc_header_forward_pattern,
+        bytes_elements=arguments.max_bytes_elements,
     )
 
 

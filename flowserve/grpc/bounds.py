@@ -30,11 +30,12 @@ _WIDTH: Final = {FieldDescriptor.TYPE_FLOAT: 4, FieldDescriptor.TYPE_DOUBLE: 8}
 
 class MessageBounds:
     """The limits of one class of messages. `strings_max`: elements of repeated strings (BYTES elements in typed
-    contents), which are not counted as fields.
+    contents), which are not counted as fields. `items_max`: entries of a repeated or map field.
     """
 
-    def __init__(self, descriptor: Any, strings_max: int = BYTES_ELEMENTS_MAX) -> None:
+    def __init__(self, descriptor: Any, strings_max: int = BYTES_ELEMENTS_MAX, items_max: int = ITEMS_MAX) -> None:
         self._name = descriptor.full_name
+        self._items_max = items_max
         self._level = _Level(descriptor, {})
         self._strings_max = max(strings_max, ITEMS_MAX)  # raw tensors are strings too
 
@@ -67,8 +68,8 @@ class MessageBounds:
                 nested = level.nested.get(number)
                 if nested is not None:
                     entries[number] = count = entries.get(number, 0) + 1
-                    if count > ITEMS_MAX and number in level.repeated:
-                        raise too_many(level.repeated[number], f"the {self._name} message")
+                    if count > self._items_max and number in level.repeated:
+                        raise too_many(level.repeated[number], f"the {self._name} message", self._items_max)
                     self._check(data, at, min(stop, end), nested, room)
                 elif number in level.widths:
                     room.numbers -= _packed_count(data, at, min(stop, end), level.widths[number])
@@ -116,9 +117,9 @@ class _Level:
                 self.widths[number] = _WIDTH.get(field.type, 0)
 
 
-def too_many(field: str, where: str) -> Invalid:
-    """The error for more than ITEMS_MAX inputs, outputs or parameters."""
-    return Invalid(f"{where} has more than {ITEMS_MAX} {field}, which is the most that is accepted")
+def too_many(field: str, where: str, items_max: int = ITEMS_MAX) -> Invalid:
+    """The error for more than `items_max` inputs, outputs or parameters."""
+    return Invalid(f"{where} has more than {items_max} {field}, which is the most that is accepted")
 
 
 def too_many_numbers(where: str) -> TooLarge:

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError, Message
 
 from flowserve.errors import FlowserveError, Forbidden
 from flowserve.grpc import service_pb2 as pb
-from flowserve.grpc.bounds import MessageBounds
+from flowserve.grpc.bounds import FIELDS_MAX, ITEMS_MAX, MessageBounds
 from flowserve.grpc.decode import MessageReader, unreadable
 from flowserve.grpc.encode import STATUS, details_of
 from flowserve.grpc.guest import GuestLoop
@@ -224,7 +224,10 @@ def _with_status(method: Handler) -> Handler:
 
 def _reader(kind: type[Message]) -> Callable[[bytes], Message | FlowserveError]:
     """Parses messages. Invalid bytes become a client error; grpcio itself would report an error of the server."""
-    bounds = MessageBounds(kind.DESCRIPTOR)
+    # The parameters of a load call are files, whose number the call itself limits.
+    bounds = MessageBounds(
+        kind.DESCRIPTOR, items_max=FIELDS_MAX if kind is pb.RepositoryModelLoadRequest else ITEMS_MAX
+    )
 
     def read(data: bytes) -> Message | FlowserveError:
         try:

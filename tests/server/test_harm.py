@@ -67,8 +67,14 @@ def malformed_http() -> Iterator[Broken]:
     yield "space in a header's name", b"GET /v2 HTTP/1.1\r\nHo st: h\r\n\r\n"
     yield "NUL in a header", b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nX: a\x00b\r\n\r\n"
     for length in ("-1", "abc", "1e3", "0x10", "99999999999999999999999"):
-        yield f"Content-Length {length}", f"POST {URL} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
-    yield "two lengths", f"POST {URL} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab".encode()
+        yield (
+            f"Content-Length {length}",
+            f"POST {URL} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode(),
+        )
+    yield (
+        "two lengths",
+        f"POST {URL} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab".encode(),
+    )
     chunked = f"POST {URL} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
     yield "length and chunks", f"{chunked}Content-Length: 3\r\n\r\n0\r\n\r\n".encode()
     for size in ("xyz", "-5", "ffffffffffffffffffff"):

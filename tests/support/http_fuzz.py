@@ -30,7 +30,12 @@ class Asked:
     headers: tuple[str, ...] = ()
 
     def wire(self) -> bytes:
-        lines = [f"{self.method} {self.path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(self.body)}", *self.headers]
+        lines = [
+            f"{self.method} {self.path} HTTP/1.1",
+            "Host: localhost",
+            f"Content-Length: {len(self.body)}",
+            *self.headers,
+        ]
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + self.body
 
 
