@@ -134,12 +134,13 @@ def test_a_model_without_a_batch_dimension_runs_single_requests_by_priority(fold
 
 def test_the_examples_of_the_page_on_batching_work(root: Path, folder: Path) -> None:
     examples = re.findall(r"```pbtxt\n(.*?)```", (root / "docs/batching.md").read_text(), re.DOTALL)
-    plain, preferring, limited, levels, ordered = [
+    plain, preferring, limited, answered, levels, ordered = [
         config(folder, re.sub(r"max_batch_size: \d+\n", "", example)) for example in examples
     ]
     assert [batcher_for(one).may_expire for one in (plain, preferring, ordered, limited, levels)] == [False] * 3 + [
         True
     ] * 2
+    assert answered.config.parameters["answer_at_timeout"] == "true"
     assert [keeps_order(one) for one in (plain, ordered)] == [False, True]
     queue = batcher_for(limited)
     for _ in range(64):

@@ -190,7 +190,10 @@ def test_a_client_that_does_not_read_blocks_only_its_own_stream(server: Served, 
     host, port = server.address.split(":")
     body = json.dumps({"IN": [2000, -1, 0, 20_000]}).encode()
     with socket.create_connection((host, int(port))) as slow:
-        head = b"POST /v2/models/repeat/generate_stream HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
+        head = (
+            b"POST /v2/models/repeat/generate_stream HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+            % len(body)
+        )
         slow.sendall(head + body)
         for _ in range(10):
             assert len([*events(post(server, "repeat/generate_stream", {"IN": [20]}))]) == 20

@@ -77,7 +77,8 @@ class Decoder:
                 return None
             header = parse_header(body, model, self.limits)
         else:
-            _check_length(header_length, body)
+            if not 0 <= header_length <= len(body):
+                raise _wrong_length(header_length, body)
             if header_length > INLINE_BYTES_MAX:
                 return None
             text = bytes(body[:header_length])
@@ -121,7 +122,8 @@ class LargeBody:
         """The request with stand-ins for its inputs: arrays of their type and shape, without memory. Raises `Invalid`
         and `TooLarge`.
         """
-        _check_length(self._offset, self._body)
+        if not 0 <= self._offset <= len(self._body):
+            raise _wrong_length(self._offset, self._body)
         text = memoryview(self._body)[: self._offset]
         self._header = header = parse_large_header(text, self._model, self._decoder.limits, pause)
         inputs = {one.name: raw.stand_in(one.name, one.dtype, one.shape) for one in header.inputs}
@@ -181,9 +183,8 @@ def _deduced(spec: TensorSpec, nbytes: int) -> tuple[int, ...]:
     return tuple(nbytes // row if dim == -1 and row else dim for dim in spec.dims)
 
 
-def _check_length(header_length: int, body: Body) -> None:
-    if not 0 <= header_length <= len(body):
-        raise Invalid(f"inference header size should be in range (0, {len(body)}), got: {header_length}")
+def _wrong_length(header_length: int, body: Body) -> Invalid:
+    return Invalid(f"inference header size should be in range (0, {len(body)}), got: {header_length}")
 
 
 def _no_pause() -> None:

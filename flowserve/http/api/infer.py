@@ -210,7 +210,8 @@ class _Inference:
         if request is None:
             self.start_task(body)
             return self.close
-        flow = self._route.engine.submit(self.deployment, request, self._make_flow())
+        make = None if self._watch is None else self._make_traced(self._watch)
+        flow = self._route.engine.submit(self.deployment, request, make)
         if flow.done:
             self._finished(flow)
         else:
@@ -234,7 +235,8 @@ class _Inference:
             if request is None:
                 request = await self._decoded_in_steps(body)
             body = b""  # freed before the request waits
-            response = await route.engine.infer(self.deployment, request, self._make_flow())
+            make = None if self._watch is None else self._make_traced(self._watch)
+            response = await route.engine.infer(self.deployment, request, make)
             del request
             status, headers, parts = self._encoded(response) or await self._encoded_in_steps(response)
             if target.encoding:
@@ -287,7 +289,9 @@ class _Inference:
                 return None
             decoded = found
         request, self._answer_form = decoded
-        self._complete(request)
+        if route.forwarding is not None:
+            forward_headers(route.forwarding, self._target.headers, request)
+        request.stamp = route.engine.next_stamp()
         return request
 
     async def _decoded_in_steps(self, body: Body) -> Request:
@@ -297,26 +301,19 @@ class _Inference:
         route = self._route
         large = LargeBody(route.decoder, body, self._target.header_length, self.deployment.name)
         request = await route.in_steps(large.parse)
-        self._complete(request)
+        if route.forwarding is not None:
+            forward_headers(route.forwarding, self._target.headers, request)
+        request.stamp = route.engine.next_stamp()
         route.engine.check(self.deployment, request)
         large.prepare(self.deployment.arena)
         request.inputs = await route.in_steps(large.arrays)
         self._answer_form = large.form
         return request
 
-    def _complete(self, request: Request) -> None:
-        """Add what is not in the body. Raises Invalid."""
-        route = self._route
-        if route.forwarding is not None:
-            forward_headers(route.forwarding, self._target.headers, request)
-        request.stamp = route.engine.next_stamp()
-
-    def _make_flow(self) -> MakeFlow | None:
-        """How the engine makes its flow if it is traced."""
-        if self._watch is None:
-            return None
-        self._watch.mark("HTTP_RECV_END")
-        return self._watch.make(self.deployment.make_flow)
+    def _make_traced(self, watch: Watch) -> MakeFlow:
+        """How the engine makes its flow, which is traced."""
+        watch.mark("HTTP_RECV_END")
+        return watch.make(self.deployment.make_flow)
 
     def _encoded(self, response: Response) -> Encoded | None:
         """The response in the requested form; None if encoding takes long. Raises as `Encoder.encode` does."""

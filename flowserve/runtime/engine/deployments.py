@@ -24,16 +24,16 @@ from weakref import ref
 from flowserve.config.parameters import admission_options
 from flowserve.config.suggest import meant
 from flowserve.config.types import ModelConfig
-from flowserve.errors import Invalid, NotFound, Unavailable, Unsupported
+from flowserve.errors import FlowserveError, Invalid, NotFound, Unavailable, Unsupported
 from flowserve.graph.plan import Plan, make_plan
 from flowserve.graph.types import GRAPH, Graph, ModelKey
 from flowserve.memory.arena import Arena
 from flowserve.memory.devices import lost
 from flowserve.memory.tensor import Tensor
-from flowserve.observe.statistics import Statistics, rows_as_json, summarising
+from flowserve.observe.statistics import OTHER, Statistics, rows_as_json, summarising
 from flowserve.observe.traffic import NodeTraffic, node_traffics
 from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache
-from flowserve.runtime.clock import ClockNs, wall_clock_ns
+from flowserve.runtime.clock import ClockNs, wall_clock_ms, wall_clock_ns
 from flowserve.runtime.engine.generations import Generations
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.workers.local import LocalWorker
@@ -326,6 +326,11 @@ class Deployment:
                     return place
                 place = place.predecessor
         return self
+
+    def record_invalid(self, error: FlowserveError) -> None:
+        """Count a request that does not fit."""
+        self.statistics.failed(1, 0, OTHER)
+        self.statistics.note_error(str(error), wall_clock_ms())
 
     def continues_sequence(self, request: Request) -> bool:
         """Whether a request belongs to a sequence that is open here."""

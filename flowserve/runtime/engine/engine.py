@@ -26,8 +26,7 @@ from flowserve.backends.base import LoadedModel, Results
 from flowserve.errors import DeadlineExceeded, FlowserveError, Internal, ModelRaised, Unavailable
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
-from flowserve.memory.tensor import Tensor
-from flowserve.observe.statistics import CANCELED, OTHER, REJECTED
+from flowserve.observe.statistics import CANCELED, REJECTED
 from flowserve.runtime.clock import running_clock, wall_clock_ms
 from flowserve.runtime.engine.accounting import (
     find_regathered,
@@ -447,7 +446,11 @@ class Engine:
         if self.deployments.is_draining and enqueue is None and not deployment.continues_sequence(request):
             deployment.statistics.failed(1, 0, REJECTED)
             raise Unavailable(STOPPING)
-        tensors = self._validated(deployment, request)
+        try:
+            tensors = deployment.validator.validate(request)
+        except FlowserveError as error:
+            deployment.record_invalid(error)
+            raise
         flow = (make or deployment.make_flow)(
             deployment.plan if not request.outputs else deployment.plan_for(request.outputs),
             deployment.queues,
@@ -476,15 +479,10 @@ class Engine:
         """Raises `Invalid` where `submit` would. The inputs may be stand-ins, whose data is still to be read."""
         if deployment.predecessor is not None:
             deployment = deployment.deployment_of(request)
-        self._validated(deployment, request)
-
-    @staticmethod
-    def _validated(deployment: Deployment, request: Request) -> list[Tensor | None]:
         try:
-            return deployment.validator.validate(request)
+            deployment.validator.validate(request)
         except FlowserveError as error:
-            deployment.statistics.failed(1, 0, OTHER)
-            deployment.statistics.note_error(str(error), wall_clock_ms())
+            deployment.record_invalid(error)
             raise
 
     def withdraw(self, flow: Flow) -> None:
