@@ -140,7 +140,7 @@ def test_the_examples_of_the_page_on_batching_work(root: Path, folder: Path) -> 
     assert [batcher_for(one).may_expire for one in (plain, preferring, ordered, limited, levels)] == [False] * 3 + [
         True
     ] * 2
-    assert answered.config.parameters["answer_at_timeout"] == "true"
+    assert answered.parameters["answer_at_timeout"] == "true"
     assert [keeps_order(one) for one in (plain, ordered)] == [False, True]
     queue = batcher_for(limited)
     for _ in range(64):
