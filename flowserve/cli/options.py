@@ -1,10 +1,11 @@
 """Options of `flowserve run`: their declarations, checks of options together, and the options of each part from them.
 
 Decides names (tritonserver's if it has the option), safe defaults and limits. The default addresses are local only,
-and HTTP's restrictions of API groups apply to gRPC too. `--gpu` has no counterpart in tritonserver. Of tritonserver's
-options that flowserve does not implement, decides which are refused, with the name of the missing feature; which exist
-under another name; which are accepted because they request the existing behaviour, or tune a part that flowserve does
-not have. Does not know the effect of an option. Callers: `main`, `run`, `listen`; `authoring` for its defaults.
+and HTTP's restrictions of API groups apply to gRPC too. docs/command-line.md lists the options without a counterpart in
+tritonserver. Of tritonserver's options that flowserve does not implement, decides which are refused, with the name of
+the missing feature; which exist under another name; which are accepted because they request the existing behaviour, or
+tune a part that flowserve does not have. Does not know the effect of an option. Callers: `main`, `run`, `listen`;
+`authoring` for its defaults.
 """
 
 from __future__ import annotations

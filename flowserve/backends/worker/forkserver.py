@@ -199,7 +199,7 @@ class ForkLoop:
                 self._reports.send(REPORT.pack(pid, status))
 
     def _end_all(self) -> None:
-        """SIGTERM first: workers that handle it get _TERM_MS. Then everything is killed, whoever started it."""
+        """SIGTERM first: workers that handle it get _TERM_MS. Then all processes that they started are killed."""
         for pid in self._alive:
             os.kill(pid, signal.SIGTERM)
         woken = select.poll()
