@@ -23,6 +23,7 @@ ITEMS_MAX: Final = 1024  # inputs, outputs, parameters: as over HTTP
 TYPED_ELEMENTS_MAX: Final = 1 << 20  # numbers in `contents`, which become Python objects: 60 ns of the event loop each
 FIELDS_MAX: Final = 65_536  # of all nested messages together; each costs 0.3 us here
 CHECKED_BYTES_MIN: Final = 16_384
+_NUMBERS_MAX: Final = TYPED_ELEMENTS_MAX + FIELDS_MAX  # dims of shapes among them; `decode` counts typed contents alone
 _VARINT, _FIXED64, _SIZED, _FIXED32 = 0, 1, 2, 5  # protobuf's wire types
 _STRINGS: Final = frozenset({FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES})
 _WIDTH: Final = {FieldDescriptor.TYPE_FLOAT: 4, FieldDescriptor.TYPE_DOUBLE: 8}
@@ -44,7 +45,7 @@ class MessageBounds:
         if len(data) < CHECKED_BYTES_MIN:
             return
         try:
-            self._check(data, 0, len(data), self._level, _Room(FIELDS_MAX, self._strings_max, TYPED_ELEMENTS_MAX))
+            self._check(data, 0, len(data), self._level, _Room(FIELDS_MAX, self._strings_max, _NUMBERS_MAX))
         except IndexError:
             return  # it is cut short, as protobuf will report
 

@@ -125,9 +125,23 @@ def test_more_numbers_in_typed_contents_than_allowed_are_refused(field: str) -> 
     for count in (TYPED_ELEMENTS_MAX // 2, TYPED_ELEMENTS_MAX // 2):
         getattr(made.inputs.add(name="IN").contents, field).extend([1] * count)
     BOUNDS.check(made.SerializeToString())
-    getattr(made.inputs[0].contents, field).append(1)
+    getattr(made.inputs[0].contents, field).extend([1] * (FIELDS_MAX + 1))
     with pytest.raises(TooLarge, match="raw_input_contents has no such limit"):
         BOUNDS.check(made.SerializeToString())
+
+
+@pytest.mark.fault("W4")
+def test_the_dims_of_a_shape_are_no_numbers_in_typed_contents() -> None:
+    def read(count: int) -> ReceivedMessage | Invalid:
+        made = ModelInferRequest(model_name="echo")
+        made.inputs.add(name="IN", datatype="FP32", shape=[1, count]).contents.fp32_contents.extend([1.0] * count)
+        return MessageReader()(made.SerializeToString())
+
+    allowed, refused = read(TYPED_ELEMENTS_MAX), read(TYPED_ELEMENTS_MAX + 1)
+    assert isinstance(allowed, ReceivedMessage)
+    assert allowed.request.inputs["IN"].shape == (1, TYPED_ELEMENTS_MAX)
+    assert isinstance(refused, ReceivedMessage)
+    assert isinstance(refused.error, TooLarge)
 
 
 @pytest.mark.fault("W4")
