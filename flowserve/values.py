@@ -22,6 +22,7 @@ except ImportError:  # in a model's own Python environment; a model with such te
     bfloat16 = np.dtype([("bfloat16", np.uint16)])
 
 Array = np.ndarray[Any, np.dtype[Any]]
+BytesLike = bytes | bytearray | memoryview
 Parameter = str | int | float | bool
 
 

@@ -18,8 +18,8 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from flowserve.errors import Invalid, TooLarge
 from flowserve.memory.raw import BYTES_ELEMENTS_MAX
+from flowserve.runtime.protocol import ITEMS_MAX
 
-ITEMS_MAX: Final = 1024  # inputs, outputs, parameters: as over HTTP
 TYPED_ELEMENTS_MAX: Final = 1 << 20  # numbers in `contents`, which become Python objects: 60 ns of the event loop each
 FIELDS_MAX: Final = 65_536  # of all nested messages together; each costs 0.3 us here
 CHECKED_BYTES_MIN: Final = 16_384

@@ -18,12 +18,12 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from flowserve.errors import FlowserveError, Invalid
-from flowserve.grpc.bounds import ITEMS_MAX, TYPED_ELEMENTS_MAX, MessageBounds, too_many, too_many_numbers
+from flowserve.grpc.bounds import TYPED_ELEMENTS_MAX, MessageBounds, too_many, too_many_numbers
 from flowserve.grpc.service_pb2 import InferParameter, ModelInferRequest
 from flowserve.memory import raw
 from flowserve.memory.client_memory import Portion
-from flowserve.runtime.protocol import KNOWN_PARAMETERS, RESERVED_PREFIX, reserved
-from flowserve.values import BY_WIRE, Array, DType, Parameter, Request
+from flowserve.runtime.protocol import ITEMS_MAX, KNOWN_PARAMETERS, RESERVED_PREFIX, reserved
+from flowserve.values import BY_WIRE, Array, BytesLike, DType, Parameter, Request
 
 EMPTY_FINAL: Final = "triton_enable_empty_final_response"
 _CONTENTS: Final[Mapping[DType, str]] = {
@@ -168,7 +168,7 @@ def split(data: bytes) -> tuple[bytes, list[memoryview]] | None:
 
 def decode_request(
     message: ModelInferRequest,
-    blocks: Sequence[raw.Buffer] | None = None,
+    blocks: Sequence[BytesLike] | None = None,
     bytes_elements: int = raw.BYTES_ELEMENTS_MAX,
 ) -> ReceivedMessage:
     """`blocks` are the raw tensors if they were split off the message; `bytes_elements`: the most of all BYTES inputs.
@@ -192,7 +192,7 @@ def _layout(tensor: ModelInferRequest.InferInputTensor) -> InputLayout:
 
 
 def _inputs(
-    message: ModelInferRequest, decoded: ReceivedMessage, given_raw: Sequence[raw.Buffer], bytes_elements: int
+    message: ModelInferRequest, decoded: ReceivedMessage, given_raw: Sequence[BytesLike], bytes_elements: int
 ) -> None:
     model = message.model_name
     strings = numbers = 0

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError, Message
 
 from flowserve.errors import FlowserveError, Forbidden
 from flowserve.grpc import service_pb2 as pb
-from flowserve.grpc.bounds import FIELDS_MAX, ITEMS_MAX, MessageBounds
+from flowserve.grpc.bounds import FIELDS_MAX, MessageBounds
 from flowserve.grpc.decode import MessageReader, unreadable
 from flowserve.grpc.encode import STATUS, details_of
 from flowserve.grpc.guest import GuestLoop
@@ -33,7 +33,7 @@ from flowserve.memory.raw import BYTES_ELEMENTS_MAX
 from flowserve.observe.settings import LogSettings
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.loading.control import Control
-from flowserve.runtime.protocol import Forwarding, Restriction, by_group
+from flowserve.runtime.protocol import ITEMS_MAX, Forwarding, Restriction, by_group
 
 UNIX: Final = "unix:"
 CLOSE_S_MAX: Final = 5.0

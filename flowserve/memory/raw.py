@@ -19,9 +19,7 @@ import numpy as np
 from numpy import ndarray
 
 from flowserve.errors import Internal, Invalid, TooLarge
-from flowserve.values import BY_NUMPY, Array, DType
-
-Buffer = bytes | bytearray | memoryview
+from flowserve.values import BY_NUMPY, Array, BytesLike, DType
 
 DIMENSIONS_MAX: Final = 64  # numpy's
 _INT64_MAX: Final = 2**63 - 1
@@ -90,14 +88,14 @@ def stand_in(name: str, dtype: DType, shape: tuple[int, ...]) -> Array:
         raise _unshapeable(name, error) from None
 
 
-def decode(data: Buffer, name: str, model: str, dtype: DType, shape: tuple[int, ...], count: int) -> Array:
+def decode(data: BytesLike, name: str, model: str, dtype: DType, shape: tuple[int, ...], count: int) -> Array:
     """The input encoded by the whole of `data`, whose size was checked. Raises `Invalid`."""
     if dtype is DType.BYTES:
         return shaped(decode_bytes(data, count, name=name, model=model), name, shape)
     return numbers(data, 0, name, dtype, shape, count)
 
 
-def numbers(data: Buffer, offset: int, name: str, dtype: DType, shape: tuple[int, ...], count: int) -> Array:
+def numbers(data: BytesLike, offset: int, name: str, dtype: DType, shape: tuple[int, ...], count: int) -> Array:
     """The input of any type but BYTES that begins at `offset` of `data`. Raises `Invalid`."""
     if count == 0:
         return shaped(np.empty(0, dtype.numpy), name, shape)
@@ -120,7 +118,7 @@ class Extent(NamedTuple):
     start: int
 
 
-def numbers_at(data: Buffer, offset: int, extents: Iterable[Extent]) -> dict[str, Array]:
+def numbers_at(data: BytesLike, offset: int, extents: Iterable[Extent]) -> dict[str, Array]:
     """All inputs of a body whose first input begins at `offset`, each as `numbers` would decode it. `data` is long
     enough for all; no input is BOOL or empty. Raises `Invalid`.
     """
@@ -183,7 +181,7 @@ def flat_bytes(array: Array) -> Array:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def decode_bytes(buffer: bytes | bytearray | memoryview, count: int, *, name: str, model: str) -> Array:
+def decode_bytes(buffer: BytesLike, count: int, *, name: str, model: str) -> Array:
     """The `count` elements of `buffer`, as a one-dimensional object array of `bytes`.
 
     Raises `Invalid`, naming the input `name` and the `model`, when the buffer holds more or fewer elements or ends

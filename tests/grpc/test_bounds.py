@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.errors import Invalid, TooLarge
-from flowserve.grpc.bounds import CHECKED_BYTES_MIN, FIELDS_MAX, ITEMS_MAX, TYPED_ELEMENTS_MAX, MessageBounds
+from flowserve.grpc.bounds import CHECKED_BYTES_MIN, FIELDS_MAX, TYPED_ELEMENTS_MAX, MessageBounds
 from flowserve.grpc.decode import MessageReader, ReceivedMessage
 from flowserve.grpc.service_pb2 import ModelInferRequest, RepositoryModelLoadRequest
+from flowserve.runtime.protocol import ITEMS_MAX
 from flowserve.testing.serve import Served
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"

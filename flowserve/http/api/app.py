@@ -23,7 +23,7 @@ from flowserve.http.api.compression import expand, is_compressed
 from flowserve.http.api.extensions import repository_routes, settings_routes, shared_memory_routes
 from flowserve.http.api.generate import generate_routes
 from flowserve.http.api.infer import AppOptions, InferRoute, read_body
-from flowserve.http.api.json_bodies import Body, error_response, json_response, status_of
+from flowserve.http.api.json_bodies import error_response, json_response, status_of
 from flowserve.http.api.openapi import openapi
 from flowserve.http.api.request_target import PREFIX, SUFFIX, is_version
 from flowserve.http.api.restricted import restricted
@@ -37,6 +37,7 @@ from flowserve.observe.settings import EVERYTHING, MetricsChoice
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.loading.control import Control
 from flowserve.runtime.protocol import model_metadata, server_metadata
+from flowserve.values import BytesLike
 
 _log = logging.getLogger("flowserve.http")
 
@@ -95,7 +96,7 @@ def make_routes(engine: Engine, options: AppOptions, control: Control | None) ->
     async def document(request: Request) -> Response:
         return json_response(openapi())
 
-    async def body(request: Request) -> Body:
+    async def body(request: Request) -> BytesLike:
         """The whole body, expanded if it is compressed. Raises TooLarge."""
         received = await read_body(request.receive, options.max_body_bytes)
         if not is_compressed(request.headers.raw):

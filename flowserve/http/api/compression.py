@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from flowserve.errors import Invalid, TooLarge
 from flowserve.http.server.request_parser import body_too_large
+from flowserve.values import BytesLike
 
 Headers = Sequence[tuple[bytes, bytes]]
-Buffer = bytes | bytearray | memoryview
 
 CONTENT_ENCODING: Final = b"content-encoding"
 ACCEPT_ENCODING: Final = b"accept-encoding"
@@ -75,7 +75,7 @@ def accepted(value: bytes) -> bytes:
     return best if best in _WINDOW else b""
 
 
-def expand(body: Buffer, limit: int, reserve: Callable[[int], object] = lambda nbytes: None) -> bytearray:
+def expand(body: BytesLike, limit: int, reserve: Callable[[int], object] = lambda nbytes: None) -> bytearray:
     """The expanded body. `reserve` is called with the bytes of each part of it, and may raise. Raises `TooLarge` past
     `limit` bytes, `Invalid` for a body that is not exactly one whole stream (millions of empty streams in one body
     would take hours).
@@ -85,7 +85,7 @@ def expand(body: Buffer, limit: int, reserve: Callable[[int], object] = lambda n
     source = memoryview(body)
     try:
         for start in range(0, len(source), _PIECE_BYTES):
-            piece: Buffer = source[start : start + _PIECE_BYTES]
+            piece: BytesLike = source[start : start + _PIECE_BYTES]
             while piece:
                 expanded = stream.decompress(piece, _EXPANDED_BYTES)
                 reserve(len(expanded))

@@ -30,9 +30,7 @@ from flowserve.memory import raw
 from flowserve.memory.arena import Arena
 from flowserve.memory.client_memory import ClientMemory, RegionWindow
 from flowserve.runtime.protocol import ElementLimits
-from flowserve.values import Array, DType, Request, TensorSpec
-
-Body = bytes | bytearray | memoryview
+from flowserve.values import Array, BytesLike, DType, Request, TensorSpec
 
 # So much JSON takes at most 25 ms. So many bytes of BYTES elements, or of the client's memory, as well.
 INLINE_BYTES_MAX: Final = 1 << 19
@@ -65,7 +63,7 @@ class Decoder:
         self.limits = limits or ElementLimits()
         self._headers: dict[tuple[bytes, str], InferHeader] = {}
 
-    def decode(self, body: Body, header_length: int | None, model: str) -> tuple[Request, AnswerForm] | None:
+    def decode(self, body: BytesLike, header_length: int | None, model: str) -> tuple[Request, AnswerForm] | None:
         """The request, and the form of its response; None if decoding takes long, which is work for a `LargeBody`.
         `header_length` is Inference-Header-Content-Length, None where there is none.
 
@@ -108,7 +106,7 @@ class LargeBody:
     between two steps. `prepare` runs on the event loop between them.
     """
 
-    def __init__(self, decoder: Decoder, body: Body, header_length: int | None, model: str) -> None:
+    def __init__(self, decoder: Decoder, body: BytesLike, header_length: int | None, model: str) -> None:
         self._decoder = decoder
         self._body = body
         self._offset = len(body) if header_length is None else header_length
@@ -150,7 +148,7 @@ class LargeBody:
 
 
 def decode_raw(
-    body: Body, model: str, inputs: Mapping[str, TensorSpec], max_batch_size: int
+    body: BytesLike, model: str, inputs: Mapping[str, TensorSpec], max_batch_size: int
 ) -> tuple[Request, AnswerForm]:
     """The request whose whole body is the model's one input, of batch 1. Raises `Invalid` if its shape cannot be
     told."""
@@ -183,7 +181,7 @@ def _deduced(spec: TensorSpec, nbytes: int) -> tuple[int, ...]:
     return tuple(nbytes // row if dim == -1 and row else dim for dim in spec.dims)
 
 
-def _wrong_length(header_length: int, body: Body) -> Invalid:
+def _wrong_length(header_length: int, body: BytesLike) -> Invalid:
     return Invalid(f"inference header size should be in range (0, {len(body)}), got: {header_length}")
 
 
@@ -201,7 +199,7 @@ def _windows(header: InferHeader, client_memory: ClientMemory) -> dict[str, Regi
 
 def _arrays(
     header: InferHeader,
-    body: Body,
+    body: BytesLike,
     offset: int,
     model: str,
     windows: Mapping[str, RegionWindow],

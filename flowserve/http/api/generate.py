@@ -31,7 +31,7 @@ from flowserve.http.api.encode import (
 )
 from flowserve.http.api.events import EventResponse, Say
 from flowserve.http.api.infer import AppOptions, forward_headers
-from flowserve.http.api.json_bodies import Body, ReadBody, is_parameter, load_json, off_loop, wrong_type
+from flowserve.http.api.json_bodies import ReadBody, is_parameter, load_json, off_loop, wrong_type
 from flowserve.http.api.request_json import InputHeader, check_json
 from flowserve.http.api.request_target import PREFIX, is_timed, is_version, trace_context
 from flowserve.http.server.connection import error_body
@@ -42,7 +42,7 @@ from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine, ResponseIterator
 from flowserve.runtime.protocol import ElementLimits
 from flowserve.runtime.tracing.tracing import Watch
-from flowserve.values import Array, Parameter, Request, Response, TensorSpec, implied_shape
+from flowserve.values import Array, BytesLike, Parameter, Request, Response, TensorSpec, implied_shape
 
 PARAMETERS: Final = "parameters"
 NOT_ONE: Final = (
@@ -124,7 +124,7 @@ async def _tell(answers: ResponseIterator, first: bytes | None, limits: ElementL
 # ---------------------------------------------------------------------------------------------- requests
 
 
-def _asked(deployment: Deployment, limits: ElementLimits, body: Body) -> Request:
+def _asked(deployment: Deployment, limits: ElementLimits, body: BytesLike) -> Request:
     document = load_json(body)
     if not isinstance(document, dict):
         raise Invalid("failed to parse the request JSON buffer: the request is not a JSON object")
@@ -149,7 +149,7 @@ def _asked(deployment: Deployment, limits: ElementLimits, body: Body) -> Request
     return Request(inputs, id=request_id if isinstance(request_id, str) else str(request_id), parameters=parameters)
 
 
-def _members(body: Body) -> Iterable[tuple[str, Any]]:
+def _members(body: BytesLike) -> Iterable[tuple[str, Any]]:
     """The members of the object, in order, those of `parameters` among them; duplicates are kept."""
     pairs: tuple[tuple[str, Any], ...] = json.loads(bytes(body), object_pairs_hook=tuple)  # so that no array is one
     for name, value in pairs:

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from flowserve.errors import FlowserveError, Invalid, Overloaded, TooLarge
 from flowserve.http.api.access import ADMITTED, Access, AccessRules
 from flowserve.http.api.compression import CONTENT_ENCODING, Headers, compress, expand
-from flowserve.http.api.decode import Body, Decoder, LargeBody, decode_raw
+from flowserve.http.api.decode import Decoder, LargeBody, decode_raw
 from flowserve.http.api.encode import JSON_HEADERS, Encoder, encode_large
 from flowserve.http.api.json_bodies import status_of
 from flowserve.http.api.large_json import Pause
@@ -42,7 +42,7 @@ from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.protocol import ElementLimits, Forwarding, Restriction
 from flowserve.runtime.tracing.tracing import Watch
 from flowserve.scheduling.flow import Flow
-from flowserve.values import Array, Request, Response
+from flowserve.values import Array, BytesLike, Request, Response
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class InferRoute:
         except MemoryError:
             return None  # no descriptor for more shared memory, for instance
 
-    def start(self, scope: Scope, body: Body, respond: Respond, spawn: Spawn) -> Callable[[], None] | None:
+    def start(self, scope: Scope, body: BytesLike, respond: Respond, spawn: Spawn) -> Callable[[], None] | None:
         """Start a request. `respond` is called once, now or later. Returns a callable that withdraws the request if its
         client disconnects before that; None if the app has to respond: to other requests, and to those of browsers
         that are refused or need CORS headers. `spawn` runs blocking work in a task, which is cancelled when the client
@@ -186,7 +186,7 @@ class _Inference:
 
     deployment: Deployment
     _answer_form: AnswerForm
-    _body: Body
+    _body: BytesLike
 
     def __init__(self, route: InferRoute, target: RequestTarget, respond: Respond, spawn: Spawn) -> None:
         engine = route.engine
@@ -204,7 +204,7 @@ class _Inference:
         if self._watch is not None:
             self._watch.mark("HTTP_RECV_START")
 
-    def submit(self, body: Body) -> Callable[[], None]:
+    def submit(self, body: BytesLike) -> Callable[[], None]:
         """Start it. Returns a callable that withdraws it. Raises FlowserveError."""
         request = self._decoded(body)
         if request is None:
@@ -219,7 +219,7 @@ class _Inference:
             flow.waiter = self._finished
         return self.close
 
-    def start_task(self, body: Body) -> None:
+    def start_task(self, body: BytesLike) -> None:
         """Start it in a task: a part of its work is for threads."""
         self._body = body
         self._spawn(self._run)
@@ -277,7 +277,7 @@ class _Inference:
         if self._watch is not None:
             self._watch.close()
 
-    def _decoded(self, body: Body) -> Request | None:
+    def _decoded(self, body: BytesLike) -> Request | None:
         """The request; None if decoding takes long. Raises as `Decoder.decode` does."""
         route, length, deployment = self._route, self._target.header_length, self.deployment
         if length == 0:
@@ -294,7 +294,7 @@ class _Inference:
         request.stamp = route.engine.next_stamp()
         return request
 
-    async def _decoded_in_steps(self, body: Body) -> Request:
+    async def _decoded_in_steps(self, body: BytesLike) -> Request:
         """The request in a large body. Its types and shapes are checked before its data is decoded. Raises as
         `_decoded` does.
         """
@@ -377,14 +377,14 @@ def forward_headers(forwarding: Forwarding, headers: Headers, request: Request) 
     forwarding.add(request, ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers))
 
 
-async def read_body(receive: Receive, limit: int) -> Body:
+async def read_body(receive: Receive, limit: int) -> BytesLike:
     """The body from a server that passes it on in pieces. Raises TooLarge past `limit` bytes."""
-    body: Body = b""
+    body: BytesLike = b""
     while True:
         message = await receive()
         if message["type"] != "http.request":
             raise Invalid("the client closed in the middle of a body")
-        piece: Body = message.get("body", b"")
+        piece: BytesLike = message.get("body", b"")
         if not body and not message.get("more_body"):
             body = piece  # as it is
         else:

@@ -1,10 +1,10 @@
 """JSON bodies: parsing one, reading its fields with their types, and responses of the endpoints other than inference.
 
 Decides how deep JSON may nest, how many values a large body may have that is parsed at once (on a thread), Triton's
-words for a missing field and for one of the wrong type, how many entries a list or an object may have, that the body of
-such an endpoint is a JSON object or empty, and the HTTP status of each kind of failure. `where` is added to a message,
-to identify one of several entries. Does not know which fields a request has. The text of a failure is decided by the
-code that raises it, the meaning of the members by each endpoint.
+words for a missing field and for one of the wrong type, that the body of such an endpoint is a JSON object or empty,
+and the HTTP status of each kind of failure. `where` is added to a message, to identify one of several entries. Does not
+know which fields a request has. The text of a failure is decided by the code that raises it, the meaning of the members
+by each endpoint.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from starlette.responses import Response
 from flowserve.errors import FlowserveError, Invalid, TooLarge
 from flowserve.http.api.compression import UnknownEncoding
 from flowserve.http.server.connection import error_body
-from flowserve.values import fits_64_bits
+from flowserve.runtime.protocol import ITEMS_MAX
+from flowserve.values import BytesLike, fits_64_bits
 
 Parsed = TypeVar("Parsed")
-Body = bytes | bytearray | memoryview
-ReadBody = Callable[[Request], Awaitable[Body]]
+ReadBody = Callable[[Request], Awaitable[BytesLike]]
 Handler = Callable[[Request], Awaitable[Response]]
 
 STATUS: Final[Mapping[str, int]] = {
@@ -41,7 +41,6 @@ STATUS: Final[Mapping[str, int]] = {
     "cancelled": 400,
     "internal": 500,
 }
-ITEMS_MAX: Final = 1024  # inputs, outputs, parameters: far more than any model has, far fewer than hurt
 _UINT64_MAX: Final = 2**64 - 1
 _INLINE_BYTES_MAX: Final = 1 << 19
 _MARKS: Final = b",[{\\"
@@ -72,7 +71,7 @@ async def document(request: Request, body: ReadBody) -> dict[str, Any]:
     return found
 
 
-async def off_loop(parse: Callable[[Body], Parsed], text: Body) -> Parsed:
+async def off_loop(parse: Callable[[BytesLike], Parsed], text: BytesLike) -> Parsed:
     """`parse(text)`, on a thread if the text is large. Raises `TooLarge` for one that has very many values: parsing it
     would keep the interpreter for long, on any thread.
     """
@@ -81,7 +80,7 @@ async def off_loop(parse: Callable[[Body], Parsed], text: Body) -> Parsed:
     return await trio.to_thread.run_sync(_parse_large, parse, text, limiter=_ONE_AT_A_TIME)
 
 
-def _parse_large(parse: Callable[[Body], Parsed], text: Body) -> Parsed:
+def _parse_large(parse: Callable[[BytesLike], Parsed], text: BytesLike) -> Parsed:
     marks = 0
     for start in range(0, len(text), _INLINE_BYTES_MAX):
         block = bytes(memoryview(text)[start : start + _INLINE_BYTES_MAX])
@@ -107,7 +106,7 @@ def error_response(text: str, status: int, headers: dict[str, str] | None = None
 # ---------------------------------------------------------------------------------------------- parsing
 
 
-def load_json(text: Body) -> Any:
+def load_json(text: BytesLike) -> Any:
     """`text` as Python values; NaN and Infinity literals are numbers. Raises `Invalid` with the place of the first
     mistake."""
     text = bytes(text)

@@ -21,7 +21,8 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.errors import Invalid, TooLarge
-from flowserve.http.api.json_bodies import DEPTH_MAX, ITEMS_MAX, parse_json, too_deep
+from flowserve.http.api.json_bodies import DEPTH_MAX, parse_json, too_deep
+from flowserve.runtime.protocol import ITEMS_MAX
 from flowserve.values import Array
 
 Pause = Callable[[], None]

@@ -31,7 +31,7 @@ from flowserve.http.api.large_json import LargeArray, Pause, collector_paused, o
 from flowserve.memory import raw
 from flowserve.memory.client_memory import Portion, RegionWindow
 from flowserve.runtime.protocol import BINARY_OUTPUT, KNOWN_PARAMETERS, RESERVED_PREFIX, ElementLimits, reserved
-from flowserve.values import BY_WIRE, DType, Parameter
+from flowserve.values import BY_WIRE, BytesLike, DType, Parameter
 
 _BESIDE_INPUTS: Final = frozenset({"id", "parameters", "outputs"})
 _BEHIND_THE_JSON: Final = "unexpected content after document"  # in orjson's words
@@ -85,7 +85,7 @@ class InferHeader:
     copied_bytes: int
 
 
-def parse_header(text: bytes | bytearray | memoryview, model: str, limits: ElementLimits = _LIMITS) -> InferHeader:
+def parse_header(text: BytesLike, model: str, limits: ElementLimits = _LIMITS) -> InferHeader:
     """The checked header. Raises `Invalid` naming the field, `TooLarge` for more elements than `limits`."""
     try:
         document = load_json(text)

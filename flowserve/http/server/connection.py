@@ -49,7 +49,7 @@ from flowserve.http.server.request_parser import (
     body_too_large,
 )
 from flowserve.memory.pool import ALIGNMENT, POOLED_BYTES_MIN, Pool
-from flowserve.values import Array
+from flowserve.values import Array, BytesLike
 
 RECEIVE_BYTES: Final = 16_384  # a small request comes in one piece, and little of a large body has to be moved
 _READS_MAX: Final = 16  # in a row, before other connections are read
@@ -81,7 +81,6 @@ _EVENTS: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET if hasattr(
 _log = logging.getLogger("flowserve.http")
 
 HeaderTuple = tuple[tuple[bytes, bytes], ...]
-Buffer = bytes | bytearray | memoryview
 # Status, headers and the body's buffers. Called once, on the event loop's thread, at any time.
 Respond = Callable[[int, HeaderTuple, Sequence[Any]], None]
 # Runs blocking work in a task. The work gets the request's part of the budget, for more bytes of its body.
@@ -94,7 +93,7 @@ class InferenceHandler(Protocol):
     def body_memory(self, scope: Scope, nbytes: int) -> Array | None:
         """The best buffer for a large body of a request, as bytes; None: any."""
 
-    def start(self, scope: Scope, body: Buffer, respond: Respond, spawn: Spawn) -> Callable[[], None] | None:
+    def start(self, scope: Scope, body: BytesLike, respond: Respond, spawn: Spawn) -> Callable[[], None] | None:
         """Start a request without waiting. Returns a callable that withdraws it when its client disconnects before
         `respond` was called; None if the request is for the app and was not started. `spawn` runs blocking work in a
         task, which is cancelled when the client disconnects, and passes it the request's part of the budget.
@@ -188,7 +187,7 @@ class Connection:
         self._reservation: Reservation | None = None  # of the request's body, if it needs a buffer of its own
         # The request that is read or responded to, and its response so far.
         self._head: Head | None = None  # None: no response is due
-        self._body: Buffer | None = None  # until the app takes it
+        self._body: BytesLike | None = None  # until the app takes it
         self._withdraw: Callable[[], None] | None = None  # of the inference handler
         self._status = 0  # 0: the app has not begun
         self._headers: HeaderTuple = ()
@@ -388,7 +387,7 @@ class Connection:
 
     # ---------------------------------------------------------------------------------------------- responding
 
-    def _start(self, body: Buffer) -> None:
+    def _start(self, body: BytesLike) -> None:
         """The request is complete: have the inference handler or the app respond."""
         head = self._head
         assert head is not None
