@@ -25,6 +25,7 @@ from flowserve.memory.client_memory import ClientMemory, RegionWindow
 from flowserve.runtime.engine.classification import rank
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine, ResponseIterator
+from flowserve.runtime.threads import INLINE_BYTES_MAX, Pause, in_steps
 from flowserve.runtime.tracing.tracing import Watch
 from flowserve.scheduling.flow import Flow
 from flowserve.values import Array, DType, Response
@@ -34,8 +35,6 @@ STOPPING: Final = "Server is stopping"
 # The beginning is Triton's text.
 ONE_RESPONSE: Final = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 STREAMED: Final = object()  # the outcome of a request whose responses follow one by one
-SHARED_INLINE_MAX: Final = 1 << 19  # bytes of a request in shared memory that are copied on the event loop
-_THREADS_MAX: Final = 4
 UNSENT_MAX: Final = 8  # responses to one decoupled request that the client has not read yet
 
 # A Response, a FlowserveError, STREAMED, or None for the end of a decoupled request's responses.
@@ -54,7 +53,6 @@ class EngineAccess:
         self.guest = guest
         self.nursery = nursery
         self.encoder = MessageEncoder()
-        self._threads = trio.CapacityLimiter(_THREADS_MAX)
 
     async def infer(self, message: ReceivedMessage, context: str = "") -> Parts:
         """The single response to a request. `context`: the caller's trace context. Raises FlowserveError."""
@@ -70,8 +68,8 @@ class EngineAccess:
             if not flow.done:
                 await self._wait(flow)
             response = self.engine.response(flow)
-            if message.portions and sum(array.nbytes for array in response.outputs.values()) > SHARED_INLINE_MAX:
-                return await self._on_thread(partial(call.encode, response))
+            if message.portions and sum(array.nbytes for array in response.outputs.values()) > INLINE_BYTES_MAX:
+                return await self.run_in_trio(lambda: in_steps(lambda _: call.encode(response)))
             return call.encode(response)
         finally:
             call.close()
@@ -80,7 +78,7 @@ class EngineAccess:
         """Read inputs in shared memory on a thread, if they are large, after the message's types and shapes were
         checked. A failure is kept in the message. Small inputs are left to `submit`.
         """
-        if message.error is not None or sum(portion.size for _, portion in message.shared) <= SHARED_INLINE_MAX:
+        if message.error is not None or sum(portion.size for _, portion in message.shared) <= INLINE_BYTES_MAX:
             return
         request = message.request
         try:
@@ -89,21 +87,15 @@ class EngineAccess:
             self.engine.check(deployment, replace(request, inputs={**request.inputs, **stand_ins}))
             windows = [self.memory.window(portion) for _, portion in message.shared]
             room = [self._room(deployment, dtype, portion.size) for (_, dtype, _, _), portion in message.shared]
-            request.inputs |= await self._on_thread(partial(_read, message, windows, room))
+            request.inputs |= await self.run_in_trio(lambda: in_steps(partial(_read, message, windows, room)))
             message.shared = []
         except FlowserveError as error:
             message.error = error.with_traceback(None)
 
-    async def _on_thread(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which copies much; a few at once. A cancelled call waits for its end, because memory of
-        the model is written.
-        """
-        return await self.run_in_trio(partial(trio.to_thread.run_sync, work, limiter=self._threads))
-
     @staticmethod
     def _room(deployment: Deployment, dtype: DType, nbytes: int) -> Array | None:
         """Where an input is best placed: in the memory of the process that reads it, if that is one."""
-        is_placed = nbytes > SHARED_INLINE_MAX and deployment.arena is not None
+        is_placed = nbytes > INLINE_BYTES_MAX and deployment.arena is not None
         if not is_placed or dtype in (DType.BYTES, DType.BOOL):
             return None
         assert deployment.arena is not None
@@ -158,13 +150,16 @@ class EngineAccess:
         return outcome
 
 
-def _read(message: ReceivedMessage, windows: Sequence[RegionWindow], room: Sequence[Array | None]) -> dict[str, Array]:
+def _read(
+    message: ReceivedMessage, windows: Sequence[RegionWindow], room: Sequence[Array | None], pause: Pause
+) -> dict[str, Array]:
     """The inputs of a message that are in shared memory. Raises `Invalid`."""
-    model = message.target[0]
-    return {
-        name: raw.decode(window.read(place), name, model, dtype, shape, count)
-        for ((name, dtype, shape, count), _), window, place in zip(message.shared, windows, room, strict=True)
-    }
+    arrays: dict[str, Array] = {}
+    for ((name, dtype, shape, count), _), window, place in zip(message.shared, windows, room, strict=True):
+        data = window.read(place)
+        pause()
+        arrays[name] = raw.decode(data, name, message.target[0], dtype, shape, count)
+    return arrays
 
 
 class InferCall:

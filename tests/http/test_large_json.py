@@ -17,11 +17,12 @@ from flowserve.errors import Internal, Invalid, TooLarge
 from flowserve.http.api import encode as encoding
 from flowserve.http.api import large_json
 from flowserve.http.api.compression import compress, expand
-from flowserve.http.api.decode import INLINE_BYTES_MAX, Decoder, LargeBody
+from flowserve.http.api.decode import Decoder, LargeBody
 from flowserve.http.api.encode import Encoder, encode_large
 from flowserve.http.api.request_json import AnswerForm
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.runtime.protocol import ElementLimits
+from flowserve.runtime.threads import INLINE_BYTES_MAX
 from flowserve.values import Array, Response
 
 pytestmark = pytest.mark.fault("W2")

@@ -8,6 +8,7 @@ observe/, what is ready in runtime/. Called by the command line.
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import trio
 from starlette.applications import Starlette
@@ -37,6 +38,7 @@ from flowserve.observe.settings import EVERYTHING, MetricsChoice
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.loading.control import Control
 from flowserve.runtime.protocol import model_metadata, server_metadata
+from flowserve.runtime.threads import in_thread
 from flowserve.values import BytesLike
 
 _log = logging.getLogger("flowserve.http")
@@ -103,7 +105,7 @@ def make_routes(engine: Engine, options: AppOptions, control: Control | None) ->
             return received
         # On another ASGI server there is no budget.
         reserve = [request.scope[RESERVATION]().grow] if RESERVATION in request.scope else []
-        return await trio.to_thread.run_sync(expand, received, options.max_body_bytes, *reserve, abandon_on_cancel=True)
+        return await in_thread(partial(expand, received, options.max_body_bytes, *reserve))
 
     infer = InferRoute(engine, options)
     routes = [

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.errors import Invalid
-from flowserve.http.api.large_json import LargeArray, Pause
+from flowserve.http.api.large_json import LargeArray
 from flowserve.http.api.request_json import (
     ALL_BINARY,
     AnswerForm,
@@ -30,10 +30,9 @@ from flowserve.memory import raw
 from flowserve.memory.arena import Arena
 from flowserve.memory.client_memory import ClientMemory, RegionWindow
 from flowserve.runtime.protocol import ElementLimits
+from flowserve.runtime.threads import INLINE_BYTES_MAX, Pause
 from flowserve.values import Array, BytesLike, DType, Request, TensorSpec
 
-# So much JSON takes at most 25 ms. So many bytes of BYTES elements, or of the client's memory, as well.
-INLINE_BYTES_MAX: Final = 1 << 19
 _CACHED_HEADERS: Final = 256
 _CACHED_HEADER_BYTES: Final = 4096
 _NO_ROOM: Final[Mapping[str, Array]] = {}

@@ -17,11 +17,11 @@ import numpy as np
 import orjson
 
 from flowserve.errors import Invalid
-from flowserve.http.api.large_json import Pause
 from flowserve.http.api.request_json import AnswerForm
 from flowserve.http.server.connection import HeaderTuple
 from flowserve.memory import raw
 from flowserve.runtime.protocol import ElementLimits
+from flowserve.runtime.threads import Pause
 from flowserve.runtime.workers.parameters import STATELESS
 from flowserve.values import Array, DType, Parameter, Response
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import trio
@@ -45,6 +46,7 @@ from flowserve.runtime.model_calls.server_requests import (
     override,
     unload_dependents,
 )
+from flowserve.runtime.threads import in_thread
 
 SECONDS_MAX: Final = 60
 _REPOSITORY: Final = "/v2/repository"
@@ -70,7 +72,7 @@ def repository_routes(engine: Engine, control: Control | None, body: ReadBody) -
 
     async def load(request: Request) -> Response:
         parameters = _parameters(await document(request, body))
-        files = await trio.to_thread.run_sync(_files, parameters)
+        files = await in_thread(partial(_files, parameters))
         await allowed(control).load(request.path_params["name"], override({**parameters, **files}))
         return Response()
 

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, Final
 
 import orjson
-import trio
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
@@ -37,10 +36,10 @@ from flowserve.http.api.request_target import PREFIX, is_timed, is_version, trac
 from flowserve.http.server.connection import error_body
 from flowserve.memory import raw
 from flowserve.observe.server_timing import server_timing
-from flowserve.runtime.clock import pause_thread
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine, ResponseIterator
 from flowserve.runtime.protocol import ElementLimits
+from flowserve.runtime.threads import Pause, in_steps
 from flowserve.runtime.tracing.tracing import Watch
 from flowserve.values import Array, BytesLike, Parameter, Request, Response, TensorSpec, implied_shape
 
@@ -185,7 +184,7 @@ async def _document(response: Response, limits: ElementLimits) -> bytes:
     check_json_elements(elements, response.model, min(limits.json_elements, _ELEMENTS_MAX))
     if elements <= INLINE_ELEMENTS_MAX:
         return _document_of(response, _value)
-    return await trio.to_thread.run_sync(_document_of, response, _value_in_pieces)
+    return await in_steps(lambda pause: _document_of(response, partial(_value_in_pieces, pause)))
 
 
 def _document_of(response: Response, value_of: Callable[[str, str, Array], Any]) -> bytes:
@@ -205,8 +204,8 @@ def _value(model: str, name: str, array: Array) -> Any:
     return orjson.Fragment(text[1:-1])  # the one element without its brackets
 
 
-def _value_in_pieces(model: str, name: str, array: Array) -> Any:
+def _value_in_pieces(pause: Pause, model: str, name: str, array: Array) -> Any:
     if array.size == 1:
         return _value(model, name, array)
-    pieces = json_pieces(name, array, raw.datatype_of(array, name, model), pause_thread)
+    pieces = json_pieces(name, array, raw.datatype_of(array, name, model), pause)
     return orjson.Fragment(b"".join((b"[", *pieces, b"]")))

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import trio
 from starlette.exceptions import HTTPException
@@ -25,7 +25,6 @@ from flowserve.http.api.compression import CONTENT_ENCODING, Headers, compress, 
 from flowserve.http.api.decode import Decoder, LargeBody, decode_raw
 from flowserve.http.api.encode import JSON_HEADERS, Encoder, encode_large
 from flowserve.http.api.json_bodies import status_of
-from flowserve.http.api.large_json import Pause
 from flowserve.http.api.request_json import AnswerForm
 from flowserve.http.api.request_target import TARGET, RequestTarget, request_target, trace_context
 from flowserve.http.api.restricted import Guard
@@ -35,11 +34,11 @@ from flowserve.http.server.request_parser import MAX_BODY_BYTES, body_too_large
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.server_timing import server_timing
 from flowserve.observe.settings import EVERYTHING, LogSettings, MetricsChoice
-from flowserve.runtime.clock import pause_thread
 from flowserve.runtime.engine.classification import rank
 from flowserve.runtime.engine.deployments import Deployment, MakeFlow
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.protocol import ElementLimits, Forwarding, Restriction
+from flowserve.runtime.threads import in_steps, in_thread
 from flowserve.runtime.tracing.tracing import Watch
 from flowserve.scheduling.flow import Flow
 from flowserve.values import Array, BytesLike, Request, Response
@@ -65,13 +64,10 @@ class AppOptions:
     budget: Budget = field(default_factory=Budget)
 
 
-Result = TypeVar("Result")
 # Status, headers, and the body's buffers.
 Encoded = tuple[int, HeaderTuple, Sequence[Any]]
 
 SERVER_TIMING: Final = b"server-timing"
-_WORKING_AT_ONCE: Final = 4  # each may hold a whole expanded body
-_STEPPING_AT_ONCE: Final = 2  # the event loop waits for a step of each
 _INLINE_BYTES_MAX: Final = 16_384  # compressing more than this would block the event loop
 # So much of a model's shared memory may hold bodies, which stays allocated. More are copied.
 _BODY_MEMORY_MAX: Final = 1 << 28
@@ -91,8 +87,6 @@ class InferRoute:
         self.max_body_bytes = options.max_body_bytes
         self._access = Access(options.access)
         self._guard = Guard(options.restrictions) if options.restrictions else None
-        self._threads = trio.CapacityLimiter(_WORKING_AT_ONCE)
-        self._steps = trio.CapacityLimiter(_STEPPING_AT_ONCE)
 
     def body_memory(self, scope: Scope, nbytes: int) -> Array | None:
         """Where a large body is best received, as bytes: in memory shared with the process that will read it; None:
@@ -168,16 +162,6 @@ class InferRoute:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b"".join(parts)})
 
-    async def in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Run blocking work on a thread; a few at once, the others wait. A client that leaves does not wait for it."""
-        return await trio.to_thread.run_sync(work, *arguments, abandon_on_cancel=True, limiter=self._threads)
-
-    async def in_steps(self, work: Callable[[Pause], Result]) -> Result:
-        """Run work that holds the interpreter on a thread. It calls its argument between short steps, where it ends if
-        the client left.
-        """
-        return await trio.to_thread.run_sync(work, pause_thread, limiter=self._steps)
-
 
 class _Inference:
     """One request from its body to its response, traced or not."""
@@ -230,7 +214,7 @@ class _Inference:
         body, self._body = self._body, b""
         try:
             if target.is_compressed:
-                body = await route.in_thread(expand, body, route.max_body_bytes, reservation.grow)
+                body = await in_thread(partial(expand, body, route.max_body_bytes, reservation.grow))
             request = self._decoded(body)
             if request is None:
                 request = await self._decoded_in_steps(body)
@@ -243,7 +227,7 @@ class _Inference:
                 if sum(map(len, parts)) <= _INLINE_BYTES_MAX:
                     packed = compress(parts, target.encoding)
                 else:
-                    packed = await route.in_thread(compress, parts, target.encoding)
+                    packed = await in_thread(partial(compress, parts, target.encoding))
                 if packed is not None:
                     headers, parts = (*headers, (CONTENT_ENCODING, target.encoding)), [packed]
         except FlowserveError as error:
@@ -300,13 +284,13 @@ class _Inference:
         """
         route = self._route
         large = LargeBody(route.decoder, body, self._target.header_length, self.deployment.name)
-        request = await route.in_steps(large.parse)
+        request = await in_steps(large.parse)
         if route.forwarding is not None:
             forward_headers(route.forwarding, self._target.headers, request)
         request.stamp = route.engine.next_stamp()
         route.engine.check(self.deployment, request)
         large.prepare(self.deployment.arena)
-        request.inputs = await route.in_steps(large.arrays)
+        request.inputs = await in_steps(large.arrays)
         self._answer_form = large.form
         return request
 
@@ -325,7 +309,7 @@ class _Inference:
 
     async def _encoded_in_steps(self, response: Response) -> Encoded:
         """What `_encoded` leaves to a thread. Raises as it does."""
-        parts, headers = await self._route.in_steps(partial(encode_large, response, self._answer_form))
+        parts, headers = await in_steps(partial(encode_large, response, self._answer_form))
         return 200, headers, parts
 
     def _finished(self, flow: Flow) -> None:

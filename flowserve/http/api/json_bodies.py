@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
 import orjson
-import trio
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,6 +23,7 @@ from flowserve.errors import FlowserveError, Invalid, TooLarge
 from flowserve.http.api.compression import UnknownEncoding
 from flowserve.http.server.connection import error_body
 from flowserve.runtime.protocol import ITEMS_MAX
+from flowserve.runtime.threads import INLINE_BYTES_MAX, in_one_piece
 from flowserve.values import BytesLike, fits_64_bits
 
 Parsed = TypeVar("Parsed")
@@ -42,10 +43,8 @@ STATUS: Final[Mapping[str, int]] = {
     "internal": 500,
 }
 _UINT64_MAX: Final = 2**64 - 1
-_INLINE_BYTES_MAX: Final = 1 << 19
 _MARKS: Final = b",[{\\"
 _MARKS_MAX: Final = 1 << 20
-_ONE_AT_A_TIME: Final = trio.CapacityLimiter(1)  # parsing holds the interpreter up to 100 ms
 DEPTH_MAX: Final = 100
 _NOT_MARKS: Final = bytes(set(range(256)) - set(b'[]{}"'))
 _QUOTE: Final = ord('"')
@@ -75,19 +74,19 @@ async def off_loop(parse: Callable[[BytesLike], Parsed], text: BytesLike) -> Par
     """`parse(text)`, on a thread if the text is large. Raises `TooLarge` for one that has very many values: parsing it
     would keep the interpreter for long, on any thread.
     """
-    if len(text) <= _INLINE_BYTES_MAX:
+    if len(text) <= INLINE_BYTES_MAX:
         return parse(text)
-    return await trio.to_thread.run_sync(_parse_large, parse, text, limiter=_ONE_AT_A_TIME)
+    return await in_one_piece(partial(_parse_large, parse, text))
 
 
 def _parse_large(parse: Callable[[BytesLike], Parsed], text: BytesLike) -> Parsed:
     marks = 0
-    for start in range(0, len(text), _INLINE_BYTES_MAX):
-        block = bytes(memoryview(text)[start : start + _INLINE_BYTES_MAX])
+    for start in range(0, len(text), INLINE_BYTES_MAX):
+        block = bytes(memoryview(text)[start : start + INLINE_BYTES_MAX])
         marks += len(block) - len(block.translate(None, _MARKS))
         if marks > _MARKS_MAX:
             raise TooLarge(
-                f"a JSON body of more than {_INLINE_BYTES_MAX} bytes may have {_MARKS_MAX} commas, brackets and "
+                f"a JSON body of more than {INLINE_BYTES_MAX} bytes may have {_MARKS_MAX} commas, brackets and "
                 "backslashes here; an inference request (…/infer) may have more"
             )
     return parse(text)

@@ -23,9 +23,8 @@ import numpy as np
 from flowserve.errors import Invalid, TooLarge
 from flowserve.http.api.json_bodies import DEPTH_MAX, parse_json, too_deep
 from flowserve.runtime.protocol import ITEMS_MAX
+from flowserve.runtime.threads import Pause
 from flowserve.values import Array
-
-Pause = Callable[[], None]
 
 OUTLINE_BYTES_MAX: Final = 1 << 20  # parsing so much takes up to 50 ms
 VALUE_BYTES_MAX: Final = 1 << 24  # parsing so long a string takes up to 70 ms

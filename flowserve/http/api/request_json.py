@@ -27,10 +27,11 @@ from flowserve.http.api.json_bodies import (
     uint_of,
     wrong_type,
 )
-from flowserve.http.api.large_json import LargeArray, Pause, collector_paused, outline
+from flowserve.http.api.large_json import LargeArray, collector_paused, outline
 from flowserve.memory import raw
 from flowserve.memory.client_memory import Portion, RegionWindow
 from flowserve.runtime.protocol import BINARY_OUTPUT, KNOWN_PARAMETERS, RESERVED_PREFIX, ElementLimits, reserved
+from flowserve.runtime.threads import Pause
 from flowserve.values import BY_WIRE, BytesLike, DType, Parameter
 
 _BESIDE_INPUTS: Final = frozenset({"id", "parameters", "outputs"})

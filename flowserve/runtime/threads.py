@@ -1,0 +1,58 @@
+"""Work of requests that takes too long for the event loop: on threads, a few at once.
+
+Decides from which size on a body or tensor is decoded, copied and encoded on a thread, and how many such threads run at
+once in one event loop, by the effect of the work on the event loop. Other requests wait for a free thread. Does not
+know the work. Callers: `http` and `grpc`, in trio's tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import trio
+from trio.lowlevel import RunVar
+
+from flowserve.runtime.clock import pause_thread
+
+Result = TypeVar("Result")
+Pause = Callable[[], None]
+
+# So many bytes of JSON take at most 25 ms. So many bytes of BYTES elements, or of the client's memory, as well.
+INLINE_BYTES_MAX: Final = 1 << 19
+_BLOCKING_AT_ONCE: Final = 4  # each may hold a whole expanded body
+_STEPPING_AT_ONCE: Final = 2  # the event loop waits for a step of each
+_HOLDING_AT_ONCE: Final = 1
+
+# A limiter belongs to one event loop; a process may have several.
+_blocking: Final[RunVar[trio.CapacityLimiter]] = RunVar("flowserve blocking work")
+_stepping: Final[RunVar[trio.CapacityLimiter]] = RunVar("flowserve work in steps")
+_holding: Final[RunVar[trio.CapacityLimiter]] = RunVar("flowserve work that holds the interpreter")
+
+
+async def in_thread(work: Callable[[], Result]) -> Result:
+    """Run work that blocks, but does not hold the interpreter for long. A client that leaves does not wait for it."""
+    limiter = _limiter(_blocking, _BLOCKING_AT_ONCE)
+    return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter)
+
+
+async def in_steps(work: Callable[[Pause], Result]) -> Result:
+    """Run work that holds the interpreter. It calls its argument between short steps; there it ends if the task was
+    cancelled, which waits for that.
+    """
+    return await trio.to_thread.run_sync(work, pause_thread, limiter=_limiter(_stepping, _STEPPING_AT_ONCE))
+
+
+async def in_one_piece(work: Callable[[], Result]) -> Result:
+    """Run work that holds the interpreter and cannot be divided into steps, for up to 100 ms."""
+    return await trio.to_thread.run_sync(work, limiter=_limiter(_holding, _HOLDING_AT_ONCE))
+
+
+def _limiter(variable: RunVar[trio.CapacityLimiter], total: int) -> trio.CapacityLimiter:
+    """This event loop's limiter."""
+    try:
+        return variable.get()
+    except LookupError:
+        limiter = trio.CapacityLimiter(total)
+        variable.set(limiter)
+        return limiter
