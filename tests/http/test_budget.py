@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
 from flowserve.errors import Cancelled, Overloaded
+from flowserve.http.api.access import AccessRules
 from flowserve.http.api.app import make_app
 from flowserve.http.api.infer import AppOptions, InferRoute
 from flowserve.http.server.budget import Budget, Reservation
@@ -34,6 +35,7 @@ GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SIZE = 100_000
 BODY = bytes(SIZE)
 LIMIT = 250_000
+INFER = b"/v2/models/double/infer"
 Start = Callable[..., Awaitable[Running]]
 
 
@@ -150,7 +152,7 @@ async def test_a_small_request_reserves_nothing(
 
 @pytest.mark.fault("W3")
 async def test_an_expanded_body_counts_as_it_grows(engine: Any, nursery: trio.Nursery) -> None:
-    options = AppOptions(max_body_bytes=10_000_000)
+    options = AppOptions(max_body_bytes=10_000_000, access=AccessRules(origins=("https://app.example",)))
     budget = Budget(4_000_000)
     server = Server(
         make_app(engine, options), Limits(max_body_bytes=10_000_000), direct=InferRoute(engine, options), budget=budget
@@ -158,14 +160,16 @@ async def test_an_expanded_body_counts_as_it_grows(engine: Any, nursery: trio.Nu
     listeners = open_listeners("127.0.0.1", 0)
     await nursery.start(server.serve, listeners)
     bomb = gzip.compress(b" " * 8_000_000)
-    for path in (b"/v2/models/double/infer", b"/v2/logging"):
+    page = b"Content-Encoding: gzip\r\nOrigin: https://app.example\r\n"  # the app responds to it, with CORS headers
+    program = b"Content-Encoding: gzip\r\n"
+    for path, headers in ((INFER, program), (INFER, page), (b"/v2/logging", program)):
         async with await trio.open_tcp_stream("127.0.0.1", listeners[0].getsockname()[1]) as stream:
-            answer = await Client(stream).ask(head(len(bomb), b"Content-Encoding: gzip\r\n", path) + bomb)
+            answer = await Client(stream).ask(head(len(bomb), headers, path) + bomb)
             assert (answer.status, answer.headers["retry-after"]) == (503, "1")
             assert "--http-max-total-input-size" in answer.body.decode()
             assert budget.body_bytes == 0
             whole = gzip.compress(b" " * 3_000_000)
-            answer = await Client(stream).ask(head(len(whole), b"Content-Encoding: gzip\r\n", path) + whole)
+            answer = await Client(stream).ask(head(len(whole), headers, path) + whole)
             assert answer.status in (400, 413)
             assert budget.body_bytes == 0
 

@@ -29,7 +29,15 @@ from flowserve.http.api.request_json import AnswerForm
 from flowserve.http.api.request_target import TARGET, RequestTarget, request_target, trace_context
 from flowserve.http.api.restricted import Guard
 from flowserve.http.server.budget import Budget, Reservation
-from flowserve.http.server.connection import RETRY_AFTER, HeaderTuple, Respond, Spawn, error_body, no_memory
+from flowserve.http.server.connection import (
+    RESERVATION,
+    RETRY_AFTER,
+    HeaderTuple,
+    Respond,
+    Spawn,
+    error_body,
+    no_memory,
+)
 from flowserve.http.server.request_parser import MAX_BODY_BYTES, body_too_large
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.server_timing import server_timing
@@ -139,6 +147,8 @@ class InferRoute:
         if request_target(scope) is None:
             raise HTTPException(404)
         body = await read_body(receive, self.max_body_bytes)
+        # On another ASGI server there is no budget.
+        reservation = scope[RESERVATION]() if RESERVATION in scope else Reservation(Budget())
         responses: list[Encoded] = []
         is_done = trio.Event()
 
@@ -149,7 +159,7 @@ class InferRoute:
         async with trio.open_nursery() as nursery:
 
             def spawn(work: Callable[[Reservation], Awaitable[None]]) -> None:
-                nursery.start_soon(work, Reservation(Budget()))
+                nursery.start_soon(work, reservation)
 
             withdraw = self.start(scope, body, respond, spawn)
             assert withdraw is not None, "the target was looked at, and the app admitted the request"
