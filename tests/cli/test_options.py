@@ -26,8 +26,9 @@ from flowserve.cli.options import (
     without_effect,
 )
 from flowserve.grpc.options import GrpcOptions
+from flowserve.http.server.request_parser import Limits
 from flowserve.observe.settings import MetricsChoice
-from flowserve.runtime.protocol import Restriction
+from flowserve.runtime.protocol import ElementLimits, Restriction
 from flowserve.version import __version__
 
 
@@ -245,6 +246,13 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_the_limits_of_elements_are_those_of_the_front_ends() -> None:
+    arguments = run_arguments("models")
+    assert ElementLimits(arguments.max_bytes_elements, arguments.http_max_json_elements) == ElementLimits()
+    assert grpc_options(arguments).bytes_elements == ElementLimits().bytes_elements
+    assert Limits(max_body_bytes=arguments.http_max_input_size) == Limits()
 
 
 def test_the_defaults_are_safe() -> None:

@@ -79,7 +79,7 @@ class Server:
         self._accepting = trio.CancelScope()
         self._refused = 0  # connections that are being refused
         self._reserve = -1  # a descriptor that is closed to accept a connection when no other is left; -1: none
-        self._crowded, self._short = _Episode(), _Episode()
+        self._over_limit, self._out_of_resources = _Episode(), _Episode()
         self._drain_deadline = math.inf
         self._is_empty = trio.Event()  # set when the last connection goes, once none is accepted any more
         self._begin_events = direct.begin_events if direct is not None else _ignore
@@ -156,7 +156,7 @@ class Server:
     def _refuse(self, sock: socket.socket, tasks: trio.Nursery) -> None:
         """The server has as many connections as it may have. A client that speaks TLS gets no text."""
         self.budget.refused_connections += 1
-        self._crowded.note(self._context.now, self._too_many())
+        self._over_limit.note(self._context.now, self._too_many())
         if self._tls is not None:
             sock.close()
         elif self._refused < _REFUSED_AT_ONCE:
@@ -174,7 +174,7 @@ class Server:
         listener stays readable, so this waits a moment if it cannot.
         """
         is_short = error.errno in _OUT_OF_DESCRIPTORS
-        self._short.note(self._context.now, NO_DESCRIPTORS if is_short else str(error.strerror))
+        self._out_of_resources.note(self._context.now, NO_DESCRIPTORS if is_short else str(error.strerror))
         if not is_short or self._reserve < 0:
             await trio.sleep(_ACCEPT_PAUSE_S)
             if self._reserve < 0:
