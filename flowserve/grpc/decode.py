@@ -23,6 +23,7 @@ from flowserve.grpc.service_pb2 import InferParameter, ModelInferRequest
 from flowserve.memory import raw
 from flowserve.memory.client_memory import Portion
 from flowserve.runtime.protocol import ITEMS_MAX, KNOWN_PARAMETERS, RESERVED_PREFIX, reserved
+from flowserve.runtime.threads import INLINE_BYTES_MAX
 from flowserve.values import BY_WIRE, Array, BytesLike, DType, Parameter, Request
 
 EMPTY_FINAL: Final = "triton_enable_empty_final_response"
@@ -55,13 +56,14 @@ _fields_of: Final = attrgetter(*(one.name for one in fields(Request) if one.name
 @dataclass(slots=True)
 class ReceivedMessage:
     """A request for a `target` (model and version), and the form of its response: `classes` and `portions` are by
-    output. `shared` are inputs in the client's shared memory that are still to be read into `request`. `wants_final`:
-    the end of a decoupled response is marked by an empty response. `error`: why the message cannot be decoded, if so.
+    output. `late` are inputs that are still to be read into `request`: those in the client's shared memory, and BYTES
+    inputs of many bytes, with these. `wants_final`: the end of a decoupled response is marked by an empty response.
+    `error`: why the message cannot be decoded, if so.
     """
 
     target: tuple[str, str]
     request: Request
-    shared: list[tuple[InputLayout, Portion]] = field(default_factory=list)
+    late: list[tuple[InputLayout, Portion | BytesLike]] = field(default_factory=list)
     classes: dict[str, int] = field(default_factory=dict)
     portions: dict[str, Portion] = field(default_factory=dict)
     wants_final: bool = False
@@ -94,7 +96,11 @@ class MessageReader:
         try:
             for (name, dtype, shape, count), block in zip(layouts, blocks, strict=True):
                 raw.check_size(name, target[0], dtype, count, len(block))
-                inputs[name] = raw.decode(block, name, target[0], dtype, shape, count)
+                if dtype is DType.BYTES and len(block) > INLINE_BYTES_MAX:
+                    received.late.append(((name, dtype, shape, count), block))
+                    inputs[name] = _READ_LATER
+                else:
+                    inputs[name] = raw.decode(block, name, target[0], dtype, shape, count)
         except Invalid as error:
             received.error = error.with_traceback(None)
         return received
@@ -112,7 +118,8 @@ class MessageReader:
         except Invalid as error:
             target = message.model_name, message.model_version
             return ReceivedMessage(target, Request({}, id=message.id), error=error.with_traceback(None))
-        if blocks and len(head) <= _KEPT_BYTES_MAX and not (message.id or received.shared or received.portions):
+        is_same = not (message.id or received.portions or any(isinstance(one, Portion) for _, one in received.late))
+        if blocks and len(head) <= _KEPT_BYTES_MAX and is_same:
             if len(self._kept) >= _KEPT_MAX:
                 self._kept.clear()
             layouts = tuple(_layout(tensor) for tensor in message.inputs)
@@ -199,7 +206,7 @@ def _inputs(
     blocks = iter(given_raw)
     is_raw = bool(given_raw)
     given = decoded.request.inputs
-    placed = 0
+    placed = in_shared_memory = 0
     for tensor in message.inputs:
         name = tensor.name
         dtype = BY_WIRE.get(tensor.datatype)
@@ -223,7 +230,8 @@ def _inputs(
                     "shared memory"
                 )
             raw.check_size(name, model, dtype, count, portion.size)
-            decoded.shared.append(((name, dtype, shape, count), portion))
+            decoded.late.append(((name, dtype, shape, count), portion))
+            in_shared_memory += 1
             given[name] = _READ_LATER
         elif is_raw:
             if has_contents:
@@ -236,7 +244,11 @@ def _inputs(
             if block is None:
                 break
             raw.check_size(name, model, dtype, count, len(block))
-            given[name] = raw.decode(block, name, model, dtype, shape, count)
+            if dtype is DType.BYTES and len(block) > INLINE_BYTES_MAX:
+                decoded.late.append(((name, dtype, shape, count), block))
+                given[name] = _READ_LATER
+            else:
+                given[name] = raw.decode(block, name, model, dtype, shape, count)
         else:
             if dtype is not DType.BYTES:
                 numbers += count
@@ -246,7 +258,7 @@ def _inputs(
     if is_raw and placed != len(given_raw):
         raise Invalid(
             f"expected one raw_input_contents for each input of model '{model}' that is not in shared memory, got "
-            f"{len(given_raw)} for {len(message.inputs) - len(decoded.shared)}"
+            f"{len(given_raw)} for {len(message.inputs) - in_shared_memory}"
         )
 
 

@@ -21,14 +21,14 @@ from flowserve.grpc.decode import ReceivedMessage
 from flowserve.grpc.encode import MessageEncoder, Parts
 from flowserve.grpc.guest import GuestLoop
 from flowserve.memory import raw
-from flowserve.memory.client_memory import ClientMemory, RegionWindow
+from flowserve.memory.client_memory import ClientMemory, Portion, RegionWindow
 from flowserve.runtime.engine.classification import rank
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine, ResponseIterator
 from flowserve.runtime.threads import INLINE_BYTES_MAX, Pause, in_steps
 from flowserve.runtime.tracing.tracing import Watch
 from flowserve.scheduling.flow import Flow
-from flowserve.values import Array, DType, Response
+from flowserve.values import Array, BytesLike, DType, Response
 
 T = TypeVar("T")
 STOPPING: Final = "Server is stopping"
@@ -56,8 +56,8 @@ class EngineAccess:
 
     async def infer(self, message: ReceivedMessage, context: str = "") -> Parts:
         """The single response to a request. `context`: the caller's trace context. Raises FlowserveError."""
-        if message.shared:
-            await self.read_shared(message)
+        if message.late:
+            await self.read_late(message)
             if message.error is not None:
                 raise message.error
         call = InferCall(self, message, context)
@@ -74,21 +74,22 @@ class EngineAccess:
         finally:
             call.close()
 
-    async def read_shared(self, message: ReceivedMessage) -> None:
-        """Read inputs in shared memory on a thread, if they are large, after the message's types and shapes were
-        checked. A failure is kept in the message. Small inputs are left to `submit`.
+    async def read_late(self, message: ReceivedMessage) -> None:
+        """Read the late inputs on a thread, if they are large, after the message's types and shapes were checked. A
+        failure is kept in the message. Small inputs are left to `submit`.
         """
-        if message.error is not None or sum(portion.size for _, portion in message.shared) <= INLINE_BYTES_MAX:
+        late = message.late
+        if message.error is not None or sum(_bytes_of(source) for _, source in late) <= INLINE_BYTES_MAX:
             return
         request = message.request
         try:
-            stand_ins = {name: raw.stand_in(name, dtype, shape) for (name, dtype, shape, _), _ in message.shared}
+            stand_ins = {name: raw.stand_in(name, dtype, shape) for (name, dtype, shape, _), _ in late}
             deployment = self.engine.deployments.find(*message.target)
             self.engine.check(deployment, replace(request, inputs={**request.inputs, **stand_ins}))
-            windows = [self.memory.window(portion) for _, portion in message.shared]
-            room = [self._room(deployment, dtype, portion.size) for (_, dtype, _, _), portion in message.shared]
+            windows = [self.memory.window(source) if isinstance(source, Portion) else source for _, source in late]
+            room = [self._room(deployment, dtype, _bytes_of(source)) for (_, dtype, _, _), source in late]
             request.inputs |= await self.run_in_trio(lambda: in_steps(partial(_read, message, windows, room)))
-            message.shared = []
+            message.late = []
         except FlowserveError as error:
             message.error = error.with_traceback(None)
 
@@ -150,13 +151,20 @@ class EngineAccess:
         return outcome
 
 
+def _bytes_of(source: Portion | BytesLike) -> int:
+    return source.size if isinstance(source, Portion) else len(source)
+
+
 def _read(
-    message: ReceivedMessage, windows: Sequence[RegionWindow], room: Sequence[Array | None], pause: Pause
+    message: ReceivedMessage,
+    windows: Sequence[RegionWindow | BytesLike],
+    room: Sequence[Array | None],
+    pause: Pause,
 ) -> dict[str, Array]:
-    """The inputs of a message that are in shared memory. Raises `Invalid`."""
+    """The late inputs of a message. Raises `Invalid`."""
     arrays: dict[str, Array] = {}
-    for ((name, dtype, shape, count), _), window, place in zip(message.shared, windows, room, strict=True):
-        data = window.read(place)
+    for ((name, dtype, shape, count), _), window, place in zip(message.late, windows, room, strict=True):
+        data = window.read(place) if isinstance(window, RegionWindow) else window
         pause()
         arrays[name] = raw.decode(data, name, message.target[0], dtype, shape, count)
     return arrays
@@ -204,8 +212,8 @@ class InferCall:
             self._watch = watch
         deployment = self._deployment = engine.deployments.find(*message.target)
         request = message.request
-        for (name, dtype, shape, count), portion in message.shared:
-            data = memory.window(portion).read()
+        for (name, dtype, shape, count), source in message.late:
+            data = memory.window(source).read() if isinstance(source, Portion) else source
             request.inputs[name] = raw.decode(data, name, message.target[0], dtype, shape, count)
         if message.portions:
             self._windows = memory.windows(message.portions)

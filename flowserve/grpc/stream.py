@@ -122,8 +122,8 @@ class InferStream:
         """Read until the client ends its side. A broken connection cancels the whole call."""
         while isinstance(received := await context.read(), ReceivedMessage):
             await self._room.acquire()
-            if received.shared:
-                await self._access.read_shared(received)
+            if received.late:
+                await self._access.read_late(received)
             self._begin(received)
         if isinstance(received, FlowserveError):
             raise received

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from flowserve.errors import Invalid, TooLarge
 from flowserve.grpc.bounds import CHECKED_BYTES_MIN, FIELDS_MAX, TYPED_ELEMENTS_MAX, MessageBounds
 from flowserve.grpc.decode import MessageReader, ReceivedMessage
 from flowserve.grpc.service_pb2 import ModelInferRequest, RepositoryModelLoadRequest
+from flowserve.memory import raw
 from flowserve.runtime.protocol import ITEMS_MAX
 from flowserve.testing.serve import Served
 
@@ -129,6 +131,22 @@ def test_more_numbers_in_typed_contents_than_allowed_are_refused(field: str) -> 
     getattr(made.inputs[0].contents, field).extend([1] * (FIELDS_MAX + 1))
     with pytest.raises(TooLarge, match="raw_input_contents has no such limit"):
         BOUNDS.check(made.SerializeToString())
+
+
+@pytest.mark.fault("W2")
+def test_large_bytes_inputs_are_left_to_a_thread() -> None:
+    encoded = raw.encode_bytes(np.array([b"x" * 300] * 50_000, np.object_))
+    made = ModelInferRequest(model_name="echo", raw_input_contents=[encoded, bytes(4)])
+    made.inputs.add(name="IN", datatype="BYTES", shape=[50_000])
+    made.inputs.add(name="ONE", datatype="BYTES", shape=[1])
+    reader = MessageReader()
+    for _ in range(2):  # the second time, the part before the raw tensors is known
+        received = reader(made.SerializeToString())
+        assert isinstance(received, ReceivedMessage)
+        ((layout, data),) = received.late
+        assert (layout[0], layout[3]) == ("IN", 50_000)
+        assert data == encoded
+        assert received.request.inputs["ONE"].tolist() == [b""]
 
 
 @pytest.mark.fault("W4")

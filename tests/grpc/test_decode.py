@@ -159,7 +159,7 @@ def test_shared_memory_inputs_are_left_for_later() -> None:
     made.inputs[0].parameters["shared_memory_region"].string_param = "r"
     assert "'shared_memory_byte_size' must be specified" in refusal(made)
     made.inputs[0].parameters["shared_memory_byte_size"].int64_param = 8
-    ((_, portion),) = decode_request(made).shared
+    ((_, portion),) = decode_request(made).late
     assert portion == Portion("r", 0, 8)
     made.inputs[0].parameters["shared_memory_byte_size"].int64_param = 9
     assert "input byte size mismatch" in refusal(made)
@@ -208,7 +208,7 @@ def test_1024_inputs_and_outputs_are_accepted_and_more_are_refused_at_once() -> 
         tensor.parameters["shared_memory_region"].string_param = "region"
         tensor.parameters["shared_memory_byte_size"].int64_param = 4
     assert len(decode_request(made).request.outputs or ()) == 1024
-    assert len(decode_request(shared).shared) == 1024
+    assert len(decode_request(shared).late) == 1024
     made.outputs[1000].name = "OUT7"
     shared.inputs[1000].name = "IN7"
     assert refusal(made) == "output 'OUT7' already exists in request"

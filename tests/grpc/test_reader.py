@@ -57,7 +57,7 @@ def contents(read: ReceivedMessage | Invalid) -> Any:
         return read.target, request.id, str(read.error)
     inputs = {name: (one.dtype, one.shape, one.tolist()) for name, one in request.inputs.items()}
     others = [getattr(request, name) for name in request.__slots__ if name not in ("inputs", "stamp")]
-    return read.target, inputs, others, read.shared, read.classes, read.portions, read.wants_final
+    return read.target, inputs, others, read.late, read.classes, read.portions, read.wants_final
 
 
 def decoded_by_protobuf(data: bytes) -> Any:
