@@ -51,7 +51,7 @@ class CopyCost:
 
 @dataclass(slots=True, eq=False)
 class _DeviceQueue:
-    """The tickets that wait for one device. A ticket's `lane` is the cost of copying its tensors to another."""
+    """The tickets that wait for one device. A ticket's `copy_ns` is the cost of copying its tensors to another."""
 
     batcher: Queue
 
@@ -66,7 +66,7 @@ class _DeviceQueue:
             rows += ticket.rows or 1
             if total and rows > rows_max:
                 break
-            total += ticket.lane
+            total += ticket.copy_ns
         return self.oldest_ns + total
 
 
@@ -115,7 +115,7 @@ class AffinityBatcher:
         """Queue a ticket; its `queued_ns` is set."""
         self._now_ns = ticket.queued_ns
         self._forget()
-        home, ticket.lane = self._home_of(ticket)
+        home, ticket.copy_ns = self._home_of(ticket)
         self._queues[home].batcher.put(ticket)
         self._count += 1
 

@@ -50,13 +50,17 @@ def longer(took: Took, queue_ns: int, input_ns: int, infer_ns: int, output_ns: i
 
 class Ticket:
     """The queue entry of a step: rows, a key that all members of a batch must share, and the time it was queued. No
-    tensor data. Three attributes are set by some queues only: `lane` and `order` are the lane and the position of
-    arrival in a queue that may reorder tickets (queue.py), `sequence` is the ticket's `RequestSequence` (sequence/).
+    tensor data. Some attributes are set by some queues only: `lane` and `order` are the lane and the position of
+    arrival in a queue that may reorder tickets (queue.py), `copy_ns` is the cost of copying its tensors to another
+    device (affinity.py), `sequence` its `RequestSequence`, and `candidate_ns` the time at which it became the next of
+    that (sequence/).
     """
 
-    __slots__ = ("flow", "key", "lane", "node", "order", "queued_ns", "rows", "sequence")
+    __slots__ = ("candidate_ns", "copy_ns", "flow", "key", "lane", "node", "order", "queued_ns", "rows", "sequence")
 
     lane: int
+    copy_ns: int
+    candidate_ns: int
     sequence: Any
     order: int
 

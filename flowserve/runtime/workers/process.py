@@ -10,7 +10,8 @@ To return a batch early, or if a process has ended, the server sends CANCEL to e
 whether it ran the batch. A process that did not may no longer run it. The instance of each that has replied or ended is
 released. The batch was lost if the process after the last one that ran it has ended; else its reply is on the way.
 
-Decides when a route over processes is announced to them: once, with the first batch that takes it.
+Decides when a route over processes is announced to them (once, with the first batch that takes it), and how often a
+process is told to release idle memory after its last batch.
 
 Decides that each process has a number of its own. `ProcessPool` holds the objects that all process workers share: the
 starter of processes, the poller of their sockets, and the batches in flight.

@@ -120,7 +120,7 @@ class Oldest(Sequences):
         self._batches = batches
         self._delay_ns = batches.max_queue_delay_ns
         self.may_wait = batches.max_queue_delay_ns > 0
-        # A ticket's `lane` is the time at which it became a candidate, so those of an instance are in ascending order.
+        # Those of an instance are in ascending order of `candidate_ns`.
         self._candidates: dict[Any, OrderedDict[Ticket, None]] = {}
 
     def serve(self, instances: Sequence[Any], free: Any) -> None:
@@ -132,7 +132,7 @@ class Oldest(Sequences):
         if not candidates:
             return None
         first = next(iter(candidates))
-        is_overdue = self._delay_ns > 0 and now_ns - first.lane >= self._delay_ns
+        is_overdue = self._delay_ns > 0 and now_ns - first.candidate_ns >= self._delay_ns
         size = self._batches.count(candidates, first.key, is_overdue)
         if not size:
             return None
@@ -147,7 +147,7 @@ class Oldest(Sequences):
     def _head_added(self, sequence: RequestSequence) -> None:
         assert sequence.slot is not None
         first = sequence.waiting[0]
-        first.lane = self._now_ns
+        first.candidate_ns = self._now_ns
         self._candidates[sequence.slot.instance][first] = None
 
     def _head_removed(self, sequence: RequestSequence) -> None:
@@ -157,7 +157,9 @@ class Oldest(Sequences):
     def deadline(self) -> int | None:
         if not self._delay_ns:
             return None
-        waiting = [next(iter(found)).lane for instance in self._free_instances if (found := self._candidates[instance])]
+        waiting = [
+            next(iter(found)).candidate_ns for instance in self._free_instances if (found := self._candidates[instance])
+        ]
         return min(waiting) + self._delay_ns if waiting else None
 
     def check(self) -> None:
@@ -166,7 +168,7 @@ class Oldest(Sequences):
             sequences = [slot.sequence for slot in self.slots[instance] if slot.sequence is not None]
             heads = [id(sequence.waiting[0]) for sequence in sequences if sequence.waiting]
             assert sorted(map(id, candidates)) == sorted(heads), "(3) the candidates are not the first of each sequence"
-            times = [ticket.lane for ticket in candidates]
+            times = [ticket.candidate_ns for ticket in candidates]
             assert times == sorted(times), "(3) the candidates are not in order"
 
 
