@@ -56,13 +56,15 @@ class EngineAccess:
 
     async def infer(self, message: ReceivedMessage, context: str = "") -> Parts:
         """The single response to a request. `context`: the caller's trace context. Raises FlowserveError."""
+        is_accepted = False
         if message.late:
-            await self.read_late(message)
+            with self.engine.announced() as is_accepted:
+                await self.read_late(message)
             if message.error is not None:
                 raise message.error
         call = InferCall(self, message, context)
         try:
-            flow = call.submit()
+            flow = call.submit(is_accepted=is_accepted)
             if flow is None:
                 raise Unsupported(f"{ONE_RESPONSE}: '{message.target[0]}' answers in a stream")
             if not flow.done:
@@ -203,8 +205,10 @@ class InferCall:
         """The version that runs the request."""
         return str(self._deployment.version)
 
-    def submit(self) -> Flow | None:
-        """Submit the request. For a decoupled model returns None without submitting it. Raises FlowserveError."""
+    def submit(self, *, is_accepted: bool = False) -> Flow | None:
+        """Submit the request. For a decoupled model returns None without submitting it. `is_accepted`: as for the
+        engine. Raises FlowserveError.
+        """
         engine, memory, message = self._access.engine, self._access.memory, self.message
         watch = engine.traces.sample(message.target[0], self._context) if engine.traces.is_on else None
         if watch is not None:
@@ -223,7 +227,7 @@ class InferCall:
         if deployment.is_decoupled:
             return None
         make = None if watch is None else watch.make(deployment.make_flow)
-        self._flow = engine.submit(deployment, request, make)
+        self._flow = engine.submit(deployment, request, make, is_accepted=is_accepted)
         return self._flow
 
     def begin(self, on_outcome: OnCallOutcome, on_response: OnCallOutcome, before: InferCall | None = None) -> None:

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 import trio
 from trio.lowlevel import RunVar
 
+from flowserve.errors import FlowserveError
 from flowserve.runtime.clock import pause_thread
 
 Result = TypeVar("Result")
@@ -33,19 +34,36 @@ _holding: Final[RunVar[trio.CapacityLimiter]] = RunVar("flowserve work that hold
 async def in_thread(work: Callable[[], Result]) -> Result:
     """Run work that blocks, but does not hold the interpreter for long. A client that leaves does not wait for it."""
     limiter = _limiter(_blocking, _BLOCKING_AT_ONCE)
-    return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter)
+    try:
+        return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter)
+    except (FlowserveError, MemoryError) as error:
+        raise _without_frames(error) from None
 
 
 async def in_steps(work: Callable[[Pause], Result]) -> Result:
     """Run work that holds the interpreter. It calls its argument between short steps; there it ends if the task was
     cancelled, which waits for that.
     """
-    return await trio.to_thread.run_sync(work, pause_thread, limiter=_limiter(_stepping, _STEPPING_AT_ONCE))
+    try:
+        return await trio.to_thread.run_sync(work, pause_thread, limiter=_limiter(_stepping, _STEPPING_AT_ONCE))
+    except (FlowserveError, MemoryError) as error:
+        raise _without_frames(error) from None
 
 
 async def in_one_piece(work: Callable[[], Result]) -> Result:
     """Run work that holds the interpreter and cannot be divided into steps, for up to 100 ms."""
-    return await trio.to_thread.run_sync(work, limiter=_limiter(_holding, _HOLDING_AT_ONCE))
+    try:
+        return await trio.to_thread.run_sync(work, limiter=_limiter(_holding, _HOLDING_AT_ONCE))
+    except (FlowserveError, MemoryError) as error:
+        raise _without_frames(error) from None
+
+
+def _without_frames(error: Exception) -> Exception:
+    """The error, to be raised again. trio's frame refers to the error and the error's traceback to all frames: a cycle
+    that would keep the body of a refused request in memory until the next garbage collection.
+    """
+    error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _limiter(variable: RunVar[trio.CapacityLimiter], total: int) -> trio.CapacityLimiter:

@@ -218,6 +218,11 @@ class Scheduler:
         for queue in self._queues:
             self._refuse_waiting(queue, reason)
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether `fail_all` was called."""
+        return bool(self._ending)
+
     def is_retried(self, flow: Flow) -> bool:
         """Whether a flow waits for the retry of a failed batch."""
         return any(ticket.flow is flow for _, tickets in self._retries for ticket in tickets)

@@ -19,7 +19,7 @@ from flowserve.http.api import large_json
 from flowserve.http.api.compression import compress, expand
 from flowserve.http.api.decode import Decoder, LargeBody
 from flowserve.http.api.encode import Encoder, encode_large
-from flowserve.http.api.request_json import AnswerForm
+from flowserve.http.api.request_json import AnswerForm, parse_large_header
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.runtime.protocol import ElementLimits
 from flowserve.runtime.threads import INLINE_BYTES_MAX
@@ -258,3 +258,9 @@ def test_a_compressed_body_of_any_length_is_expanded_in_pieces() -> None:
                 expand(packed[:-1], size)
             with pytest.raises(Invalid, match="goes on after"):
                 expand(packed + b"x", size)
+
+
+def test_an_escaped_key_does_not_replace_the_array_of_a_large_body() -> None:
+    text = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1],"data":[2.5],"d\\u0061ta":[0]}]}'
+    with pytest.raises(Invalid, match="'data': it is a member of an input, once"):
+        parse_large_header(memoryview(text), "m", ElementLimits(), lambda: None)

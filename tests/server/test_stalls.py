@@ -7,6 +7,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -79,14 +80,19 @@ print(longest, most)
 """
 
 
+def write_model(repository: Path, name: str) -> None:
+    dtype, out, dims, batch, result = MODELS[name]
+    (repository / name / "1").mkdir(parents=True)
+    text = CONFIG.format(dtype=dtype, out=out, dims=dims, batch=batch)
+    (repository / name / "config.pbtxt").write_text(text)
+    (repository / name / "1" / "model.py").write_text(MODEL.format(result=result))
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     repository = tmp_path_factory.mktemp("stalls")
-    for name, (dtype, out, dims, batch, result) in MODELS.items():
-        (repository / name / "1").mkdir(parents=True)
-        text = CONFIG.format(dtype=dtype, out=out, dims=dims, batch=batch)
-        (repository / name / "config.pbtxt").write_text(text)
-        (repository / name / "1" / "model.py").write_text(MODEL.format(result=result))
+    for name in MODELS:
+        write_model(repository, name)
     with serving(repository, "--allow-grpc=true", "--grpc-port=0", "--allow-client-shm=true") as served:
         yield served
 
@@ -316,3 +322,22 @@ def test_portions_are_treated_alike_over_grpc(server: Served, region: int) -> No
         assert (outcome.status, outcome.body) == (200, np.ones(1, np.float32).tobytes())
         outcome = attacked(server, lambda: call("narrow", [region // 16, 4]), 0)
         assert b"batch-size must be <= 8" in outcome.body
+
+
+@pytest.mark.fault("W2", "X1")
+def test_a_large_body_that_has_arrived_is_answered_during_a_drain(tmp_path: Path) -> None:
+    write_model(tmp_path, "first")
+    count = 600_000
+    data = ",".join(["1.25"] * count)
+    body = f'{{"inputs":[{{"name":"X","datatype":"FP32","shape":[{count}],"data":[{data}]}}]}}'.encode()
+    with serving(tmp_path) as served, socket.create_connection(("127.0.0.1", served.port)) as client:
+        head = f"POST /v2/models/first/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        with socket.create_connection(("127.0.0.1", served.port)) as other:  # answered after the body has arrived
+            other.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert other.recv(4096).startswith(b"HTTP/1.1 200")
+        os.kill(served.pid, signal.SIGTERM)
+        received = b""
+        while piece := client.recv(65536):
+            received += piece
+    assert received.startswith(b"HTTP/1.1 200"), received[:300]

@@ -42,8 +42,9 @@ _HOST: Final = re.compile(r"(?:\[([0-9a-z:.%_~-]+)\]|([a-z0-9_.-]+?)\.?)(?::[0-9
 _NAME: Final = re.compile(r"(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*\.?", re.ASCII)
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::[0-9]{1,5})?", re.ASCII)
 _DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
-# Reserved for use in local networks: no registry delegates names below them (RFC 6761, 6762, 8375; .internal by ICANN).
-_UNREGISTRABLE: Final = (".localhost", ".local", ".home.arpa", ".internal")
+# Reserved for use in local networks: no registry delegates names below them (RFC 6761, 6762, 8375; .internal by
+# ICANN), or no top-level domain at all (Kubernetes' `SERVICE.NAMESPACE.svc`).
+_UNREGISTRABLE: Final = (".localhost", ".local", ".home.arpa", ".internal", ".svc")
 
 _log = logging.getLogger("flowserve.http")
 

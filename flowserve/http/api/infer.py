@@ -223,14 +223,15 @@ class _Inference:
         route, target = self._route, self._target
         body, self._body = self._body, b""
         try:
-            if target.is_compressed:
-                body = await in_thread(partial(expand, body, route.max_body_bytes, reservation.grow))
-            request = self._decoded(body)
-            if request is None:
-                request = await self._decoded_in_steps(body)
-            body = b""  # freed before the request waits
-            make = None if self._watch is None else self._make_traced(self._watch)
-            response = await route.engine.infer(self.deployment, request, make)
+            with route.engine.announced() as is_accepted:
+                if target.is_compressed:
+                    body = await in_thread(partial(expand, body, route.max_body_bytes, reservation.grow))
+                request = self._decoded(body)
+                if request is None:
+                    request = await self._decoded_in_steps(body)
+                body = b""  # freed before the request waits
+                make = None if self._watch is None else self._make_traced(self._watch)
+                response = await route.engine.infer(self.deployment, request, make, is_accepted=is_accepted)
             del request
             status, headers, parts = self._encoded(response) or await self._encoded_in_steps(response)
             if target.encoding:

@@ -16,6 +16,7 @@ import gc
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from secrets import token_hex
 from typing import Any, Final
 
 import numpy as np
@@ -92,12 +93,14 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def outline(text: memoryview, elements_max: int, pause: Pause) -> tuple[bytes, list[LargeArray]]:
-    """The text with each `data` array replaced by one that holds the array's place in the list. Raises `Invalid`, and
+def outline(text: memoryview, elements_max: int, pause: Pause) -> tuple[bytes, list[LargeArray], str]:
+    """The text with each `data` array replaced by a short one: a mark, and the array's place in the list. The mark, the
+    last result, is random, so that no text of a client can stand for an array. Raises `Invalid`, and
     `TooLarge` for more than `elements_max` elements, one value that is too long, or too much else.
     """
     rest = bytearray()
     arrays: list[LargeArray] = []
+    mark = token_hex(16)
     position, elements = 0, 0
     while (start := _next_array(text, position, OUTLINE_BYTES_MAX - len(rest))) is not None:
         if len(arrays) == ITEMS_MAX:
@@ -110,11 +113,11 @@ def outline(text: memoryview, elements_max: int, pause: Pause) -> tuple[bytes, l
             raise TooLarge(
                 f"the request's JSON holds more than {elements_max} elements (--http-max-json-elements); {_BINARY_HINT}"
             )
-        rest += b"[%d]" % len(arrays)
+        rest += b'["%b",%d]' % (mark.encode(), len(arrays))
         arrays.append(array)
         position = array.end
     rest += text[position:]
-    return bytes(rest), arrays
+    return bytes(rest), arrays, mark
 
 
 def _next_array(text: memoryview, position: int, room: int) -> int | None:

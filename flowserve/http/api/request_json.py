@@ -126,11 +126,11 @@ def parse_header(text: BytesLike, model: str, limits: ElementLimits = _LIMITS) -
 
 def parse_large_header(text: memoryview, model: str, limits: ElementLimits, pause: Pause) -> InferHeader:
     """The header of a large text, in steps. Its inputs' data is still to be decoded. Raises as `parse_header` does."""
-    rest, arrays = outline(text, limits.json_elements, pause)
+    rest, arrays, mark = outline(text, limits.json_elements, pause)
     with collector_paused():
         header = parse_header(rest, model, limits)
     places = [one.data for one in header.inputs if one.data is not None]
-    if places != [[place] for place in range(len(arrays))]:
+    if places != [[mark, place] for place in range(len(arrays))]:
         raise Invalid("Unable to parse 'data': it is a member of an input, once")
     data = iter(arrays)
     inputs = tuple(one if one.data is None else replace(one, data=next(data)) for one in header.inputs)

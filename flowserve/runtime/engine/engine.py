@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from itertools import count
 from typing import Any, Final, Protocol, Self
@@ -150,6 +150,7 @@ class Engine:
         self.stopping = trio.Event()  # for tasks that would go on for as long as a client listens
         # Tasks that wait for responses that keep an order, to be woken one after the other.
         self._wake_in_order, self._ordered = trio.open_memory_channel[Task](math.inf)
+        self._announced = 0  # requests that arrived and are not submitted yet
         self._records: list[Callable[[], object]] = []  # what happened in the step, to be counted at its end
         self._waiting: list[Flow] = []  # flows whose caller is to be notified at the end of the step
         # A number that grows; drawn while a request is parsed, it orders the requests of one loop iteration.
@@ -370,14 +371,27 @@ class Engine:
 
     # ------------------------------------------------------------------ serving
 
-    async def infer(self, deployment: Deployment, request: Request, make: MakeFlow | None = None) -> Response:
-        """Run one request. Arrays of the answer include the batch dimension where the deployment batches. `make` is as
-        in `submit`.
+    @contextmanager
+    def announced(self) -> Iterator[bool]:
+        """A request has arrived, and threads decode it in this block: a drain waits for its end. Gives whether the
+        request is accepted, also where a drain begins meanwhile.
+        """
+        self._announced += 1
+        try:
+            yield not self.deployments.is_draining
+        finally:
+            self._announced -= 1
+
+    async def infer(
+        self, deployment: Deployment, request: Request, make: MakeFlow | None = None, *, is_accepted: bool = False
+    ) -> Response:
+        """Run one request. Arrays of the answer include the batch dimension where the deployment batches. `make` and
+        `is_accepted` are as in `submit`.
 
         Raises Invalid for a request that does not fit the deployment, and the errors of its steps. If the
         caller is cancelled, its queued steps are withdrawn and its running steps finish.
         """
-        flow = self.submit(deployment, request, make)
+        flow = self.submit(deployment, request, make, is_accepted=is_accepted)
         if not flow.done:
             task = current_task()
             wake = self._wake_in_order.send_nowait if deployment.keeps_order else reschedule
@@ -432,10 +446,12 @@ class Engine:
         request: Request,
         make: MakeFlow | None = None,
         enqueue: Callable[[Any], None] | None = None,
+        *,
+        is_accepted: bool = False,
     ) -> Flow:
         """Begin one request without waiting for it. It may be done at once; otherwise `flow.waiter`, where it is set,
         is called with the flow when it is. `enqueue` queues it; the server's own requests pass their own, which is
-        accepted during a drain too.
+        accepted during a drain too, as a request is that `is_accepted` since before it (`announced`).
 
         Raises Invalid for a request that does not fit the deployment, TooLarge and Unavailable for one that is not
         admitted, and Unsupported for a deployment that may respond any number of times, unless `make` is its
@@ -443,7 +459,12 @@ class Engine:
         """
         if deployment.predecessor is not None:
             deployment = deployment.deployment_of(request)
-        if self.deployments.is_draining and enqueue is None and not deployment.continues_sequence(request):
+        if (
+            self.deployments.is_draining
+            and enqueue is None
+            and not (is_accepted and not self.scheduler.is_ending)
+            and not deployment.continues_sequence(request)
+        ):
             deployment.statistics.failed(1, 0, REJECTED)
             raise Unavailable(STOPPING)
         try:
@@ -613,7 +634,9 @@ class Engine:
         """
         self.refuse_new()
         left_s = max(deadline - trio.current_time(), 0)
-        if await _poll(lambda: not self.scheduler.in_flight, deadline - min(FAILURE_MARGIN_S, left_s / 5)):
+        if await _poll(
+            lambda: not (self.scheduler.in_flight or self._announced), deadline - min(FAILURE_MARGIN_S, left_s / 5)
+        ):
             return []
         running = self.busy()
         self.scheduler.fail_all(STOPPING)
