@@ -222,6 +222,15 @@ def test_a_low_descriptor_limit_is_raised_to_the_hard_limit(tmp_path: Path, serv
 # ------------------------------------------------------------------------------------------------------------ ending
 
 
+@pytest.fixture
+def hang_ups_count() -> Iterator[None]:
+    """A server inherits that SIGHUP is ignored, as the tests do if they run under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hang_ups_count")
 @pytest.mark.fault("X1", "X2", "W10")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_running_requests_finish_and_new_ones_are_refused(tmp_path: Path, serve: Serve, number: signal.Signals) -> None:
@@ -360,6 +369,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, serve: Serve) 
         assert isinstance(answer.exception(), httpx.HTTPError)
 
 
+@pytest.mark.usefixtures("hang_ups_count")
 @pytest.mark.fault("W10")
 def test_hang_ups_of_all_processes_drain_the_server(tmp_path: Path, serve: Serve) -> None:
     """A closed terminal may send SIGHUP twice, and a service manager to every process."""

@@ -27,9 +27,9 @@ async def seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Request]
     entered: list[Request] = []
     submit = engine.submit
 
-    def record(deployment: Deployment, request: Request, *options: Any) -> Flow:
+    def record(deployment: Deployment, request: Request, *options: Any, **named: Any) -> Flow:
         entered.append(request)
-        return submit(deployment, request, *options)
+        return submit(deployment, request, *options, **named)
 
     monkeypatch.setattr(engine, "submit", record)
     return entered
