@@ -22,9 +22,9 @@ async def until_never_woken() -> None:
     """Until no task waits for a time. One may be in a thread, of whose end the test clock does not know: it is asked
     several times.
     """
-    patience, times = time.monotonic() + 20, 0
+    deadline, times = time.monotonic() + 20, 0
     while times < 5:
-        assert time.monotonic() < patience
+        assert time.monotonic() < deadline
         await trio.to_thread.run_sync(time.sleep, 0.01)
         await wait_all_tasks_blocked()
         times = times + 1 if next_wake_up_s() == math.inf else 0

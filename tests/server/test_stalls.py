@@ -131,7 +131,7 @@ def watched(server: Served, act: Callable[[], tuple[int, bytes]]) -> Outcome:
 
 
 def attacked(server: Served, act: Callable[[], tuple[int, bytes]], body_bytes: int) -> Outcome:
-    """The outcome of an attack, which must keep nobody waiting and take at most four times `body_bytes` of memory."""
+    """The outcome of an attack, which must not delay others and takes at most four times `body_bytes` of memory."""
     for attempt in range(ATTEMPTS):
         outcome = watched(server, act)
         assert outcome.grown_mb <= 4 * body_bytes / 1_000_000 + SPARE_MB

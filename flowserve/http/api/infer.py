@@ -229,9 +229,10 @@ class _Inference:
                 request = self._decoded(body)
                 if request is None:
                     request = await self._decoded_in_steps(body)
-                body = b""  # freed before the request waits
-                make = None if self._watch is None else self._make_traced(self._watch)
-                response = await route.engine.infer(self.deployment, request, make, is_accepted=is_accepted)
+            # Submitted without a wait after the block, so that a drain cannot end in between.
+            body = b""  # freed before the request waits
+            make = None if self._watch is None else self._make_traced(self._watch)
+            response = await route.engine.infer(self.deployment, request, make, is_accepted=is_accepted)
             del request
             status, headers, parts = self._encoded(response) or await self._encoded_in_steps(response)
             if target.encoding:

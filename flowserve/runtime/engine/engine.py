@@ -373,8 +373,9 @@ class Engine:
 
     @contextmanager
     def announced(self) -> Iterator[bool]:
-        """A request has arrived, and threads decode it in this block: a drain waits for its end. Gives whether the
-        request is accepted, also where a drain begins meanwhile.
+        """A request has arrived, and threads decode it in this block: a drain waits for the end of the block. Gives
+        whether the request is accepted, also where a drain begins meanwhile; it is submitted without a wait after the
+        block.
         """
         self._announced += 1
         try:
