@@ -113,7 +113,7 @@ def test_the_memory_of_bursts_is_returned_within_fifteen_seconds(served: Served)
             held = memory(served)
             assert held - before > 12 * BODY_BYTES // 2
         ended = time.monotonic()
-        while memory(served) > 1.2 * before:
+        while memory(served) > 1.12 * before:  # 1.2 is promised; 1.19 remained with a heap for each thread
             assert time.monotonic() - ended < WITHIN_S, (before, held, memory(served))
             time.sleep(0.2)
         burst(1000, 4)  # it serves on
