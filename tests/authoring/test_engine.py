@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -226,6 +227,34 @@ def test_callers_that_wait_while_it_closes_get_an_error() -> None:
     for thread in threads:
         thread.join(30)
     assert [type(error) for error in errors] == [Unavailable] * 3
+
+
+def test_ctrl_c_withdraws_the_request_of_a_blocked_caller() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    @model({"X": "FP32[4]"}, {"Y": "FP32[4]"}, max_batch_size=1)
+    def slow(x: Any) -> Any:
+        entered.set()
+        go_on.wait(30)
+        return x
+
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with Engine(one_step(slow, "queued")) as engine:
+            first = threading.Thread(target=engine.infer, args=("queued", {"X": ROWS[:1]}))
+            first.start()
+            assert entered.wait(30)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                engine.infer("queued", {"X": ROWS[:1]})
+            go_on.set()
+            first.join(30)
+            np.testing.assert_array_equal(engine.infer("queued", {"X": ROWS[:1]})["Y"], ROWS[:1])
+            (statistics,) = engine.statistics("queued")
+            assert statistics["inference_stats"]["success"]["count"] == 2
+            assert statistics["inference_stats"]["fail"]["count"] == 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_text_may_be_str_or_bytes() -> None:

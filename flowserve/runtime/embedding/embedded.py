@@ -4,8 +4,9 @@ Decides the ownership of arrays between program and models (inputs are lent for 
 to; outputs own their memory), and that opening loads all models or fails with every reason. The caller decides where
 models come from; engine.py decides how requests run.
 
-Decides too that a private thread runs the event loop of a program that blocks (scripts, notebooks, threads), and that a
-blocking call on an event loop is refused.
+Decides too that a private thread runs the event loop of a program that blocks (scripts, notebooks, threads), that the
+requests which threads have made by one wake-up of that loop are begun together, and that a blocking call on an event
+loop is refused.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from functools import partial
@@ -30,6 +32,7 @@ from flowserve.repository.override import Override
 from flowserve.runtime.engine.engine import Engine, ResponseIterator, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import ALL, Control, ControlOptions, open_control
+from flowserve.scheduling.flow import Flow
 from flowserve.values import Array, Parameter, Request
 
 log = logging.getLogger("flowserve.runtime")
@@ -75,7 +78,9 @@ class AsyncEngine:
         engine = self._engine
         deployment = engine.deployments.find(name, str(version) if version else "")
         given = _lend_all(inputs)
-        response = await engine.infer(deployment, _request(engine, given, options))
+        request = _request(given, options)
+        request.stamp = engine.next_stamp()
+        response = await engine.infer(deployment, request)
         return keep(response.outputs, given)
 
     def stream(
@@ -92,7 +97,9 @@ class AsyncEngine:
         engine = self._engine
         deployment = engine.deployments.find(name, str(version) if version else "")
         given = _lend_all(inputs)
-        return Stream(engine.stream(deployment, _request(engine, given, options)), given)
+        request = _request(given, options)
+        request.stamp = engine.next_stamp()
+        return Stream(engine.stream(deployment, request), given)
 
     async def load(
         self, name: str, *, config: Mapping[str, Any] | str = "", files: Mapping[str, bytes] = NO_FILES
@@ -119,6 +126,79 @@ class AsyncEngine:
     def statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
         """Rows of the statistics extension: of one name, one version, or of all deployments. Raises Invalid."""
         return self._engine.deployments.statistics(name, str(version) if version else "")
+
+    def begin_all(self, calls: deque[Call]) -> None:
+        """Begin these requests of other threads, which removes them, and run one step for all. Each is ended as soon as
+        it is over (`Call.end`).
+        """
+        self._engine.begin_events()
+        try:
+            while calls:
+                calls.popleft().begin(self._engine)
+        finally:
+            self._engine.end_events()
+
+
+class Call:
+    """A request of another thread, to the deployment `name` in `version`. That thread makes it and waits for it;
+    `begin` and `end` are called on the event loop's thread. `calls` contains it from `begin` to `end`.
+    """
+
+    def __init__(self, name: str, version: int, request: Request, calls: set[Call]) -> None:
+        self._name = name
+        self._version = version
+        self._request = request
+        self._calls = calls
+        self._engine: Engine | None = None
+        self._flow: Flow | None = None
+        self._outputs: dict[str, Array] = {}
+        self._error: Exception | None = None
+        self._is_pending = threading.Lock()  # held until `end`
+        self._is_pending.acquire()
+
+    def begin(self, engine: Engine) -> None:
+        """Submit it. An error of that is its result."""
+        self._engine = engine
+        self._calls.add(self)
+        try:
+            self._request.stamp = engine.next_stamp()
+            deployment = engine.deployments.find(self._name, str(self._version) if self._version else "")
+            flow = self._flow = engine.submit(deployment, self._request)
+        except Exception as error:  # raised in the caller's thread
+            self.end(error)
+            return
+        if flow.done:
+            self._finished(flow)
+        else:
+            flow.waiter = self._finished
+
+    def leave(self) -> None:
+        """Its caller does not wait any more. No effect on one that is over. On the event loop's thread."""
+        if self in self._calls and self._engine is not None and self._flow is not None:
+            self._calls.discard(self)
+            self._engine.withdraw(self._flow)
+
+    def end(self, error: Exception | None = None) -> None:
+        """It is over: wake its caller."""
+        self._calls.discard(self)
+        self._error = error
+        self._is_pending.release()
+
+    def wait(self) -> dict[str, Array]:
+        """Wait on the caller's thread for its end. Returns the outputs, or raises its error."""
+        self._is_pending.acquire()
+        if self._error is not None:
+            raise self._error
+        return self._outputs
+
+    def _finished(self, flow: Flow) -> None:
+        assert self._engine is not None
+        try:
+            self._outputs = self._engine.response(flow).outputs
+        except Exception as error:
+            self.end(error)
+        else:
+            self.end()
 
 
 class Stream:
@@ -191,8 +271,8 @@ class Embedding:
         await self._stack.aclose()
 
 
-def _request(engine: Engine, given: dict[str, Array], options: RequestOptions) -> Request:
-    request = Request(given, stamp=engine.next_stamp(), **options)
+def _request(given: dict[str, Array], options: RequestOptions) -> Request:
+    request = Request(given, **options)
     if options:
         _check_numbers(request)
     return request
@@ -267,6 +347,9 @@ class BlockingEngine:
         self._scope = trio.CancelScope()
         self._begun, self._opened = threading.Event(), threading.Event()
         self._error: BaseException | None = None
+        self._new_calls: deque[Call] = deque()  # made by any threads
+        self._calls: set[Call] = set()  # begun; on the engine's thread
+        self._is_over = False
         # A daemon thread, so that a program that does not close the engine can end.
         self._thread = threading.Thread(target=self._run, name="flowserve engine", daemon=True)
         self._thread.start()
@@ -284,7 +367,20 @@ class BlockingEngine:
         self, name: str, inputs: Mapping[str, Array], *, version: int = 0, **options: Unpack[RequestOptions]
     ) -> dict[str, Array]:
         """As `AsyncEngine.infer`."""
-        return self._call(partial(self._engine.infer, name, inputs, version=version, **options))
+        _refuse_on_a_loop()
+        given = _lend_all(inputs)
+        call = Call(name, version, _request(given, options), self._calls)
+        self._new_calls.append(call)
+        try:
+            self._token.run_sync_soon(self._begin_calls, idempotent=True)
+        except trio.RunFinishedError:
+            raise Unavailable("the engine is closed") from None
+        try:
+            return keep(call.wait(), given)
+        except KeyboardInterrupt:
+            with suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(call.leave)
+            raise
 
     def stream(
         self, name: str, inputs: Mapping[str, Array], *, version: int = 0, **options: Unpack[RequestOptions]
@@ -342,6 +438,13 @@ class BlockingEngine:
         except (trio.RunFinishedError, trio.Cancelled):
             raise Unavailable("the engine is closed") from None
 
+    def _begin_calls(self) -> None:
+        if self._is_over:
+            while self._new_calls:
+                self._new_calls.popleft().end(Unavailable("the engine is closed"))
+        else:
+            self._engine.begin_all(self._new_calls)
+
     def _run(self) -> None:
         try:
             trio.run(self._serve)
@@ -353,10 +456,15 @@ class BlockingEngine:
     async def _serve(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
         self._begun.set()
-        with self._scope:
-            async with self._embedding as self._engine:
-                self._opened.set()
-                await trio.sleep_forever()
+        try:
+            with self._scope:
+                async with self._embedding as self._engine:
+                    self._opened.set()
+                    await trio.sleep_forever()
+        finally:
+            self._is_over = True
+            for call in [*self._calls]:  # of instances that did not end in time
+                call.end(Unavailable("the engine is closed"))
 
 
 def _refuse_on_a_loop() -> None:
