@@ -23,6 +23,7 @@ from bench.calls import measure_calls
 from bench.devices import measure_device
 from bench.in_process import measure_in_process
 from bench.measure import measure_echo, measure_work
+from bench.packages import measure_packages
 from bench.reliability.figures import FIGURES, measure_figures, run_chaos
 from bench.reliability.soak import soak
 from bench.report import Results, open_console, print_tables, write_json, write_plot
@@ -231,6 +232,12 @@ def _parser() -> argparse.ArgumentParser:
         help="count the calls of Python functions for each request, in the server and in worker processes, instead",
     )
     parser.add_argument(
+        "--packages",
+        action="store_true",
+        help="measure the calls and the CPU time of a request to the chain inline, by package, instead; with --against "
+        "a checkout, of that too",
+    )
+    parser.add_argument(
         "--device",
         choices=("cpu", "gpu"),
         help="measure a chain of three steps on that device beside the same steps asked one by one, instead",
@@ -365,6 +372,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(chain)
         elif options.calls:
             print(*measure_calls(_say), sep="\n")
+        elif options.packages:
+            concurrency = options.concurrency or (1, 32)
+            print(*measure_packages(options.against, concurrency, options.rounds or 3, plan.seconds, _say), sep="\n")
         elif options.in_process:
             print(measure_in_process(plan.rounds, plan.seconds, _say))
         elif options.echo:
