@@ -14,16 +14,15 @@ from typing import Any
 import pytest
 
 from flowserve.authoring.engine import Engine, EngineSource
-from flowserve.runtime.embedding.embedded import BlockingEngine
 from flowserve.testing.serve import Served, serving
 
 
 @pytest.fixture
-def flowserve_engine() -> Iterator[Callable[..., BlockingEngine]]:
+def flowserve_engine() -> Iterator[Callable[..., Engine]]:
     """`flowserve_engine(source, ...)`: an open engine in this process; arguments as those of `flowserve.Engine`."""
     with ExitStack() as stack:
 
-        def start(*sources: EngineSource, **options: Any) -> BlockingEngine:
+        def start(*sources: EngineSource, **options: Any) -> Engine:
             return stack.enter_context(Engine(*sources, **options))
 
         yield start

@@ -15,7 +15,6 @@ from trio.testing import wait_all_tasks_blocked
 
 from flowserve import Engine, Graph, Problems, model
 from flowserve.errors import Invalid, ModelFailed, Unsupported
-from flowserve.runtime.embedding.embedded import BlockingEngine
 from flowserve.values import Array
 
 # In a module, so that they can be saved.
@@ -95,7 +94,7 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def engine(functions: Any) -> Iterator[BlockingEngine]:
+def engine(functions: Any) -> Iterator[Engine]:
     with Engine(functions.squares, functions.ragged, functions.optional, functions.half) as engine:
         yield engine
 
@@ -130,21 +129,21 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     return made
 
 
-def test_a_missing_optional_input_is_none(engine: BlockingEngine) -> None:
+def test_a_missing_optional_input_is_none(engine: Engine) -> None:
     assert engine.infer("optional", {"X": row(1, 2), "Y": row(10, 20)})["SUM"].tolist() == [[11, 22]]
     assert engine.infer("optional", {"Y": row(10, 20)})["SUM"].tolist() == [[10, 20]]
     assert engine.infer("optional", {})["SUM"].tolist() == [[0, 0]]
     assert engine.infer("half", {"X": row(1, 2)})["SUM"].tolist() == [[1, 2]]
 
 
-def test_all_members_of_a_batch_have_an_optional_input_or_none_has(engine: BlockingEngine, seen: list[Any]) -> None:
+def test_all_members_of_a_batch_have_an_optional_input_or_none_has(engine: Engine, seen: list[Any]) -> None:
     calls = [lambda: engine.infer("add", {"X": row(1, 1)})] * 2
     calls += [lambda: engine.infer("add", {"X": row(1, 1), "Y": row(2, 2)})] * 2
     assert sorted(answer["SUM"][0, 0] for answer in together(*calls)) == [1, 1, 3, 3]
     assert all(pair in ([1, None], [2, None], [1, 1], [2, 2]) for pair in seen)
 
 
-def test_requests_of_any_length_are_one_batch_of_a_ragged_function(engine: BlockingEngine, seen: list[Any]) -> None:
+def test_requests_of_any_length_are_one_batch_of_a_ragged_function(engine: Engine, seen: list[Any]) -> None:
     rows = [np.array([[3, 1, 2]], np.float32), np.array([[5]], np.float32), np.array([[2, 1], [4, 3]], np.float32)]
     answers = together(*(lambda one=one: engine.infer("ragged", {"WORDS": one}) for one in rows))
     assert [answer["TOTAL"].tolist() for answer in answers] == [[[6]], [[5]], [[3], [7]]]
@@ -154,7 +153,7 @@ def test_requests_of_any_length_are_one_batch_of_a_ragged_function(engine: Block
     assert (scaled["TOTAL"].tolist(), scaled["SORTED"].tolist()) == ([[12]], [[[1, 2, 3]]][0])
 
 
-def test_a_generator_sends_one_response_per_yield(engine: BlockingEngine) -> None:
+def test_a_generator_sends_one_response_per_yield(engine: Engine) -> None:
     answers = list(engine.stream("count", to(4)))
     assert [(int(one["NUMBER"][0, 0]), float(one["HALF"][0, 0])) for one in answers] == [
         (0, 0),
@@ -171,7 +170,7 @@ def test_a_generator_sends_one_response_per_yield(engine: BlockingEngine) -> Non
         engine.infer("count", to(1))
 
 
-def test_a_generators_exception_follows_its_responses_and_the_next_request_is_served(engine: BlockingEngine) -> None:
+def test_a_generators_exception_follows_its_responses_and_the_next_request_is_served(engine: Engine) -> None:
     answers = engine.stream("count", to(20))
     assert [int(next(answers)["NUMBER"][0, 0]) for _ in range(13)] == [*range(13)]
     with pytest.raises(ModelFailed, match="model 'count' failed: ValueError: thirteen"):
@@ -179,7 +178,7 @@ def test_a_generators_exception_follows_its_responses_and_the_next_request_is_se
     assert len(list(engine.stream("count", to(3)))) == 3
 
 
-def test_a_generator_is_closed_when_its_caller_leaves(engine: BlockingEngine, functions: Any) -> None:
+def test_a_generator_is_closed_when_its_caller_leaves(engine: Engine, functions: Any) -> None:
     functions.closed.clear()
     answers = engine.stream("squares", to(12))
     next(answers)
@@ -279,7 +278,7 @@ def test_a_ragged_output_is_a_list_with_an_array_for_each_request() -> None:
 
 
 def test_graphs_that_share_a_function_share_it_in_one_engine_and_others_of_its_name_are_refused(
-    functions: Any, engine: BlockingEngine
+    functions: Any, engine: Engine
 ) -> None:
     assert [row["name"] for row in engine.index()].count("add") == 1
     with pytest.raises(Problems, match=r"two parts of graph 'half' and graph 'other' are called 'add'"):

@@ -64,7 +64,7 @@ def test_every_block_prints_its_documented_output(done_beside: dict[str, list[tu
 def test_the_page_about_engines_in_programs_is_correct(
     done_beside: dict[str, list[tuple[str, str, str]]],
 ) -> None:
-    assert len(done_beside["in-process"]) == 2
+    assert len(done_beside["in-process"]) == 3
     for error, printed, shown in done_beside["in-process"]:
         assert (error, printed) == ("", shown)
 

@@ -22,5 +22,5 @@ def test_the_site_is_built_and_its_reference_has_the_public_api(
 ) -> None:
     assert (done_beside.returncode, done_beside.stdout) == (0, ""), done_beside.stdout + done_beside.stderr
     reference = (Path(done_beside.args[-1]) / "reference/index.html").read_text()
-    for name in ("AsyncEngine.infer", "BlockingEngine.stream", "flowserve.Graph", "flowserve.testing.simulate"):
+    for name in ("AsyncEngine.infer", "Engine.stream", "flowserve.Graph", "flowserve.testing.simulate"):
         assert f'id="{name}"' in reference or name in reference
