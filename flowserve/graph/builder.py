@@ -22,6 +22,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -162,6 +163,17 @@ class Part:
     def output_spec(self, name: str) -> TensorSpec:
         """The output of that name."""
         return next(spec for spec in self.outputs if spec.name == name)
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        """The representation in notebooks: a table of its tensors."""
+        rows = [("input", spec) for spec in self.inputs] + [("output", spec) for spec in self.outputs]
+        cells = [
+            f"<tr><td>{side}</td><td>{escape(spec.name)}</td><td>{spec.dtype}{[*spec.dims]}</td></tr>"
+            for side, spec in rows
+        ]
+        batches = f"batches of up to {self.max_batch_size}" if self.max_batch_size else "no batches"
+        caption = f"<caption><b>{escape(self.name)}</b>, {batches}</caption>"
+        return {"text/html": f"<table>{caption}{''.join(cells)}</table>", "text/plain": repr(self)}
 
     def __call__(self, *tensors: Tensor | Outputs, **named: Tensor | Outputs) -> Outputs:
         """Add this part as a step to the tensors' graph. Tensors are the part's inputs in order, or by name."""

@@ -343,3 +343,14 @@ def test_an_edited_function_is_reloaded(tmp_path: Path) -> None:
         engine.load("m")
         assert engine.infer("m", {"X": row(1, 2)[0]})["Y"].tolist() == [3, 4]
     assert not list(tmp_path.rglob("__pycache__"))
+
+
+def test_a_model_is_shown_in_notebooks_as_a_table_of_its_tensors() -> None:
+    @model({"A<B": "FP32[3,-1]"}, {"TEXT": "BYTES[1]"}, max_batch_size=8)
+    def told(a: Any) -> Any:
+        return a
+
+    shown = told._repr_mimebundle_()
+    assert shown["text/plain"] == repr(told)
+    for part in ("<b>told</b>, batches of up to 8", "<td>A&lt;B</td><td>FP32[3, -1]</td>", "<td>TEXT</td>"):
+        assert part in shown["text/html"]
