@@ -38,7 +38,7 @@ from flowserve.graph.builder import (
     Tensor,
     calling_line,
 )
-from flowserve.repository.layout import is_model_folder, model_folder_at, scan
+from flowserve.repository.layout import KEEP, is_model_folder, model_folder_at, scan
 from flowserve.repository.override import PrivateFolder, check_name
 from flowserve.repository.read import ReadModel, examine
 from flowserve.runtime.loading.completion import complete
@@ -190,6 +190,8 @@ def _files(part: DeclaredPart, program_of: Callable[[FunctionModel], str]) -> It
             yield path.name, path.read_bytes()
     if isinstance(part, FunctionModel):
         yield f"{VERSION}/model.py", program_of(part).encode()
+    else:
+        yield f"{VERSION}/{KEEP}", b""
 
 
 def _existing(parts: Sequence[SavedPart], folder: Path) -> Iterator[Problem]:

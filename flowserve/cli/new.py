@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from flowserve.errors import Invalid
+from flowserve.repository.layout import KEEP
 
 NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,60}")
 
@@ -33,6 +34,7 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(file.read_text("utf-8").replace("{name}", name), encoding="utf-8")
         (path / name / "1").mkdir()
+        (path / name / "1" / KEEP).touch()
     except FileExistsError:
         raise Invalid(f"{path} exists already; nothing was written") from None
     except OSError as error:

@@ -21,6 +21,8 @@ from flowserve.errors import FlowserveError, NotFound, Place, Problem, Problems
 
 # Folders of a model that are not versions: Triton's own, and Python's cache.
 SET_ASIDE: Final = frozenset({"warmup", "initial_state", "configs", "labels", "__pycache__"})
+# A file that keeps the version folder of an ensemble: git drops empty folders.
+KEEP: Final = ".gitkeep"
 
 
 @dataclass(frozen=True, slots=True)
