@@ -20,7 +20,7 @@ from flowserve.errors import Invalid, TooLarge
 from flowserve.memory.raw import BYTES_ELEMENTS_MAX
 from flowserve.runtime.protocol import ITEMS_MAX
 
-TYPED_ELEMENTS_MAX: Final = 1 << 20  # numbers in `contents`, which become Python objects: 60 ns of the event loop each
+TYPED_ELEMENTS_MAX: Final = 1 << 19  # numbers in `contents`, which become Python objects: 60 ns of the event loop each
 FIELDS_MAX: Final = 65_536  # of all nested messages together; each costs 0.3 us here
 CHECKED_BYTES_MIN: Final = 16_384
 _NUMBERS_MAX: Final = TYPED_ELEMENTS_MAX + FIELDS_MAX  # dims of shapes among them; `decode` counts typed contents alone

@@ -17,6 +17,7 @@ from flowserve.errors import FlowserveError
 from flowserve.grpc.service_pb2 import InferParameter, ModelInferResponse, ModelStreamInferResponse
 from flowserve.memory import raw
 from flowserve.memory.client_memory import RegionWindow
+from flowserve.runtime.threads import INLINE_BYTES_MAX, Pause
 from flowserve.runtime.workers.parameters import STATELESS
 from flowserve.values import Parameter, Response
 
@@ -58,10 +59,14 @@ _RESPONSE: Final = _varint(ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER 
 
 
 def encode_response(
-    response: Response, windows: Mapping[str, RegionWindow] = _NO_WINDOWS, *, is_final: bool | None = None
+    response: Response,
+    windows: Mapping[str, RegionWindow] = _NO_WINDOWS,
+    pause: Pause | None = None,
+    *,
+    is_final: bool | None = None,
 ) -> Parts:
-    """`windows`: the outputs' places in the client's shared memory. `is_final`: in a stream, whether the response is
-    the request's last.
+    """`windows`: the outputs' places in the client's shared memory. `pause`: on a thread. `is_final`: in a stream,
+    whether the response is the request's last.
 
     Raises `Internal` if the model returned an array that is not a tensor, `Invalid` if a window is too small.
     """
@@ -70,7 +75,7 @@ def encode_response(
     for name, array in response.outputs.items():
         dtype = raw.datatype_of(array, name, response.model)
         message.outputs.add(name=name, datatype=dtype.wire, shape=array.shape)
-        data = raw.encode(array, dtype)
+        data = raw.encode(array, dtype, pause)
         if name in windows:
             windows[name].store(name, data)
         else:
@@ -90,10 +95,15 @@ class MessageEncoder:
     def __init__(self) -> None:
         self._kept: dict[tuple[Any, ...], bytes | memoryview] = {}
 
-    def encode(self, response: Response, windows: Mapping[str, RegionWindow], *, is_final: bool | None) -> Parts:
-        """As `encode_response`."""
+    def encode(self, response: Response, windows: Mapping[str, RegionWindow], *, is_final: bool | None) -> Parts | None:
+        """As `encode_response`; None if this takes long, which is work for `encode_response` on a thread."""
+        for array in response.outputs.values():
+            if array.dtype.hasobject and raw.is_long(array):
+                return None
         stateless = response.parameters is STATELESS
         if response.id or windows or (response.parameters and not stateless):  # ids differ each time
+            if windows and sum(array.nbytes for array in response.outputs.values()) > INLINE_BYTES_MAX:
+                return None
             return encode_response(response, windows, is_final=is_final)
         key: list[Any] = [response.model, response.version, stateless, is_final]
         blocks: Parts = []

@@ -18,7 +18,7 @@ import trio
 
 from flowserve.errors import FlowserveError, Internal, Unavailable, Unsupported
 from flowserve.grpc.decode import ReceivedMessage
-from flowserve.grpc.encode import MessageEncoder, Parts
+from flowserve.grpc.encode import MessageEncoder, Parts, encode_response
 from flowserve.grpc.guest import GuestLoop
 from flowserve.memory import raw
 from flowserve.memory.client_memory import ClientMemory, Portion, RegionWindow
@@ -70,9 +70,7 @@ class EngineAccess:
             if not flow.done:
                 await self._wait(flow)
             response = self.engine.response(flow)
-            if message.portions and sum(array.nbytes for array in response.outputs.values()) > INLINE_BYTES_MAX:
-                return await self.run_in_trio(lambda: in_steps(lambda _: call.encode(response)))
-            return call.encode(response)
+            return call.encode(response) or await call.encode_in_steps(response)
         finally:
             call.close()
 
@@ -90,7 +88,8 @@ class EngineAccess:
             self.engine.check(deployment, replace(request, inputs={**request.inputs, **stand_ins}))
             windows = [self.memory.window(source) if isinstance(source, Portion) else source for _, source in late]
             room = [self._room(deployment, dtype, _bytes_of(source)) for (_, dtype, _, _), source in late]
-            request.inputs |= await self.run_in_trio(lambda: in_steps(partial(_read, message, windows, room)))
+            read = partial(_read, message, windows, room, deployment.arena is not None)
+            request.inputs |= await self.run_in_trio(lambda: in_steps(read))
             message.late = []
         except FlowserveError as error:
             message.error = error.with_traceback(None)
@@ -161,14 +160,16 @@ def _read(
     message: ReceivedMessage,
     windows: Sequence[RegionWindow | BytesLike],
     room: Sequence[Array | None],
+    stays_encoded: bool,
     pause: Pause,
 ) -> dict[str, Array]:
-    """The late inputs of a message. Raises `Invalid`."""
+    """The late inputs of a message. `stays_encoded`: as for `raw.decode_large`. Raises `Invalid`."""
     arrays: dict[str, Array] = {}
     for ((name, dtype, shape, count), _), window, place in zip(message.late, windows, room, strict=True):
         data = window.read(place) if isinstance(window, RegionWindow) else window
         pause()
-        arrays[name] = raw.decode(data, name, message.target[0], dtype, shape, count)
+        model = message.target[0]
+        arrays[name] = raw.decode_large(data, name, model, dtype, shape, count, pause, stays_encoded=stays_encoded)
     return arrays
 
 
@@ -230,19 +231,29 @@ class InferCall:
         self._flow = engine.submit(deployment, request, make, is_accepted=is_accepted)
         return self._flow
 
-    def begin(self, on_outcome: OnCallOutcome, on_response: OnCallOutcome, before: InferCall | None = None) -> None:
+    def begin(
+        self,
+        on_outcome: OnCallOutcome,
+        on_response: OnCallOutcome,
+        before: InferCall | None = None,
+        *,
+        is_accepted: bool = False,
+    ) -> None:
         """Submit the request and report to callbacks in the loop. `on_outcome` is called once. For a decoupled model
         its argument is STREAMED, and `on_response` gets each response and then the end: None, or the error.
-        `before`: the preceding request of its sequence, whose responses are delivered first.
+        `before`: the preceding request of its sequence, whose responses are delivered first. `is_accepted`: as for the
+        engine.
         """
         # One iteration of trio's loop runs tasks in random order, so the order must be enforced.
         turn = self._delivered = None if before is None else before._delivered
         try:
-            flow = self.submit()
+            flow = self.submit(is_accepted=is_accepted)
             if flow is None:
                 self._room = trio.Semaphore(UNSENT_MAX)
                 self._scope = trio.CancelScope()
-                responses = self._access.engine.stream(self._deployment, self.message.request, self._watch)
+                responses = self._access.engine.stream(
+                    self._deployment, self.message.request, self._watch, is_accepted=is_accepted
+                )
                 self._delivered = trio.Event()
                 self._access.nursery.start_soon(
                     self._deliver, responses, self._scope, on_response, turn, self._delivered
@@ -276,16 +287,26 @@ class InferCall:
         """One of a decoupled model's responses was sent."""
         self._room.release()
 
-    def encode(self, response: Response, *, is_final: bool | None = None) -> Parts:
-        """Raises FlowserveError if the response cannot be sent in the requested form."""
+    def encode(self, response: Response, *, is_final: bool | None = None) -> Parts | None:
+        """The response; None if this takes long, which is work for `encode_in_steps`. Called once. Raises
+        FlowserveError if the response cannot be sent in the requested form.
+        """
         watch = self._watch
         if watch is not None:
             watch.mark("GRPC_SEND_START")
         if self.message.classes:
             rank(response, self.message.classes, self._deployment)
         parts = self._access.encoder.encode(response, self._windows, is_final=is_final)
-        if watch is not None:
+        if watch is not None and parts is not None:
             watch.mark("GRPC_SEND_END")
+        return parts
+
+    async def encode_in_steps(self, response: Response, *, is_final: bool | None = None) -> Parts:
+        """What `encode` leaves to a thread. Raises as it does."""
+        encode = partial(encode_response, response, self._windows, is_final=is_final)
+        parts = await self._access.run_in_trio(lambda: in_steps(encode))
+        if self._watch is not None:
+            self._watch.mark("GRPC_SEND_END")
         return parts
 
     def _outcome(self, flow: Flow) -> CallOutcome:

@@ -19,19 +19,19 @@ from flowserve.errors import FlowserveError, Unavailable
 from flowserve.grpc.decode import ReceivedMessage
 from flowserve.grpc.encode import empty_final_response, stream_error, stream_message
 from flowserve.grpc.inference import STOPPING, STREAMED, CallOutcome, EngineAccess, InferCall, internal_error
+from flowserve.values import Response
 
 IN_FLIGHT_MAX: Final = 1024  # requests of one stream; further ones are not read
 
 Message = bytes | FlowserveError
 SequenceKey = tuple[tuple[str, str], int | str]  # the model and version, and the sequence's id
-# An item of the write queue: the message, if any, and the callback after it was written. _END: the stream ends.
-_Item = tuple[Message | None, Callable[[], None]]
-_END: Final[_Item] = (None, lambda: None)
+# The message, or the response, which is encoded when it is written: a large one on a thread.
+_Outgoing = Message | Response | None
 
 
 @dataclass(slots=True, eq=False)
 class _StreamedRequest:
-    """One request of a stream. `message` is its only response. `is_settled`: that response exists, or there will be
+    """One request of a stream. `outgoing` is its only response. `is_settled`: that response exists, or there will be
     several.
     """
 
@@ -40,7 +40,12 @@ class _StreamedRequest:
     call: InferCall | None = None
     sequence: SequenceKey | None = None
     is_settled: bool = False
-    message: Message | None = None
+    outgoing: _Outgoing = None
+
+
+# An item of the write queue: a request, one of its responses, and whether that is the last. _END: the stream ends.
+_Item = tuple[_StreamedRequest, _Outgoing, bool]
+_END: Final[_Item] = (_StreamedRequest("", ("", "")), None, True)
 
 
 class InferStream:
@@ -68,6 +73,7 @@ class InferStream:
         self._is_read = False
         self._is_stopped = False
         self._is_over = False
+        self._decoding = asyncio.Lock()  # of a large request, from its arrival until it is submitted
 
     async def run(self, context: Any, stopping: asyncio.Event) -> None:
         """Run until the client has ended its side or the server is `stopping`, and all requests read before are
@@ -109,8 +115,9 @@ class InferStream:
         stopped = asyncio.create_task(stopping.wait())
         try:
             await asyncio.wait((reading, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if reading.done():
-                reading.result()  # raises its error
+            async with self._decoding:  # a request that has arrived is answered
+                if reading.done():
+                    reading.result()  # raises its error
         finally:
             self._is_stopped = not reading.done()
             for task in (reading, stopped):
@@ -122,13 +129,17 @@ class InferStream:
         """Read until the client ends its side. A broken connection cancels the whole call."""
         while isinstance(received := await context.read(), ReceivedMessage):
             await self._room.acquire()
-            if received.late:
-                await self._access.read_late(received)
-            self._begin(received)
+            if not received.late:
+                self._begin(received)
+                continue
+            async with self._decoding:
+                with self._access.engine.announced() as is_accepted:
+                    await self._access.read_late(received)
+                self._begin(received, is_accepted=is_accepted)
         if isinstance(received, FlowserveError):
             raise received
 
-    def _begin(self, received: ReceivedMessage) -> None:
+    def _begin(self, received: ReceivedMessage, *, is_accepted: bool = False) -> None:
         request = _StreamedRequest(received.request.id, received.target)
         self._requests.add(request)
         self._order.append(request)
@@ -143,7 +154,8 @@ class InferStream:
             request.sequence = request.target, received.request.sequence_id
             before = self._sequences.get(request.sequence)
             self._sequences[request.sequence] = call
-        call.begin(partial(self._on_outcome, request), partial(self._on_response, request), before)
+        on_outcome, on_response = partial(self._on_outcome, request), partial(self._on_response, request)
+        call.begin(on_outcome, on_response, before, is_accepted=is_accepted)
 
     # ------------------------------------------------------------------ responses
 
@@ -152,12 +164,15 @@ class InferStream:
         if self._is_over:
             return
         request.is_settled = True
+        if isinstance(outcome, FlowserveError):
+            outcome = self._failure(request, outcome)
         if outcome is not STREAMED:
-            request.message = self._encoded(request, outcome, is_final=True)
+            request.outgoing = outcome
         while self._order and self._order[0].is_settled:
             first = self._order.popleft()
-            if first.message is not None:
-                self._to_write.put_nowait((first.message, partial(self._done, first)))
+            if first.outgoing is not None:
+                self._to_write.put_nowait((first, first.outgoing, True))
+                first.outgoing = None
 
     def _on_response(self, request: _StreamedRequest, outcome: CallOutcome) -> None:
         """One response of a decoupled model, or the end: None, or an error."""
@@ -165,34 +180,29 @@ class InferStream:
             return
         call = request.call
         assert call is not None  # it is kept until its end
-        message: Message | None = None
-        written = partial(self._done, request)
-        if outcome is not None:
-            message = self._encoded(request, outcome)
-            if not isinstance(outcome, FlowserveError):
-                written = partial(self._sent, request)  # not call.sent, which would keep a cancelled call alive
-        elif call.message.wants_final:
-            message = stream_message(empty_final_response(request.target[0], call.version, request.id))
-        self._to_write.put_nowait((message, written))
+        is_last = not isinstance(outcome, Response)
+        if isinstance(outcome, FlowserveError):
+            outcome = self._failure(request, outcome)
+        elif outcome is None and call.message.wants_final:
+            outcome = stream_message(empty_final_response(request.target[0], call.version, request.id))
+        self._to_write.put_nowait((request, outcome, is_last))
 
-    def _encoded(self, request: _StreamedRequest, outcome: CallOutcome, *, is_final: bool = False) -> Message:
-        if not isinstance(outcome, FlowserveError):
-            assert request.call is not None  # it is kept until its end
-            try:
-                return stream_message(request.call.encode(outcome, is_final=is_final))
-            except FlowserveError as error:
-                outcome = error
-            except Exception as error:
-                outcome = internal_error(error)
+    async def _encoded(self, request: _StreamedRequest, response: Response, *, is_final: bool) -> Message:
+        call = request.call
+        assert call is not None  # it is kept until its end
+        try:
+            parts = call.encode(response, is_final=is_final)
+            return stream_message(parts or await call.encode_in_steps(response, is_final=is_final))
+        except FlowserveError as error:
+            failure = error
+        except Exception as error:
+            failure = internal_error(error)
+        return self._failure(request, failure)
+
+    def _failure(self, request: _StreamedRequest, error: FlowserveError) -> Message:
         if self._ends_on_error:
-            bare: FlowserveError = outcome.with_traceback(None)  # its frames reference the request
-            return bare
-        return stream_error(outcome, request.id)
-
-    @staticmethod
-    def _sent(request: _StreamedRequest) -> None:
-        assert request.call is not None  # it is kept until its end
-        request.call.sent()
+            return error.with_traceback(None)  # its frames reference the request
+        return stream_error(error, request.id)
 
     def _done(self, request: _StreamedRequest) -> None:
         if request.call is not None:
@@ -210,9 +220,15 @@ class InferStream:
 
     async def _write(self, context: Any) -> None:
         while (item := await self._to_write.get()) is not _END:
-            message, written = item
+            request, message, is_last = item
+            if isinstance(message, Response):
+                message = await self._encoded(request, message, is_final=is_last)
             if isinstance(message, FlowserveError):
                 raise message
             if message is not None:
                 await context.write(message)
-            written()
+            if is_last:
+                self._done(request)
+            elif request.call is not None:
+                request.call.sent()
+            del item, request, message  # they are not kept while the queue is empty

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, repeat
-from typing import overload
+from typing import Final, overload
 
 import numpy as np
 
+from flowserve.memory.raw import EncodedBytes
 from flowserve.memory.tensor import Tensor
 from flowserve.values import Array
+
+_ON_HOST: Final = (np.ndarray, EncodedBytes)
 
 
 class Column(Sequence[Tensor | None]):
@@ -60,7 +63,7 @@ class Column(Sequence[Tensor | None]):
         if not self._is_examined:
             self._is_examined = True
             tensors = self._tensors
-            if tensors and (one := tensors[0]) is not None and isinstance(one.block, np.ndarray):
+            if tensors and (one := tensors[0]) is not None and isinstance(one.block, _ON_HOST):
                 if len(tensors) == 1 and one.start == 0 and one.stop == len(one.block):
                     self._block = one.block
                 else:
@@ -82,7 +85,8 @@ class Column(Sequence[Tensor | None]):
                 found = [tensor.array for tensor in self.tensors if tensor is not None]
             elif len(rows) == 1:
                 found = [block]
-            elif rows.count(1) == len(rows):  # divided by numpy itself, at half the cost of slices
+            elif rows.count(1) == len(rows) and not isinstance(block, EncodedBytes):
+                # Divided by numpy itself, at half the cost of slices.
                 found = [*block[:, None]]
             else:
                 found = [block[stop - n : stop] for n, stop in zip(rows, accumulate(rows), strict=True)]

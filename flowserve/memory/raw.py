@@ -6,13 +6,15 @@ overflow, before anything is allocated. Does not know HTTP or gRPC, its callers.
 
 An element of Triton's BYTES tensors is its length as four little-endian bytes, then its bytes: any byte string, NULs
 and invalid UTF-8 included, which round-trips exactly. Callers pass the names of input and model for the error messages.
+A large BYTES tensor between a client and worker processes stays in this form, as an `EncodedBytes` in the place of an
+array: its elements become objects only where they are read.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -24,10 +26,15 @@ from flowserve.values import BY_NUMPY, Array, BytesLike, DType
 DIMENSIONS_MAX: Final = 64  # numpy's
 _INT64_MAX: Final = 2**63 - 1
 COPIED_BYTES_MAX: Final = 4096  # a small copy costs less than a view of one
-# BYTES elements of one request, by default. Each is a Python object, and the event loop works 0.3 us for each where it
-# encodes them for a worker process, beside the copying of their bytes.
+# BYTES elements of one request, by default. Each is a Python object of 40 bytes and more, beside its contents, and
+# takes the interpreter 0.3 us to make.
 BYTES_ELEMENTS_MAX: Final = 1 << 16
+# A BYTES tensor of more bytes is not decoded on the event loop. Fewer take at most 40 ms, of empty elements.
+ENCODED_BYTES_MIN: Final = 1 << 18
+INLINE_ELEMENTS_MAX: Final = 1 << 15  # of a BYTES output that is encoded on the event loop: up to 10 ms
+_INLINE_BYTES_MAX: Final = 1 << 20
 _DECODED_AT_ONCE: Final = 1 << 16
+_ELEMENTS_AT_ONCE: Final = 1 << 12  # between two pauses
 _LENGTH: Final = struct.Struct("<I")
 
 
@@ -95,6 +102,25 @@ def decode(data: BytesLike, name: str, model: str, dtype: DType, shape: tuple[in
     return numbers(data, 0, name, dtype, shape, count)
 
 
+def decode_large(
+    data: BytesLike,
+    name: str,
+    model: str,
+    dtype: DType,
+    shape: tuple[int, ...],
+    count: int,
+    pause: Callable[[], None],
+    *,
+    stays_encoded: bool,
+) -> Array:
+    """As `decode`, on a thread. `stays_encoded`: large BYTES are checked only, because a worker process reads them."""
+    if not (stays_encoded and dtype is DType.BYTES and len(data) > ENCODED_BYTES_MIN):
+        return decode(data, name, model, dtype, shape, count)
+    array: Array = EncodedBytes.of(data, name, model, shape)
+    encode(array, dtype, pause)
+    return array
+
+
 def numbers(data: BytesLike, offset: int, name: str, dtype: DType, shape: tuple[int, ...], count: int) -> Array:
     """The input of any type but BYTES that begins at `offset` of `data`. Raises `Invalid`."""
     if count == 0:
@@ -148,9 +174,15 @@ def datatype_of(array: Array, name: str, model: str) -> DType:
     return dtype
 
 
-def encode(array: Array, dtype: DType) -> bytes | memoryview:
-    """An output as bytes."""
-    return encode_bytes(array) if dtype is DType.BYTES else block(array)
+def encode(array: Array, dtype: DType, pause: Callable[[], None] | None = None) -> bytes | memoryview:
+    """An output as bytes. On a thread with a `pause`, which is called between steps. Raises `Internal` for an
+    `EncodedBytes` that is not valid.
+    """
+    if dtype is not DType.BYTES:
+        return block(array)
+    if isinstance(array, EncodedBytes):
+        return array.checked(pause or _no_pause)
+    return encode_bytes(array) if pause is None else encode_in_steps(array, pause)
 
 
 def block(array: Array) -> bytes | memoryview:
@@ -164,7 +196,7 @@ def block(array: Array) -> bytes | memoryview:
 
 
 def encode_bytes(array: Array) -> bytes:
-    """The elements of `array` (of bytes, str or objects) in row-major order, each as `to_bytes` has it."""
+    """The elements of an array of numpy (of bytes, str or objects) in row-major order, each as `to_bytes` has it."""
     pack = _LENGTH.pack
     parts: list[bytes] = []
     for element in array.ravel().tolist():
@@ -174,8 +206,26 @@ def encode_bytes(array: Array) -> bytes:
     return b"".join(parts)
 
 
+def encode_in_steps(array: Array, pause: Callable[[], None]) -> memoryview:
+    """As `encode_bytes`, with a call of `pause` between steps."""
+    flat = array.ravel()
+    pieces: list[bytes] = []
+    for first in range(0, flat.size, _ELEMENTS_AT_ONCE):
+        pieces.append(encode_bytes(flat[first : first + _ELEMENTS_AT_ONCE]))
+        pause()
+    data = np.empty(sum(map(len, pieces)), np.uint8).data  # filled step by step, unlike a join
+    start = 0
+    for piece in pieces:
+        data[start : start + len(piece)] = piece
+        start += len(piece)
+        pause()
+    return data
+
+
 def flat_bytes(array: Array) -> Array:
     """The bytes of any array, one-dimensional: encoded for BYTES, else a view if the array is contiguous."""
+    if isinstance(array, EncodedBytes):
+        return np.frombuffer(array.data, np.uint8)
     if array.dtype.hasobject:
         return np.frombuffer(encode_bytes(array), np.uint8)
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -224,6 +274,158 @@ def decode_bytes(buffer: BytesLike, count: int, *, name: str, model: str) -> Arr
     array = np.empty(count, np.object_)
     array[:] = elements
     return array
+
+
+def bytes_in(array: Array) -> int:
+    """About how many bytes the elements of a BYTES output have together."""
+    if isinstance(array, EncodedBytes):
+        return array.nbytes
+    elements = array.ravel().tolist()
+    try:
+        return sum(map(len, elements))
+    except TypeError:  # models may return other objects
+        return sum(len(one) for one in elements if isinstance(one, (bytes, str)))  # the oldest Python of models
+
+
+def is_long(array: Array) -> bool:
+    """Whether to encode a BYTES output on a thread."""
+    return array.size > INLINE_ELEMENTS_MAX or bytes_in(array) > _INLINE_BYTES_MAX
+
+
+class _Flags(NamedTuple):
+    """What readers of an array look at before they use its memory: an `EncodedBytes` has none for elements."""
+
+    aligned: bool = False
+    c_contiguous: bool = False
+    owndata: bool = False
+    writeable: bool = False
+
+
+class _Encoded:
+    """The wire form of a whole tensor of `count` elements, and the offsets of elements as far as they are known."""
+
+    __slots__ = ("count", "data", "is_output", "model", "name", "offsets")
+
+    def __init__(self, data: BytesLike, count: int, name: str, model: str, *, is_output: bool) -> None:
+        self.data = memoryview(data).cast("B")
+        self.count = count
+        self.name = name
+        self.model = model
+        self.is_output = is_output
+        self.offsets = {0: 0}
+
+    def offset(self, element: int, pause: Callable[[], None]) -> int:
+        """Where that element begins. Raises as `refuse` does."""
+        known, position = max(one for one in [*self.offsets.items()] if one[0] <= element)
+        data, unpack = self.data, _LENGTH.unpack_from
+        try:
+            for first in range(known, element, _ELEMENTS_AT_ONCE):
+                for _ in range(min(_ELEMENTS_AT_ONCE, element - first)):
+                    position += 4 + unpack(data, position)[0]
+                pause()
+        except struct.error:
+            self.refuse()
+        if position > len(data) or (element == self.count and position < len(data)):
+            self.refuse()
+        self.offsets[element] = position
+        return position
+
+    def refuse(self) -> None:
+        """Raises `Invalid` for an input, `Internal` for an output: the data does not have its number of elements."""
+        try:
+            decode_bytes(self.data, self.count, name=self.name, model=self.model)
+        except Invalid as error:
+            if not self.is_output:
+                raise
+            raise Internal(f"model '{self.model}' made output '{self.name}' of invalid BYTES: {error}") from None
+
+
+class EncodedBytes:
+    """A large BYTES tensor in its wire form, in the place of an array of objects: it has an array's shape and its
+    methods that need no elements; `copy` and `numpy.asarray` decode it, on the thread of the reader.
+    """
+
+    __slots__ = ("_encoded", "_first", "shape", "size")
+    dtype: Final = DType.BYTES.numpy
+    flags: Final = _Flags()
+    base: Final = None
+
+    def __init__(self, encoded: _Encoded, first: int, shape: tuple[int, ...]) -> None:
+        self._encoded = encoded
+        self._first = first
+        self.shape = shape
+        self.size = math.prod(shape)
+
+    @classmethod
+    def of(cls, data: BytesLike, name: str, model: str, shape: tuple[int, ...], *, is_output: bool = False) -> Any:
+        """The tensor of this name, input of a model or its output, encoded by the whole of `data`, which is not checked
+        here. Its type is that of an array for its readers. Raises `Invalid` for a shape that numpy does not support.
+        """
+        stand_in(name, DType.BYTES, shape)
+        return cls(_Encoded(data, math.prod(shape), name, model, is_output=is_output), 0, shape)
+
+    @property
+    def data(self) -> memoryview:
+        """The elements in wire form, whose lengths are not checked where it is the whole tensor."""
+        encoded = self._encoded
+        if self.size == encoded.count:
+            return encoded.data
+        return self.checked(_no_pause)
+
+    def checked(self, pause: Callable[[], None]) -> memoryview:
+        """The same, valid. Raises `Invalid` for an input, `Internal` for an output of a model."""
+        encoded = self._encoded
+        start = encoded.offset(self._first, pause)
+        return encoded.data[start : encoded.offset(self._first + self.size, pause)]
+
+    def copy(self) -> Array:
+        """Its elements: an array of `bytes`. Raises as `checked` does."""
+        data = self.checked(_no_pause)
+        encoded = self._encoded
+        return decode_bytes(data, self.size, name=encoded.name, model=encoded.model).reshape(self.shape)
+
+    def in_own_memory(self) -> Any:
+        """A copy, still encoded."""
+        encoded = self._encoded
+        return EncodedBytes.of(bytes(self.data), encoded.name, encoded.model, self.shape, is_output=encoded.is_output)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """About: the part of the whole tensor's bytes."""
+        return len(self._encoded.data) * self.size // (self._encoded.count or 1)
+
+    def reshape(self, *shape: Any) -> EncodedBytes:
+        """The same elements in another shape."""
+        wanted = stand_in(self._encoded.name, DType.BYTES, self.shape).reshape(*shape).shape
+        return EncodedBytes(self._encoded, self._first, wanted)
+
+    def ravel(self) -> Array:
+        """Its elements in one dimension, decoded."""
+        return self.copy().reshape(-1)
+
+    def tolist(self) -> Any:
+        """As numpy's."""
+        return self.copy().tolist()
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> EncodedBytes:
+        """Some rows."""
+        start, stop, _ = rows.indices(len(self))
+        row = math.prod(self.shape[1:])
+        return EncodedBytes(self._encoded, self._first + start * row, (max(stop - start, 0), *self.shape[1:]))
+
+    def __array__(self, *_: Any, **__: Any) -> Array:
+        return self.copy()
+
+
+def _no_pause() -> None:
+    """For data that is decoded at once."""
 
 
 def to_bytes(element: object) -> bytes:

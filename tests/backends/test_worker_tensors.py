@@ -32,6 +32,7 @@ from flowserve.backends.worker.tensors import InputReader, OutputWriter, Run
 from flowserve.errors import Invalid, ModelFailed, NotFound
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import ModelKey, compile_model
+from flowserve.memory import raw
 from flowserve.memory.arena import Arena
 from flowserve.memory.column import Column
 from flowserve.memory.segment import PAGE, Lease, Segment
@@ -279,9 +280,10 @@ def answers(draw: st.DrawFn) -> tuple[DType, list[int], list[Array | None], bool
     return dtype, members, column, draw(st.booleans())
 
 
-@given(answers())
+@pytest.mark.parametrize("encoded_min", [raw.ENCODED_BYTES_MIN, 0], ids=["small", "large strings"])
+@given(answered=answers())
 def test_the_server_reads_the_outputs_of_the_model(
-    answered: tuple[DType, list[int], list[Array | None], bool],
+    encoded_min: int, answered: tuple[DType, list[int], list[Array | None], bool]
 ) -> None:
     dtype, members, arrays, in_one_block = answered
     both = Both(spec("OUT", (-1,), dtype))
@@ -293,7 +295,9 @@ def test_the_server_reads_the_outputs_of_the_model(
         column = [None if array is None else Tensor(block, *next(cuts)) for array in arrays]
     else:
         column = [None if array is None else Tensor(array, 0, len(array)) for array in arrays]
-    (read,) = both.read(both.place([column]), members)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(raw, "ENCODED_BYTES_MIN", encoded_min)
+        (read,) = both.read(both.place([column]), members)
     for tensor, array in zip(read, arrays, strict=True):
         assert (tensor is None) == (array is None)
         if tensor is not None and array is not None:

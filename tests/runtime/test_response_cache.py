@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowserve.memory.raw import EncodedBytes
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.admission.controller import ENTRY_BYTES, LruCache, cache_key, cached_copy
 from flowserve.values import Array, Request
@@ -108,3 +109,12 @@ def test_the_size_of_a_cached_response_counts_string_contents_and_parameters() -
     assert large - small == 1000
     _, talking = cached_copy({"Y": Tensor(np.array([b"x"], np.object_))}, {"said": "y" * 96})
     assert talking - small == 100
+
+
+def test_large_strings_are_cached_in_their_wire_form_and_in_memory_of_their_own() -> None:
+    memory = bytearray(b"\1\0\0\0a" * 3)
+    whole = EncodedBytes.of(memory, "y", "m", (3, 1))
+    response, nbytes = cached_copy({"y": Tensor(whole, 0, 2)})
+    memory[:] = bytes(15)
+    assert response.tensors["y"].array.tolist() == [[b"a"], [b"a"]]
+    assert nbytes == ENTRY_BYTES + 10

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,9 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
+from tritonclient.grpc.service_pb2 import ModelInferRequest
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from flowserve.testing.serve import Served, serving
 
@@ -40,12 +44,34 @@ max_batch_size: {batch}
 input {{ name: "X" data_type: TYPE_{dtype} dims: [ {dims} ] }}
 output {{ name: "Y" data_type: TYPE_{out} dims: [ -1 ] }}
 """
+STRINGS = 'np.resize(np.array([b"", b"abc"], np.object_), int(x[0]))'
 MODELS = {
     "first": ("FP32", "FP32", "-1", 0, "x.ravel()[:1].copy()"),
     "narrow": ("FP32", "FP32", "4", 8, "x.copy()"),
     "count": ("STRING", "INT32", "-1", 0, "np.array([x.size], np.int32)"),
     "steps": ("INT32", "FP32", "-1", 0, "np.linspace(0, 1, int(x[0]), dtype=np.float32)"),
+    "strings": ("INT32", "STRING", "-1", 0, STRINGS),
+    "strings_thread": ("INT32", "STRING", "-1", 0, STRINGS),
+    "back": ("STRING", "STRING", "-1", 0, "x[::-1].copy()"),
+    "back_thread": ("STRING", "STRING", "-1", 0, "x[::-1].copy()"),
 }
+# From a process to another one, and to the server's own.
+ENSEMBLES = {"to_process": ("strings", "back"), "to_thread": ("strings", "back_thread")}
+ENSEMBLE = """
+platform: "ensemble"
+input {{ name: "X" data_type: TYPE_INT32 dims: [ -1 ] }}
+output {{ name: "Y" data_type: TYPE_STRING dims: [ -1 ] }}
+ensemble_scheduling {{
+  step {{
+    model_name: "{0}" model_version: -1
+    input_map {{ key: "X" value: "X" }} output_map {{ key: "Y" value: "S" }}
+  }}
+  step {{
+    model_name: "{1}" model_version: -1
+    input_map {{ key: "X" value: "S" }} output_map {{ key: "Y" value: "Y" }}
+  }}
+}}
+"""
 # Prints the longest wait for a response in ms, without the time for which another program had the processor, and the
 # most memory in KiB that the server had.
 WATCH = """
@@ -84,6 +110,8 @@ def write_model(repository: Path, name: str) -> None:
     dtype, out, dims, batch, result = MODELS[name]
     (repository / name / "1").mkdir(parents=True)
     text = CONFIG.format(dtype=dtype, out=out, dims=dims, batch=batch)
+    if name.endswith("_thread"):
+        text += 'parameters { key: "execution" value: { string_value: "thread" } }'
     (repository / name / "config.pbtxt").write_text(text)
     (repository / name / "1" / "model.py").write_text(MODEL.format(result=result))
 
@@ -93,6 +121,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     repository = tmp_path_factory.mktemp("stalls")
     for name in MODELS:
         write_model(repository, name)
+    for name, steps in ENSEMBLES.items():
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text(ENSEMBLE.format(*steps))
     with serving(repository, "--allow-grpc=true", "--grpc-port=0", "--allow-client-shm=true") as served:
         yield served
 
@@ -136,6 +167,7 @@ def attacked(server: Served, act: Callable[[], tuple[int, bytes]], body_bytes: i
         outcome = watched(server, act)
         assert outcome.grown_mb <= 4 * body_bytes / 1_000_000 + SPARE_MB
         if outcome.silence_ms < SILENCE_MS_MAX:
+            print(f"/v2/health/live took {outcome.silence_ms:.0f} ms at most")
             break
         assert attempt < ATTEMPTS - 1, f"/v2/health/live took {outcome.silence_ms:.0f} ms"
     return outcome
@@ -228,6 +260,69 @@ def test_a_large_output_as_json(server: Served, size: int) -> None:
     assert outcome.body.count(b",") > count
     assert outcome.body[-4:] == b"]}]}"
     assert b"--http-max-json-elements" in post(server, infer("steps"), request("INT32", 1, b"[16777217]"))[1]
+
+
+def strings_by_http(server: Served, model: str, count: int, *, is_binary: bool) -> tuple[int, bytes]:
+    entry = {"name": "X", "datatype": "INT32", "shape": [1], "data": [count]}
+    body = {"inputs": [entry], "parameters": {"binary_data_output": is_binary}}
+    return post(server, infer(model), json.dumps(body).encode())
+
+
+def strings_by_grpc(server: Served, model: str, count: int, *, is_stream: bool) -> tuple[int, bytes]:
+    request = ModelInferRequest(model_name=model, raw_input_contents=[struct.pack("<i", count)])
+    request.inputs.add(name="X", datatype="INT32", shape=[1])
+    with grpc.insecure_channel(server.grpc_address, [("grpc.max_receive_message_length", -1)]) as channel:
+        stub = GRPCInferenceServiceStub(channel)
+        if is_stream:
+            (answer,) = stub.ModelStreamInfer(iter([request]), timeout=300)
+            assert not answer.error_message
+            return 200, answer.infer_response.raw_output_contents[0]
+        return 200, stub.ModelInfer(request, timeout=300).raw_output_contents[0]
+
+
+@pytest.mark.fault("W2")
+@pytest.mark.parametrize("model", ["strings", "strings_thread", "to_process", "to_thread"])
+@pytest.mark.parametrize("way", ["binary", "json", "grpc", "stream"])
+def test_an_output_of_very_many_strings(server: Served, size: int, way: str, model: str) -> None:
+    count = size // 60 * 2
+    pair = [b"", b"abc"] if model.startswith("strings") else [b"abc", b""]
+
+    def act() -> tuple[int, bytes]:
+        if way in ("binary", "json"):
+            return strings_by_http(server, model, count, is_binary=way == "binary")
+        return strings_by_grpc(server, model, count, is_stream=way == "stream")
+
+    outcome = attacked(server, act, 100 * count)
+    assert outcome.status == 200
+    if way == "json":
+        written = b",".join([b'"%b"' % one for one in pair] * (count // 2))
+        assert outcome.body.endswith(b'"data":[%b]}]}' % written)
+    else:
+        wire = b"".join(struct.pack("<I", len(one)) + one for one in pair) * (count // 2)
+        assert outcome.body.endswith(wire)
+
+
+@pytest.mark.fault("W2")
+@pytest.mark.parametrize("way", ["http", "grpc"])
+def test_large_strings_for_a_process(server: Served, size: int, way: str) -> None:
+    count = 65_536
+    wire = (struct.pack("<I", size // count) + b"a" * (size // count)) * count
+    entry = {"name": "X", "datatype": "BYTES", "shape": [count], "parameters": {"binary_data_size": len(wire)}}
+    head = json.dumps({"inputs": [entry], "parameters": {"binary_data_output": True}}).encode()
+
+    def by_http() -> tuple[int, bytes]:
+        return post(server, infer("back"), head + wire, f"Inference-Header-Content-Length: {len(head)}")
+
+    def by_grpc() -> tuple[int, bytes]:
+        request = ModelInferRequest(model_name="back", raw_input_contents=[wire])
+        request.inputs.add(name="X", datatype="BYTES", shape=[count])
+        with grpc.insecure_channel(server.grpc_address, [("grpc.max_receive_message_length", -1)]) as channel:
+            answer = GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=300)
+        return 200, answer.raw_output_contents[0]
+
+    outcome = attacked(server, by_http if way == "http" else by_grpc, 2 * len(wire))  # the response is as long
+    assert outcome.status == 200
+    assert outcome.body.endswith(wire)
 
 
 # ---------------------------------------------------------------------------------------------- shared memory

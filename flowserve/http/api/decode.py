@@ -113,6 +113,7 @@ class LargeBody:
         self._header: InferHeader
         self._windows: Mapping[str, RegionWindow]
         self._room: dict[str, Array] = {}
+        self._stays_encoded = False
         self.form: AnswerForm
 
     def parse(self, pause: Pause) -> Request:
@@ -135,6 +136,7 @@ class LargeBody:
         self.form = replace(header.form, windows=memory.windows(header.portions))
         if arena is None:
             return
+        self._stays_encoded = True
         for one in header.inputs:
             nbytes = one.count * one.dtype.itemsize
             is_copied = one.portion is not None or (isinstance(one.data, LargeArray) and one.data.count == one.count)
@@ -143,7 +145,8 @@ class LargeBody:
 
     def arrays(self, pause: Pause) -> dict[str, Array]:
         """The inputs. Raises `Invalid`."""
-        return _arrays(self._header, self._body, self._offset, self._model, self._windows, pause, self._room)
+        header, body, offset, windows = self._header, self._body, self._offset, self._windows
+        return _arrays(header, body, offset, self._model, windows, pause, self._room, stays_encoded=self._stays_encoded)
 
 
 def decode_raw(
@@ -204,21 +207,28 @@ def _arrays(
     windows: Mapping[str, RegionWindow],
     pause: Pause,
     room: Mapping[str, Array] = _NO_ROOM,
+    *,
+    stays_encoded: bool = False,
 ) -> dict[str, Array]:
     """`windows`: the inputs in the client's memory. `room`: where to place inputs that are decoded or copied, as bytes;
-    others get memory of their own.
+    others get memory of their own. `stays_encoded`: as for `raw.decode_large`.
     """
     arrays: dict[str, Array] = {}
     end = len(body)
     for one in header.inputs:
         size = one.binary_size
         if size is None:
-            if one.portion is None:
-                arrays[one.name] = json_array(one, room.get(one.name))
-            else:
+            if one.portion is not None:
                 data = windows[one.name].read(room.get(one.name))
                 pause()
-                arrays[one.name] = raw.decode(data, one.name, model, one.dtype, one.shape, one.count)
+                arrays[one.name] = raw.decode_large(
+                    data, one.name, model, one.dtype, one.shape, one.count, pause, stays_encoded=stays_encoded
+                )
+                continue
+            array = json_array(one, room.get(one.name))
+            if stays_encoded and one.dtype is DType.BYTES and isinstance(one.data, LargeArray):
+                array = raw.EncodedBytes.of(raw.encode_in_steps(array, pause), one.name, model, one.shape)
+            arrays[one.name] = array
             continue
         if size > end - offset:
             missing = size - (end - offset)
@@ -227,7 +237,9 @@ def _arrays(
             )
         if one.dtype is DType.BYTES:
             block = memoryview(body)[offset : offset + size]
-            arrays[one.name] = raw.decode(block, one.name, model, one.dtype, one.shape, one.count)
+            arrays[one.name] = raw.decode_large(
+                block, one.name, model, one.dtype, one.shape, one.count, pause, stays_encoded=stays_encoded
+            )
             pause()
         else:
             arrays[one.name] = raw.numbers(body, offset, one.name, one.dtype, one.shape, one.count)

@@ -81,7 +81,7 @@ class Encoder:
         for array in response.outputs.values():
             elements += array.size
             if array.dtype.hasobject and elements <= INLINE_ELEMENTS_MAX:
-                nbytes += _bytes_of(array)
+                nbytes += raw.bytes_in(array)
         if (elements > INLINE_ELEMENTS_MAX or form.windows) and self._takes_long(response, form):
             return None
         return None if nbytes > _INLINE_BYTES_MAX else _encode(response, form)
@@ -100,15 +100,6 @@ class Encoder:
                 strings += array.size
         check_json_elements(in_json, response.model, self._limits.json_elements)
         return max(strings, in_json) > INLINE_ELEMENTS_MAX or stored > _INLINE_BYTES_MAX
-
-
-def _bytes_of(array: Array) -> int:
-    """How long the elements of a BYTES output are together."""
-    elements = array.ravel().tolist()
-    try:
-        return sum(map(len, elements))
-    except TypeError:  # models may return other objects
-        return sum(len(one) for one in elements if isinstance(one, bytes | str))
 
 
 def _encode(response: Response, form: AnswerForm) -> tuple[list[Any], HeaderTuple]:
@@ -135,7 +126,7 @@ def encode_large(response: Response, form: AnswerForm, pause: Pause) -> tuple[li
     def in_pieces(name: str, array: Array, dtype: DType) -> list[bytes]:
         return json_pieces(name, array, dtype, pause)
 
-    document, blocks = _document(response, form, in_pieces)
+    document, blocks = _document(response, form, in_pieces, pause)
     outputs = document.pop("outputs")
     parts = [orjson.dumps(document, option=_NUMPY)[:-1], b',"outputs":[']
     for output in outputs:
@@ -152,10 +143,10 @@ def encode_large(response: Response, form: AnswerForm, pause: Pause) -> tuple[li
 
 def json_pieces(name: str, array: Array, dtype: DType, pause: Pause) -> list[bytes]:
     """The JSON of flat `data` without its brackets, in pieces. Raises as `json_data` does."""
-    flat = array.ravel()
+    flat = array.reshape(-1)  # which decodes no `EncodedBytes`, as each of its pieces is
     step = _PIECE_ELEMENTS
     if dtype is DType.BYTES:
-        step = min(max(_PIECE_BYTES * flat.size // (_bytes_of(flat) or 1), 1), _PIECE_ELEMENTS)
+        step = min(max(_PIECE_BYTES * flat.size // (raw.bytes_in(flat) or 1), 1), _PIECE_ELEMENTS)
     pieces: list[bytes] = []
     for start in range(0, flat.size, step):
         data = json_data(name, flat[start : start + step], dtype)
@@ -166,10 +157,13 @@ def json_pieces(name: str, array: Array, dtype: DType, pause: Pause) -> list[byt
 
 
 def _document(
-    response: Response, form: AnswerForm, data_of: Callable[[str, Array, DType], Any]
+    response: Response,
+    form: AnswerForm,
+    data_of: Callable[[str, Array, DType], Any],
+    pause: Pause | None = None,
 ) -> tuple[dict[str, Any], list[Any]]:
     """The response's JSON, "outputs" last, and the binary data that follows it. `data_of` writes the data in the
-    JSON.
+    JSON. `pause`: on a thread.
     """
     outputs: list[dict[str, Any]] = []
     blocks: list[Any] = []
@@ -177,9 +171,9 @@ def _document(
         dtype = raw.datatype_of(array, name, response.model)
         entry: dict[str, Any] = {"name": name, "datatype": dtype.wire, "shape": array.shape}
         if name in form.windows:
-            form.windows[name].store(name, raw.encode(array, dtype))
+            form.windows[name].store(name, raw.encode(array, dtype, pause))
         elif form.listed.get(name, form.default_is_binary):
-            block = raw.encode(array, dtype)
+            block = raw.encode(array, dtype, pause)
             entry["parameters"] = {"binary_data_size": len(block)}
             blocks.append(block)
         else:

@@ -120,8 +120,12 @@ def cached_copy(
     copies = {}
     total = ENTRY_BYTES + sum([len(key) + len(str(value)) for key, value in (parameters or {}).items()])
     for name, tensor in tensors.items():
-        copy = np.array(tensor.array, order="C")
-        copy.flags.writeable = False
+        array = tensor.array
+        if isinstance(array, raw.EncodedBytes):
+            copy = array.in_own_memory()
+        else:
+            copy = np.array(array, order="C")
+            copy.flags.writeable = False
         copies[name] = Tensor(copy) if tensor.stop == WHOLE else Tensor(copy, 0, len(copy))
         total += array_bytes(copy)
     return CachedResponse(copies, parameters), total
@@ -129,7 +133,7 @@ def cached_copy(
 
 def array_bytes(array: Array) -> int:
     """The bytes of an array; for strings including their contents."""
-    if not array.dtype.hasobject:
+    if not array.dtype.hasobject or isinstance(array, raw.EncodedBytes):
         return array.nbytes
     return array.nbytes + sum([len(each) for each in array.ravel().tolist()])
 

@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -22,11 +23,13 @@ import trio
 
 from flowserve.backends.base import NO_FILES
 from flowserve.errors import Invalid
+from flowserve.memory.raw import EncodedBytes
 from flowserve.repository.override import Override
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine, ResponseIterator, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import ALL, Control, ControlOptions, open_control
+from flowserve.runtime.threads import Pause, in_steps
 from flowserve.values import Array, DType, Parameter, Request, TensorSpec
 
 log = logging.getLogger("flowserve.runtime")
@@ -67,7 +70,7 @@ class AsyncEngine:
         request = new_request(inputs, options)
         deployment = prepare(engine, name, version, request)
         response = await engine.infer(deployment, request)
-        return keep(response.outputs, request.inputs)
+        return keep(await _decoded(response.outputs), request.inputs)
 
     def stream(
         self, name: str, inputs: Mapping[str, ArrayLike], *, version: int = 0, **options: Unpack[RequestOptions]
@@ -134,7 +137,7 @@ class Stream:
 
     async def __anext__(self) -> dict[str, Array]:
         """Raises StopAsyncIteration after the last response; the error of a failed request after its responses."""
-        return keep((await anext(self._answers)).outputs, self._given)
+        return keep(await _decoded((await anext(self._answers)).outputs), self._given)
 
 
 class Embedding:
@@ -248,6 +251,19 @@ def to_array(name: str, value: object, spec: TensorSpec | None) -> Array:
         return lend(name, np.array(value, dtype.numpy))
     except (ValueError, TypeError, OverflowError) as error:
         raise Invalid(f"input '{name}': the lists are no array of {dtype or 'numbers'}: {error}") from None
+
+
+async def _decoded(outputs: dict[str, Array]) -> dict[str, Array]:
+    """The outputs as arrays: large BYTES from a process are decoded on a thread."""
+    for name, array in outputs.items():
+        if isinstance(array, EncodedBytes):
+            outputs[name] = await in_steps(partial(_copy, array))
+    return outputs
+
+
+def _copy(array: EncodedBytes, pause: Pause) -> Array:
+    array.checked(pause)
+    return array.copy()
 
 
 def keep(outputs: dict[str, Array], given: Mapping[str, Array]) -> dict[str, Array]:

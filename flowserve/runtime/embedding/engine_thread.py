@@ -20,6 +20,7 @@ import trio
 
 from flowserve.backends.base import NO_FILES
 from flowserve.errors import Unavailable, Unsupported
+from flowserve.memory.raw import EncodedBytes
 from flowserve.runtime.embedding.embedded import (
     ArrayLike,
     AsyncEngine,
@@ -88,10 +89,21 @@ class Call:
         self._on_end()
 
     def result(self) -> dict[str, Array]:
-        """The outputs of a request that is over. Raises its error."""
+        """The outputs of a request that is over. Raises its error. On the thread that made it, since large BYTES are
+        decoded here.
+        """
         if self._error is not None:
             raise self._error
-        return keep(self._outputs, self._request.inputs)
+        outputs = self._outputs
+        for name, array in outputs.items():
+            if isinstance(array, EncodedBytes):
+                outputs[name] = array.copy()
+        return keep(outputs, self._request.inputs)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether `result` takes long."""
+        return any(isinstance(array, EncodedBytes) for array in self._outputs.values())
 
     def _finished(self, flow: Flow) -> None:
         assert self._engine is not None
@@ -326,7 +338,7 @@ class AsyncioEngine:
             with suppress(Unavailable):
                 self._thread.post(call.leave)
             raise
-        return call.result()
+        return await asyncio.to_thread(call.result) if call.is_large else call.result()
 
     def stream(
         self, name: str, inputs: Mapping[str, ArrayLike], *, version: int = 0, **options: Unpack[RequestOptions]

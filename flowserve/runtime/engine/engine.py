@@ -407,12 +407,14 @@ class Engine:
             await wait_task_rescheduled(leave)
         return self.response(flow)
 
-    def stream(self, deployment: Deployment, request: Request, watch: Watch | None = None) -> ResponseIterator:
+    def stream(
+        self, deployment: Deployment, request: Request, watch: Watch | None = None, *, is_accepted: bool = False
+    ) -> ResponseIterator:
         """Begin one request whose responses are taken one by one, however many there are. Raises as `submit` does.
-        `watch`: where it is traced; closed when no more responses are taken.
+        `watch`: where it is traced; closed when no more responses are taken. `is_accepted` is as in `submit`.
         """
         make = deployment.make_stream if watch is None else watch.make(deployment.make_stream)
-        return ResponseIterator(self, self.submit(deployment, request, make), watch)
+        return ResponseIterator(self, self.submit(deployment, request, make, is_accepted=is_accepted), watch)
 
     def call(self, batch: Batch | None, deployment: Deployment, request: Request, *, is_stream: bool) -> Called:
         """Begin a request that a model makes, in the execution of `batch` if in any. As `submit`, but also while the

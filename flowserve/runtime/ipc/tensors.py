@@ -8,8 +8,9 @@ So a process reads the arena of its own model and the outputs of the models befo
 
 Decides that nothing in a message of a process is trusted: every offset, length and shape must lie within a block of the
 process's own memory and match the configuration before a view of it is made. A violation raises `Garbled`, and the
-reader of the socket ends the process. Strings are decoded into the server's own memory; everything else is a read-only
-view of the process's memory, which is free again when its last reader is gone.
+reader of the socket ends the process. Strings of up to 256 KiB are decoded into the server's own memory; everything
+else is a read-only view of the process's memory, which is free again when its last reader is gone. The lengths of more
+strings are checked by their reader (`EncodedBytes`), because the event loop would take too long for them.
 
 Does not know sockets, nor when a batch runs. Used on the event loop.
 """
@@ -30,6 +31,7 @@ from flowserve.errors import Invalid
 from flowserve.memory import raw
 from flowserve.memory.arena import Arena, aligned
 from flowserve.memory.column import scatter
+from flowserve.memory.raw import EncodedBytes
 from flowserve.memory.segment import Lease, Segment, locate
 from flowserve.memory.tensor import Tensor
 from flowserve.values import Array, DType, Request, TensorSpec, fits
@@ -37,6 +39,7 @@ from flowserve.values import Array, DType, Request, TensorSpec, fits
 # Why the descriptor that a process sent with a message is missing.
 NO_DESCRIPTOR: Final = "the server has as many files open as it may (RLIMIT_NOFILE)"
 _NO_MEMORY: Final = np.empty(0, np.uint8)
+_as_uint8: Callable[[bytes | memoryview], Array] = partial(np.frombuffer, dtype=np.uint8)
 
 
 class Packed(NamedTuple):
@@ -98,8 +101,12 @@ class InputPacker:
             if block is None and column.lacks_some:  # then no member has it: the members of a batch are of one kind
                 packed.columns.append(None)
                 continue
-            may_stay = not is_bytes and block is not None and block.base is not None
-            place = self._place_of(block, packed, in_place) if may_stay else None  # type: ignore[arg-type]
+            place: ColumnPlace = None
+            if is_bytes:
+                if isinstance(block, EncodedBytes):
+                    place = self._place_of(_as_uint8(block.data), block.shape, packed, in_place)
+            elif block is not None and block.base is not None:
+                place = self._place_of(block, block.shape, packed, in_place)
             packed.columns.append(place)
             if place is None:
                 copies.append((i, -1, [block] if block is not None else column.arrays))
@@ -117,10 +124,11 @@ class InputPacker:
         packed.segments.append(lease.segment)
         return lease.segment.number, lease.offset, len(message)
 
-    def _place_of(self, block: Array, packed: Packed, in_place: list[tuple[Lease, int, int]]) -> ColumnPlace:
-        """Where the rows of a column are, if the model's process may read them there; else None."""
+    def _place_of(
+        self, block: Array, shape: tuple[int, ...], packed: Packed, in_place: list[tuple[Lease, int, int]]
+    ) -> ColumnPlace:
+        """Where the rows of a column of this shape are, if the model's process may read them there; else None."""
         nbytes = block.nbytes
-        shape: tuple[int, ...] = block.shape
         found = locate(block)
         if found is None:
             return None
@@ -145,7 +153,13 @@ class InputPacker:
             if len(arrays) > 1:
                 shape = (sum([len(array) for array in arrays]), *shape[1:])
             if self._specs[i][1]:
-                arrays = [np.frombuffer(b"".join(map(raw.encode_bytes, arrays)), np.uint8)]
+                encoded = []
+                for array in arrays:
+                    if isinstance(array, EncodedBytes):
+                        encoded.append(_as_uint8(array.data))
+                    else:
+                        encoded.append(_as_uint8(raw.encode_bytes(array)))
+                arrays = encoded
             nbytes = arrays[0].nbytes if len(arrays) == 1 else sum([array.nbytes for array in arrays])
             start = aligned(size) if size else 0
             pieces.append((start, nbytes, shape, arrays))
@@ -283,6 +297,9 @@ class OutputReader:
         count = prod(shape)
         if count * 4 > len(encoded):  # before room for so many is made
             raise Garbled(f"output '{spec.name}' of shape {[*shape]} is said to have {len(encoded)} bytes")
+        if len(encoded) > raw.ENCODED_BYTES_MIN:
+            late: Array = EncodedBytes.of(encoded.data, spec.name, self.model, shape, is_output=True)
+            return late
         try:
             flat = raw.decode_bytes(encoded.data, count, name=spec.name, model=self.model)
         except Invalid as error:
