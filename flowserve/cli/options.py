@@ -39,10 +39,10 @@ from flowserve.cli.option_values import (
     whole_number,
 )
 from flowserve.grpc.options import KEY_PREFIX, MESSAGE_BYTES, MESSAGE_BYTES_MAX, GrpcOptions
-from flowserve.http.server.budget import Budget
 from flowserve.memory.capacity import memory_bytes, open_files
 from flowserve.observe.settings import LogChoice, MetricsChoice
 from flowserve.observe.trace_settings import API_MAX_BYTES, LEVELS, OFF, OPENTELEMETRY, TRITON, TraceChoice
+from flowserve.runtime.budget import Budget
 
 if TYPE_CHECKING:
     from flowserve.runtime.protocol import Restriction
@@ -169,8 +169,8 @@ def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
     text = "largest request body, after decompression; default %(default)s"
     add_option(group, "--http-max-input-size BYTES", text, whole_number(1), 64 * MEBIBYTE)
     text = (
-        "request bodies in the server at once, expanded ones included; default: an eighth of the memory, and at least "
-        "twice --http-max-input-size"
+        "request bodies and gRPC messages in the server at once, expanded ones included; default: an eighth of the "
+        "memory, and at least twice --http-max-input-size"
     )
     add_option(group, "--http-max-total-input-size BYTES", text, whole_number(1))
     text = "connections at once; default: one for each 512 KiB of memory, and at most three quarters of the open files"
@@ -207,6 +207,8 @@ def _add_grpc_arguments(group: argparse._ArgumentGroup) -> None:
     add_option(group, "--grpc-port PORT", text, whole_number(0, 65535))
     text = "largest message of a client, after decompression; default %(default)s"
     add_option(group, "--grpc-max-message-size BYTES", text, whole_number(1, MESSAGE_BYTES_MAX), MESSAGE_BYTES)
+    text = "calls at once, streams included; default: no limit"
+    add_option(group, "--grpc-max-calls N", text, whole_number(1))
     text = "none (default), low, medium or high: compression of responses for clients that accept it"
     add_option(
         group, "--grpc-infer-response-compression-level LEVEL", text, one_of(*_COMPRESSION_LEVELS), default="none"
@@ -435,11 +437,14 @@ def log_choice(arguments: argparse.Namespace) -> LogChoice:
     )
 
 
-def http_budget(arguments: argparse.Namespace) -> Budget:
-    """The bodies and connections that the HTTP server takes at once. Called once the limit of open files is raised."""
+def input_budget(arguments: argparse.Namespace) -> Budget:
+    """The bodies, gRPC messages and HTTP connections that the server takes at once. Called once the limit of open files
+    is raised.
+    """
     memory = memory_bytes()
     # A body may be held four times while it is decoded, so this share bounds half of the memory.
-    bodies = max(memory // 8, BODIES_OF_A_REQUEST * arguments.http_max_input_size)
+    one = max(BODIES_OF_A_REQUEST * arguments.http_max_input_size, arguments.grpc_max_message_size)
+    bodies = max(memory // 8, one)
     descriptors_each = 3 if arguments.http_server_cert else 1
     connections = min(memory // CONNECTION_BYTES, open_files() * 3 // 4 // descriptors_each)
     return Budget(arguments.http_max_total_input_size or bodies, arguments.http_max_connections or max(connections, 16))
@@ -457,6 +462,7 @@ def grpc_options(arguments: argparse.Namespace) -> GrpcOptions:
     certificate = arguments.grpc_server_cert, arguments.grpc_server_key, arguments.grpc_root_cert
     return GrpcOptions(
         max_message_bytes=arguments.grpc_max_message_size,
+        max_calls=arguments.grpc_max_calls,
         channel=_channel(arguments),
         certificate=certificate if has_tls else None,
         restrictions=_grpc_restrictions(arguments.http_restricted_api, arguments.grpc_restricted_protocol),

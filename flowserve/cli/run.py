@@ -41,8 +41,8 @@ from flowserve.cli.options import (
     MEBIBYTE,
     backend_settings,
     grpc_options,
-    http_budget,
     http_certificate,
+    input_budget,
     log_choice,
     metrics_choice,
     open_over_http,
@@ -60,7 +60,6 @@ from flowserve.grpc.options import NOT_INSTALLED, GrpcOptions, is_installed
 from flowserve.http.api.access import ANY, AccessRules
 from flowserve.http.api.app import make_app, make_metrics_app
 from flowserve.http.api.infer import AppOptions, InferRoute
-from flowserve.http.server.budget import Budget
 from flowserve.http.server.request_parser import Limits
 from flowserve.http.server.server import Server, open_listeners, open_unix_listener
 from flowserve.http.server.tls import tls_context
@@ -69,6 +68,7 @@ from flowserve.memory.devices import devices
 from flowserve.memory.heap import tune_malloc
 from flowserve.memory.pool import HOST
 from flowserve.observe.settings import LogSettings
+from flowserve.runtime.budget import Budget
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import Control, ControlOptions, open_control
@@ -183,7 +183,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
         control_options = ControlOptions(
             arguments.model_control_mode, tuple(dict.fromkeys(arguments.load_model)), arguments.repository_poll_secs
         )
-        budget = http_budget(arguments)
+        budget = input_budget(arguments)
         pattern = arguments.http_header_forward_pattern
         app_options = AppOptions(
             max_body_bytes=arguments.http_max_input_size,
@@ -218,7 +218,9 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
                     metrics = Server(make_metrics_app(engine, metrics_shown, rules, budget), budget=scrapers)
                     await nursery.start(metrics.serve, metrics_listeners)
                 if grpc_server is not None:
-                    await nursery.start(grpc_server.serve, engine, control, app_options.client_memory, log_settings)
+                    await nursery.start(
+                        grpc_server.serve, engine, control, app_options.client_memory, log_settings, budget
+                    )
                 status = await _load(arguments.exit_on_error, engine, control, shutdown, where)
                 if status == 0:
                     await shutdown.asked.wait()

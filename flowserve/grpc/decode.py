@@ -17,11 +17,12 @@ from typing import Any, Final
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from flowserve.errors import FlowserveError, Invalid
+from flowserve.errors import FlowserveError, Invalid, Overloaded
 from flowserve.grpc.bounds import TYPED_ELEMENTS_MAX, MessageBounds, too_many, too_many_numbers
 from flowserve.grpc.service_pb2 import InferParameter, ModelInferRequest
 from flowserve.memory import raw
 from flowserve.memory.client_memory import Portion
+from flowserve.runtime.budget import COUNTED_BYTES_MIN, Budget, Reservation
 from flowserve.runtime.protocol import ITEMS_MAX, KNOWN_PARAMETERS, RESERVED_PREFIX, reserved
 from flowserve.runtime.threads import INLINE_BYTES_MAX
 from flowserve.values import BY_WIRE, Array, BytesLike, DType, Parameter, Request
@@ -58,7 +59,7 @@ class ReceivedMessage:
     """A request for a `target` (model and version), and the form of its response: `classes` and `portions` are by
     output. `late` are inputs that are still to be read into `request`: those in the client's shared memory, and BYTES
     inputs of many bytes, with these. `wants_final`: the end of a decoupled response is marked by an empty response.
-    `error`: why the message cannot be decoded, if so.
+    `error`: why the message cannot be decoded, if so. `reservation`: of the server's budget, for a large message.
     """
 
     target: tuple[str, str]
@@ -68,21 +69,27 @@ class ReceivedMessage:
     portions: dict[str, Portion] = field(default_factory=dict)
     wants_final: bool = False
     error: FlowserveError | None = None
+    reservation: Reservation | None = None
 
 
 # ---------------------------------------------------------------------------------------------- bytes
 
 
 class MessageReader:
-    """Decodes messages, and keeps the parts that repeat. `bytes_elements`: the most elements of all BYTES inputs."""
+    """Decodes messages, and keeps the parts that repeat. `bytes_elements`: the most elements of all BYTES inputs.
+    `budget`: of all requests in the server.
+    """
 
-    def __init__(self, bytes_elements: int = raw.BYTES_ELEMENTS_MAX) -> None:
+    def __init__(self, bytes_elements: int = raw.BYTES_ELEMENTS_MAX, budget: Budget | None = None) -> None:
         self._bytes_elements = bytes_elements
+        self._budget = budget or Budget()
         self._bounds = MessageBounds(ModelInferRequest.DESCRIPTOR, bytes_elements)
         self._kept: dict[bytes, _Kept] = {}
 
-    def __call__(self, data: bytes) -> ReceivedMessage | Invalid:
-        """The message, or the error if the bytes are not a ModelInferRequest."""
+    def __call__(self, data: bytes, *, is_counted: bool = False) -> ReceivedMessage | Invalid:
+        """The message, or the error if the bytes are not a ModelInferRequest. `is_counted`: in the budget."""
+        if len(data) > COUNTED_BYTES_MIN and not is_counted:
+            return self._counted(data)
         parts = split(data)
         if parts is None:
             return self._decode(data, None)
@@ -103,6 +110,20 @@ class MessageReader:
                     inputs[name] = raw.decode(block, name, target[0], dtype, shape, count)
         except Invalid as error:
             received.error = error.with_traceback(None)
+        return received
+
+    def _counted(self, data: bytes) -> ReceivedMessage | Invalid:
+        """The message, if the budget has room for it."""
+        received = self(data, is_counted=True)
+        if not isinstance(received, ReceivedMessage) or received.error is not None:
+            return received
+        received.reservation = Reservation(self._budget)
+        try:
+            received.reservation.grow(len(data))
+        except Overloaded as error:
+            # Without its tensors, which are views of the data.
+            bare = Request({}, id=received.request.id)
+            return ReceivedMessage(received.target, bare, error=error.with_traceback(None))
         return received
 
     def _decode(self, head: bytes, blocks: list[memoryview] | None) -> ReceivedMessage | Invalid:

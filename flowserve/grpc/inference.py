@@ -279,7 +279,9 @@ class InferCall:
             self._access.engine.withdraw(self._flow)
 
     def close(self) -> None:
-        """End its trace. Idempotent."""
+        """End its trace, and its part of the budget. Idempotent."""
+        if self.message.reservation is not None:
+            self.message.reservation.end()
         if self._watch is not None:
             self._watch.close()
 

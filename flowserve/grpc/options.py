@@ -24,13 +24,15 @@ MESSAGE_BYTES_MAX: Final = 2**31 - 1  # the limit of gRPC's own clients
 @dataclass(frozen=True, slots=True)
 class GrpcOptions:
     """`max_message_bytes` limits the messages of clients, after decompression: grpcio counts while it decompresses.
-    Responses are not limited. `bytes_elements` limits the elements of all BYTES inputs of a request; None: the
-    default of `memory.raw`. `channel` are options passed to grpcio by their own names. `certificate`: the files of the
-    server's certificate and key, and of the authority of clients' certificates; None: no TLS. `restrictions` have the
-    header names that clients send. Headers whose names match `forward_pattern` become parameters of inference requests.
+    Responses are not limited. `max_calls`: calls at once; None: any number. `bytes_elements` limits the elements of all
+    BYTES inputs of a request; None: the default of `memory.raw`. `channel` are options passed to grpcio by their own
+    names. `certificate`: the files of the server's certificate and key, and of the authority of clients' certificates;
+    None: no TLS. `restrictions` have the header names that clients send. Headers whose names match `forward_pattern`
+    become parameters of inference requests.
     """
 
     max_message_bytes: int = MESSAGE_BYTES
+    max_calls: int | None = None
     bytes_elements: int | None = None
     channel: tuple[tuple[str, int], ...] = ()
     certificate: tuple[Path, Path, Path | None] | None = None

@@ -31,6 +31,7 @@ from flowserve.grpc.service import CALLS, GROUP, HEALTH_SERVICE, INFER_CALL, SER
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.memory.raw import BYTES_ELEMENTS_MAX
 from flowserve.observe.settings import LogSettings
+from flowserve.runtime.budget import COUNTED_BYTES_MIN, Budget, Reservation
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.loading.control import Control
 from flowserve.runtime.protocol import ITEMS_MAX, Forwarding, Restriction, by_group
@@ -68,10 +69,11 @@ class GrpcServer:
         control: Control | None,
         memory: ClientMemory,
         log: LogSettings,
+        budget: Budget | None = None,
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Serve until drained. Cancellation ends every call."""
+        """Serve until drained. Cancellation ends every call. `budget`: of all requests in the server."""
         assert self._server is not None  # bind comes first
         server = self._server
         try:
@@ -80,7 +82,7 @@ class GrpcServer:
                 pattern = self._options.forward_pattern
                 forwarding = Forwarding(pattern, "--grpc-header-forward-pattern") if pattern else None
                 service = Service(access, control, log, forwarding)
-                server.add_generic_rpc_handlers(self._handlers(service))
+                server.add_generic_rpc_handlers(self._handlers(service, budget or Budget()))
                 nursery.start_soon(self._guest.run, name="grpc")
                 await self._start(server)
                 task_status.started()
@@ -132,7 +134,9 @@ class GrpcServer:
 
     def _bind(self, hosts: list[str], port: int) -> int:
         self._stopping = asyncio.Event()
-        server = self._server = grpc.aio.server(options=_channel_options(self._options))
+        server = self._server = grpc.aio.server(
+            options=_channel_options(self._options), maximum_concurrent_rpcs=self._options.max_calls
+        )
         credentials = _credentials(self._options)
         for host in hosts:
             where = host if host.startswith(UNIX) else f"{host}:{port}"
@@ -143,9 +147,9 @@ class GrpcServer:
                 port = server.add_secure_port(where, credentials)
         return port
 
-    def _handlers(self, service: Service) -> tuple[Any, ...]:
+    def _handlers(self, service: Service, budget: Budget) -> tuple[Any, ...]:
         restrictions = by_group(self._options.restrictions)
-        reader = MessageReader(self._options.bytes_elements or BYTES_ELEMENTS_MAX)
+        reader = MessageReader(self._options.bytes_elements or BYTES_ELEMENTS_MAX, budget)
 
         def handler(name: str, method: Handler) -> Handler:
             restriction = restrictions.get(GROUP[name])
@@ -155,8 +159,8 @@ class GrpcServer:
             return _with_status(method if self._options.certificate is None else _from_no_page(method))
 
         def unary(name: str, kind: type[Message], method: Callable[[Any], Awaitable[Message]]) -> Any:
-            call = handler(name, lambda request, _: method(request))
-            return grpc.unary_unary_rpc_method_handler(call, _reader(kind), _serialized)
+            call = handler(name, lambda request, _: method(request[0]))
+            return grpc.unary_unary_rpc_method_handler(call, _reader(kind, budget), _serialized)
 
         calls = {name: unary(name, getattr(pb, f"{name}Request"), partial(service.respond, name)) for name in CALLS}
         # The responses of these two are bytes already.
@@ -167,8 +171,8 @@ class GrpcServer:
         probes = {
             "Check": unary("Check", HealthCheckRequest, service.check),
             "Watch": grpc.unary_stream_rpc_method_handler(
-                handler("Watch", lambda request, context: service.watch(request, context, self._stopping)),
-                _reader(HealthCheckRequest),
+                handler("Watch", lambda request, context: service.watch(request[0], context, self._stopping)),
+                _reader(HealthCheckRequest, budget),
                 _serialized,
             ),
         }
@@ -215,6 +219,8 @@ def _with_status(method: Handler) -> Handler:
             return await method(request, context)
         except FlowserveError as error:
             failure = error.with_traceback(None)  # avoids a reference cycle of the error, this frame and the request
+        except grpc.aio.InternalError:  # a response cannot be written, because the client left
+            raise asyncio.CancelledError from None
         except Exception as error:
             failure = internal_error(error)
         return await context.abort(STATUS[failure.kind], details_of(failure))  # raises
@@ -222,17 +228,25 @@ def _with_status(method: Handler) -> Handler:
     return respond
 
 
-def _reader(kind: type[Message]) -> Callable[[bytes], Message | FlowserveError]:
-    """Parses messages. Invalid bytes become a client error; grpcio itself would report an error of the server."""
+def _reader(
+    kind: type[Message], budget: Budget
+) -> Callable[[bytes], tuple[Message, Reservation | None] | FlowserveError]:
+    """Parses messages; a large one has a part of the budget until it is dropped. Invalid bytes become a client error;
+    grpcio itself would report an error of the server.
+    """
     # The parameters of a load call are files, whose number the call itself limits.
     bounds = MessageBounds(
         kind.DESCRIPTOR, items_max=FIELDS_MAX if kind is pb.RepositoryModelLoadRequest else ITEMS_MAX
     )
 
-    def read(data: bytes) -> Message | FlowserveError:
+    def read(data: bytes) -> tuple[Message, Reservation | None] | FlowserveError:
+        reservation = None
         try:
+            if len(data) > COUNTED_BYTES_MIN:
+                reservation = Reservation(budget)
+                reservation.grow(len(data))
             bounds.check(data)
-            return kind.FromString(data)
+            return kind.FromString(data), reservation
         except DecodeError:
             return unreadable(kind)
         except FlowserveError as error:

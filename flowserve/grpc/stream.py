@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from grpc.aio import InternalError
+
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.grpc.decode import ReceivedMessage
 from flowserve.grpc.encode import empty_final_response, stream_error, stream_message
@@ -73,18 +75,17 @@ class InferStream:
         self._is_read = False
         self._is_stopped = False
         self._is_over = False
-        self._decoding = asyncio.Lock()  # of a large request, from its arrival until it is submitted
 
     async def run(self, context: Any, stopping: asyncio.Event) -> None:
         """Run until the client has ended its side or the server is `stopping`, and all requests read before are
-        answered. Raises the error that ends the stream.
+        answered. Raises the error that ends the stream; grpcio's `InternalError` if the client left.
         """
         ended: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read_until(context, stopping))
                 await self._write(context)
-        except* FlowserveError as errors:
+        except* (FlowserveError, InternalError) as errors:
             ended = errors.exceptions[0]  # raised in here, Python before 3.11.4 would put it into a group again
         finally:
             self._release()
@@ -115,9 +116,8 @@ class InferStream:
         stopped = asyncio.create_task(stopping.wait())
         try:
             await asyncio.wait((reading, stopped), return_when=asyncio.FIRST_COMPLETED)
-            async with self._decoding:  # a request that has arrived is answered
-                if reading.done():
-                    reading.result()  # raises its error
+            if reading.done():
+                reading.result()  # raises its error
         finally:
             self._is_stopped = not reading.done()
             for task in (reading, stopped):
@@ -129,13 +129,12 @@ class InferStream:
         """Read until the client ends its side. A broken connection cancels the whole call."""
         while isinstance(received := await context.read(), ReceivedMessage):
             await self._room.acquire()
-            if not received.late:
-                self._begin(received)
-                continue
-            async with self._decoding:
+            is_accepted = False
+            if received.late:
                 with self._access.engine.announced() as is_accepted:
                     await self._access.read_late(received)
-                self._begin(received, is_accepted=is_accepted)
+            self._begin(received, is_accepted=is_accepted)
+            del received  # not kept until the next one
         if isinstance(received, FlowserveError):
             raise received
 

@@ -18,7 +18,7 @@ from flowserve.cli.options import (
     WITHOUT_EFFECT,
     add_run_arguments,
     grpc_options,
-    http_budget,
+    input_budget,
     metrics_choice,
     open_over_http,
     run_arguments,
@@ -276,10 +276,10 @@ def test_the_default_limits_of_bodies_and_connections_follow_the_memory(monkeypa
     ):
         monkeypatch.setattr("flowserve.cli.options.memory_bytes", lambda memory=memory: memory)
         monkeypatch.setattr("flowserve.cli.options.open_files", lambda files=files: files)
-        budget = http_budget(run_arguments("models"))
+        budget = input_budget(run_arguments("models"))
         assert (budget.max_body_bytes, budget.max_connections) == (body, connection)
     options = ("--http-max-total-input-size=200000000", "--http-max-connections=7")
-    budget = http_budget(run_arguments("models", *options))
+    budget = input_budget(run_arguments("models", *options))
     assert (budget.max_body_bytes, budget.max_connections) == (200_000_000, 7)
 
 

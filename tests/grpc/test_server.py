@@ -93,6 +93,15 @@ def test_a_cancelled_or_failed_stream_keeps_no_model_loaded(
         client.load_model(model)
 
 
+def _refusal(client: triton.InferenceServerClient) -> str:
+    """The status of a small call, "" for none."""
+    try:
+        client.is_model_ready("sleeps")
+    except InferenceServerException as error:
+        return str(error.status())
+    return ""
+
+
 def _pending(served: Served, model: str) -> float:
     for line in metrics(served):
         if line.startswith(f'nv_inference_pending_request_count{{model="{model}"'):
@@ -111,9 +120,23 @@ def folder(repository: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.fault("H11", "H12")
 def test_messages_larger_than_the_limit_are_refused(folder: Path, options: tuple[str, ...]) -> None:
-    more = ("--grpc-max-message-size", "1000", "--grpc-keepalive-time", "1000", "--grpc-max-connection-age", "3600000")
+    more = (
+        "--grpc-max-message-size",
+        "1000",
+        "--grpc-max-calls",
+        "1",
+        "--grpc-keepalive-time",
+        "1000",
+        "--grpc-max-connection-age",
+        "3600000",
+    )
     with serving(folder, *options, *more) as served, triton.InferenceServerClient(served.grpc_address) as client:
         assert client.is_model_ready("sleeps")
+        client.start_stream(lambda result, error: None)
+        client.async_stream_infer("sleeps", sleep_for(0))
+        until(lambda: _refusal(client) == "StatusCode.RESOURCE_EXHAUSTED")
+        client.stop_stream()
+        until(lambda: not _refusal(client))
         large = triton.InferInput("IN", [1000], "FP32")
         large.set_data_from_numpy(np.zeros(1000, np.float32))
         with pytest.raises(InferenceServerException, match="larger than max") as refused:

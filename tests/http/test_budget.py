@@ -24,10 +24,10 @@ from flowserve.errors import Cancelled, Overloaded
 from flowserve.http.api.access import AccessRules
 from flowserve.http.api.app import make_app
 from flowserve.http.api.infer import AppOptions, InferRoute
-from flowserve.http.server.budget import Budget, Reservation
 from flowserve.http.server.connection import Phase
 from flowserve.http.server.request_parser import Limits
 from flowserve.http.server.server import Server, open_listeners
+from flowserve.runtime.budget import Budget, Reservation
 from flowserve.testing.serve import Served, serving
 from tests.http.conftest import Answer, Client, Running
 

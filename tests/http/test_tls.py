@@ -16,10 +16,10 @@ import trio
 
 from flowserve.errors import Invalid
 from flowserve.http.api.app import make_app
-from flowserve.http.server.budget import Budget
 from flowserve.http.server.request_parser import Limits
 from flowserve.http.server.server import Server, open_listeners
 from flowserve.http.server.tls import tls_context
+from flowserve.runtime.budget import Budget
 from flowserve.runtime.engine.engine import Engine
 from tests.support.engine import add_function
 

@@ -29,12 +29,12 @@ from flowserve.http.api.openapi import openapi
 from flowserve.http.api.request_target import PREFIX, SUFFIX, is_version
 from flowserve.http.api.restricted import restricted
 from flowserve.http.page.routes import live_routes
-from flowserve.http.server.budget import Budget
 from flowserve.http.server.connection import RESERVATION, RETRY_AFTER, no_memory
 from flowserve.observe.deployment_metrics import deployment_metrics
 from flowserve.observe.exposition import CONTENT_TYPE, COUNTER, GAUGE, family
 from flowserve.observe.machine import GpuMeter, MachineMeter, machine_text
 from flowserve.observe.settings import EVERYTHING, MetricsChoice
+from flowserve.runtime.budget import Budget
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.loading.control import Control
 from flowserve.runtime.protocol import model_metadata, server_metadata
@@ -160,12 +160,12 @@ def _metrics_routes(engine: Engine, choice: MetricsChoice | None, budget: Budget
 
 
 def _budget_text(budget: Budget) -> bytes:
-    """The families of the HTTP server's budget."""
+    """The families of the server's budget."""
     refused = [
         ((("reason", "bodies"),), budget.refused_bodies),
         ((("reason", "connections"),), budget.refused_connections),
     ]
-    text = "Bytes of request bodies that count against --http-max-total-input-size"
+    text = "Bytes of request bodies and gRPC messages that count against --http-max-total-input-size"
     bodies = family("flowserve_http_body_bytes", text, GAUGE, [((), budget.body_bytes)])
     text = "Open HTTP connections, which count against --http-max-connections"
     connections = family("flowserve_http_connections", text, GAUGE, [((), budget.connections)])

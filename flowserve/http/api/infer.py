@@ -28,7 +28,6 @@ from flowserve.http.api.json_bodies import status_of
 from flowserve.http.api.request_json import AnswerForm
 from flowserve.http.api.request_target import TARGET, RequestTarget, request_target, trace_context
 from flowserve.http.api.restricted import Guard
-from flowserve.http.server.budget import Budget, Reservation
 from flowserve.http.server.connection import (
     RESERVATION,
     RETRY_AFTER,
@@ -42,6 +41,7 @@ from flowserve.http.server.request_parser import MAX_BODY_BYTES, body_too_large
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.server_timing import server_timing
 from flowserve.observe.settings import EVERYTHING, LogSettings, MetricsChoice
+from flowserve.runtime.budget import Budget, Reservation
 from flowserve.runtime.engine.classification import rank
 from flowserve.runtime.engine.deployments import Deployment, MakeFlow
 from flowserve.runtime.engine.engine import Engine

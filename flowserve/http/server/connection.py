@@ -37,7 +37,6 @@ from starlette.types import ASGIApp, Message, Scope
 from trio.lowlevel import notify_closing, wait_readable, wait_writable
 
 from flowserve.errors import Overloaded
-from flowserve.http.server.budget import Budget, Reservation
 from flowserve.http.server.request_parser import (
     HEAD_END,
     ChunkedBody,
@@ -49,6 +48,7 @@ from flowserve.http.server.request_parser import (
     body_too_large,
 )
 from flowserve.memory.pool import ALIGNMENT, POOLED_BYTES_MIN, Pool
+from flowserve.runtime.budget import Budget, Reservation
 from flowserve.values import Array, BytesLike
 
 RECEIVE_BYTES: Final = 16_384  # a small request comes in one piece, and little of a large body has to be moved

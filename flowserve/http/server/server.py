@@ -30,11 +30,11 @@ import trio
 from starlette.types import ASGIApp
 from trio.lowlevel import notify_closing, wait_readable
 
-from flowserve.http.server.budget import Budget
 from flowserve.http.server.connection import Connection, InferenceHandler, Phase, Poller, ServerContext, refusal
 from flowserve.http.server.request_parser import Limits
 from flowserve.http.server.tls import Terminator
 from flowserve.memory.pool import Pool
+from flowserve.runtime.budget import Budget
 
 _OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE})
 _OUT_OF_RESOURCES: Final = frozenset({*_OUT_OF_DESCRIPTORS, errno.ENOBUFS, errno.ENOMEM})

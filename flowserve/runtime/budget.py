@@ -1,13 +1,14 @@
-"""The budget of a server: bytes of request bodies in it at once, and connections at once.
+"""The budget of a server: bytes of requests in it at once, over HTTP and gRPC, and HTTP connections at once.
 
-Decides what counts and for how long. A request reserves the bytes of its body once the body needs a buffer of its own,
-which is when it does not arrive together with its head in one read (16 KiB): a body with a Content-Length reserves all
-of it before the buffer is allocated, a chunked body as it grows, and a compressed one also its expanded form as it
-grows. The reservation ends with the response, or with the connection. Smaller bodies are bounded by the number of
-connections.
+Decides what counts and for how long. A request over HTTP reserves the bytes of its body once the body needs a buffer of
+its own, which is when it does not arrive together with its head in one read (16 KiB): a body with a Content-Length
+reserves all of it before the buffer is allocated, a chunked body as it grows, and a compressed one also its expanded
+form as it grows. The reservation ends with the response, or with the connection. Smaller bodies are bounded by the
+number of connections. A gRPC message of more than 16 KiB reserves its bytes when grpcio delivers it, which is when it
+is complete and decompressed, until its request is over.
 
-Does not know sockets, nor the effect of a refusal. Callers: the connection and the server; the codecs of compressed
-bodies, on threads of their own.
+Does not know sockets, nor the effect of a refusal. Callers: the front ends; the codecs of compressed bodies, on threads
+of their own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Final
 from flowserve.errors import Cancelled, Overloaded
 
 UNLIMITED: Final = 1 << 62
+COUNTED_BYTES_MIN: Final = 16_384  # of a message
 
 
 class Budget:
@@ -49,7 +51,9 @@ class Budget:
 
 
 class Reservation:
-    """The part of the budget that one request has. `grow` may be called on any thread."""
+    """The part of the budget that one request has. `grow` may be called on any thread. Ends with the object at the
+    latest.
+    """
 
     __slots__ = ("_budget", "_is_over", "_lock", "_nbytes")
 
@@ -66,10 +70,13 @@ class Reservation:
                 raise Cancelled("the request is over")
             if not self._budget._reserve(nbytes):
                 raise Overloaded(
-                    f"the server holds request bodies of {self._budget.body_bytes} bytes, and {nbytes} more are beyond "
+                    f"the server holds requests of {self._budget.body_bytes} bytes, and {nbytes} more are beyond "
                     f"its limit of {self._budget.max_body_bytes} bytes; --http-max-total-input-size sets it"
                 )
             self._nbytes += nbytes
+
+    def __del__(self) -> None:
+        self.end()  # of a message that is dropped; also in the garbage collector, which no lock here is held for
 
     def end(self) -> None:
         """Release all of it. The request reserves nothing more."""
