@@ -31,8 +31,9 @@ COPIED_BYTES_MAX: Final = 4096  # a small copy costs less than a view of one
 BYTES_ELEMENTS_MAX: Final = 1 << 16
 # A BYTES tensor of more bytes is not decoded on the event loop. Fewer take at most 40 ms, of empty elements.
 ENCODED_BYTES_MIN: Final = 1 << 18
-INLINE_ELEMENTS_MAX: Final = 1 << 15  # of a BYTES output that is encoded on the event loop: up to 10 ms
-_INLINE_BYTES_MAX: Final = 1 << 20
+# So many elements of outputs are encoded on the event loop: up to 10 ms for BYTES, 3 ms for numbers as JSON.
+INLINE_ELEMENTS_MAX: Final = 1 << 15
+INLINE_OUTPUT_BYTES_MAX: Final = 1 << 20  # of BYTES elements, and of outputs for the client's memory
 _DECODED_AT_ONCE: Final = 1 << 16
 _ELEMENTS_AT_ONCE: Final = 1 << 12  # between two pauses
 _LENGTH: Final = struct.Struct("<I")
@@ -289,7 +290,7 @@ def bytes_in(array: Array) -> int:
 
 def is_long(array: Array) -> bool:
     """Whether to encode a BYTES output on a thread."""
-    return array.size > INLINE_ELEMENTS_MAX or bytes_in(array) > _INLINE_BYTES_MAX
+    return array.size > INLINE_ELEMENTS_MAX or bytes_in(array) > INLINE_OUTPUT_BYTES_MAX
 
 
 class _Flags(NamedTuple):

@@ -20,6 +20,7 @@ from flowserve.errors import Invalid
 from flowserve.http.api.request_json import AnswerForm
 from flowserve.http.server.connection import HeaderTuple
 from flowserve.memory import raw
+from flowserve.memory.raw import INLINE_ELEMENTS_MAX, INLINE_OUTPUT_BYTES_MAX
 from flowserve.runtime.protocol import ElementLimits
 from flowserve.runtime.threads import Pause
 from flowserve.runtime.workers.parameters import STATELESS
@@ -27,9 +28,6 @@ from flowserve.values import Array, DType, Parameter, Response
 
 _NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
 _KEPT_MAX: Final = 256
-# So many elements in JSON take up to 3 ms, as BYTES up to 10 ms.
-INLINE_ELEMENTS_MAX: Final = 1 << 15
-_INLINE_BYTES_MAX: Final = 1 << 20  # of BYTES elements, and of outputs for the client's memory
 _PIECE_ELEMENTS: Final = 1 << 13
 _PIECE_BYTES: Final = 1 << 18  # of BYTES elements, on average
 
@@ -84,7 +82,7 @@ class Encoder:
                 nbytes += raw.bytes_in(array)
         if (elements > INLINE_ELEMENTS_MAX or form.windows) and self._takes_long(response, form):
             return None
-        return None if nbytes > _INLINE_BYTES_MAX else _encode(response, form)
+        return None if nbytes > INLINE_OUTPUT_BYTES_MAX else _encode(response, form)
 
     def _takes_long(self, response: Response, form: AnswerForm) -> bool:
         """Whether to encode it on a thread, by the number of elements and what is stored in the client's memory. Raises
@@ -99,7 +97,7 @@ class Encoder:
             if array.dtype.hasobject:
                 strings += array.size
         check_json_elements(in_json, response.model, self._limits.json_elements)
-        return max(strings, in_json) > INLINE_ELEMENTS_MAX or stored > _INLINE_BYTES_MAX
+        return max(strings, in_json) > INLINE_ELEMENTS_MAX or stored > INLINE_OUTPUT_BYTES_MAX
 
 
 def _encode(response: Response, form: AnswerForm) -> tuple[list[Any], HeaderTuple]:

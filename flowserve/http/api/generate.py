@@ -22,7 +22,6 @@ from flowserve.errors import FlowserveError, Invalid
 from flowserve.http.api.compression import is_compressed
 from flowserve.http.api.decode import json_array
 from flowserve.http.api.encode import (
-    INLINE_ELEMENTS_MAX,
     check_json_elements,
     json_data,
     json_parameters,
@@ -182,7 +181,8 @@ async def _document(response: Response, limits: ElementLimits) -> bytes:
     """The response as a JSON object. Raises as `json_data` and `check_json_elements` do."""
     elements = sum(array.size for array in response.outputs.values())
     check_json_elements(elements, response.model, min(limits.json_elements, _ELEMENTS_MAX))
-    if elements <= INLINE_ELEMENTS_MAX:
+    strings = [array for array in response.outputs.values() if array.dtype.hasobject]
+    if elements <= raw.INLINE_ELEMENTS_MAX and not any(map(raw.is_long, strings)):
         return _document_of(response, _value)
     return await in_steps(lambda pause: _document_of(response, partial(_value_in_pieces, pause)))
 
