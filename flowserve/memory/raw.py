@@ -117,8 +117,9 @@ def decode_large(
     """As `decode`, on a thread. `stays_encoded`: large BYTES are checked only, because a worker process reads them."""
     if not (stays_encoded and dtype is DType.BYTES and len(data) > ENCODED_BYTES_MIN):
         return decode(data, name, model, dtype, shape, count)
-    array: Array = EncodedBytes.of(data, name, model, shape)
-    encode(array, dtype, pause)
+    encoded = EncodedBytes.of(data, name, model, shape)
+    encoded.checked(pause)
+    array: Array = encoded
     return array
 
 

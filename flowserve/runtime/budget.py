@@ -34,7 +34,7 @@ class Budget:
         self.connections = 0
         self.refused_bodies = 0
         self.refused_connections = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may end a reservation on a thread that holds it
 
     def _reserve(self, nbytes: int) -> bool:
         """Whether there was room, which is taken then."""
@@ -76,7 +76,7 @@ class Reservation:
             self._nbytes += nbytes
 
     def __del__(self) -> None:
-        self.end()  # of a message that is dropped; also in the garbage collector, which no lock here is held for
+        self.end()  # of a message that was dropped
 
     def end(self) -> None:
         """Release all of it. The request reserves nothing more."""

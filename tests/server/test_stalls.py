@@ -56,7 +56,11 @@ MODELS = {
     "back_thread": ("STRING", "STRING", "-1", 0, "x[::-1].copy()"),
 }
 # From a process to another one, and to the server's own.
-ENSEMBLES = {"to_process": ("strings", "back"), "to_thread": ("strings", "back_thread")}
+ENSEMBLES = {
+    "to_process": ("strings", "back"),
+    "to_thread": ("strings", "back_thread"),
+    "from_thread": ("strings_thread", "back"),
+}
 ENSEMBLE = """
 platform: "ensemble"
 input {{ name: "X" data_type: TYPE_INT32 dims: [ -1 ] }}
@@ -281,7 +285,7 @@ def strings_by_grpc(server: Served, model: str, count: int, *, is_stream: bool) 
 
 
 @pytest.mark.fault("W2")
-@pytest.mark.parametrize("model", ["strings", "strings_thread", "to_process", "to_thread"])
+@pytest.mark.parametrize("model", ["strings", "strings_thread", *ENSEMBLES])
 @pytest.mark.parametrize("way", ["binary", "json", "grpc", "stream"])
 def test_an_output_of_very_many_strings(server: Served, size: int, way: str, model: str) -> None:
     count = size // 60 * 2

@@ -256,7 +256,7 @@ def _share_outputs(graph: Graph, queues: Sequence[ModelQueue]) -> None:
         if any(isinstance(worker, ProcessWorker) for worker in queues[edge.consumer].instances):
             for worker in queues[edge.producer].instances:
                 if isinstance(worker, LocalWorker):
-                    worker.share(edge.output)
+                    worker.share(edge.output, graph.nodes[edge.producer].outputs[edge.output])
 
 
 def _arena_of(graph: Graph, queues: Sequence[ModelQueue]) -> Arena | None:

@@ -16,14 +16,17 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from flowserve.backends.base import CallsModels, Instance, Results, SharesOutputs, Work
 from flowserve.errors import FlowserveError, ModelFailed, ModelRaised, Unavailable
+from flowserve.memory import raw
 from flowserve.memory.column import Column
 from flowserve.memory.devices import check_for_loss, lost
+from flowserve.memory.raw import EncodedBytes
+from flowserve.memory.tensor import Tensor
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.model_calls.calls import ThreadCaller
 from flowserve.runtime.workers.base import (
@@ -38,6 +41,7 @@ from flowserve.runtime.workers.base import (
 from flowserve.runtime.workers.streaming import ResponseStreams, thread_senders
 from flowserve.scheduling.batch import Batch, Route
 from flowserve.scheduling.flow import Ticket
+from flowserve.values import DType, TensorSpec
 
 log = logging.getLogger("flowserve.runtime")
 # A run this short is cheaper on the loop: the hop and the hand-over of the interpreter cost as much.
@@ -89,6 +93,7 @@ class LocalWorker:
         self._streams = streams
         self._placement = placement
         self._may_write = may_write
+        self._shared_strings: Mapping[int, str] = {}  # names of the BYTES outputs that other processes read
         self._caller: ThreadCaller | None = None  # where its model may call others
         self._thread: threading.Thread | None = None
         self._work: queue.SimpleQueue[tuple[Batch, Callable[[], Outcome]] | None] = queue.SimpleQueue()
@@ -113,8 +118,10 @@ class LocalWorker:
             self._thread = None
             raise error
 
-    def share(self, output: int) -> None:
-        """From now on other processes read this output."""
+    def share(self, output: int, spec: TensorSpec) -> None:
+        """From now on other processes read this output, of that declaration."""
+        if spec.dtype is DType.BYTES:
+            self._shared_strings = {**self._shared_strings, output: spec.name}  # its thread may read the former one
         if isinstance(self._instance, SharesOutputs):
             self._instance.share(output)
 
@@ -229,6 +236,10 @@ class LocalWorker:
                     is_whole = False
             if not is_whole:
                 return ModelFailed(f"model '{self._model}', instance '{self.name}': its backend lost a member")
+        for j, name in self._shared_strings.items():
+            if results.outputs:
+                results.outputs = [*results.outputs]
+                results.outputs[j] = _encoded(results.outputs[j], name, self._model)
         if self._placement is not None:
             self._placement.measured(rows, self._clock() - begun_ns, inline=inline)
         return results
@@ -311,6 +322,21 @@ def _following(route: Route, i: int, before: Work, made: Sequence[Results]) -> W
     for is_last in route.last_reads[i - 1]:
         writable.append([is_last] * count)  # noqa: PERF401  # a comprehension is one more call
     return Work(columns, rows, before.requests, [route.nodes[i].wanted] * count, writable)
+
+
+def _encoded(column: Sequence[Tensor | None], name: str, model: str) -> Sequence[Tensor | None]:
+    """An output with its large blocks encoded, here on its thread: the event loop would encode them for the process."""
+    tensors = [*column]
+    blocks: dict[int, Any] = {}
+    for m, tensor in enumerate(tensors):
+        if tensor is None or tensor.block.size <= raw.INLINE_ELEMENTS_MAX:
+            continue
+        block = tensor.block
+        if id(block) not in blocks:
+            data = raw.encode_in_steps(block, lambda: None)
+            blocks[id(block)] = EncodedBytes.of(data, name, model, block.shape, is_output=True)
+        tensors[m] = Tensor(blocks[id(block)], tensor.start, tensor.stop)
+    return tensors if blocks else column
 
 
 def _without_frames(error: FlowserveError) -> FlowserveError:
