@@ -285,10 +285,18 @@ def strings_by_grpc(server: Served, model: str, count: int, *, is_stream: bool) 
 
 
 @pytest.mark.fault("W2")
-@pytest.mark.parametrize("model", ["strings", "strings_thread", *ENSEMBLES])
-@pytest.mark.parametrize("way", ["binary", "json", "grpc", "stream"])
-def test_an_output_of_very_many_strings(server: Served, size: int, way: str, model: str) -> None:
-    count = size // 60 * 2
+@pytest.mark.parametrize(
+    ("way", "model"),
+    [
+        ("binary", "strings"),
+        ("json", "to_thread"),
+        ("grpc", "from_thread"),
+        ("stream", "to_process"),
+        ("stream", "strings_thread"),
+    ],
+)
+def test_an_output_of_very_many_strings(server: Served, way: str, model: str) -> None:
+    count = 1_400_000  # fewer would not be noticed if the event loop worked on them
     pair = [b"", b"abc"] if model.startswith("strings") else [b"abc", b""]
 
     def act() -> tuple[int, bytes]:
