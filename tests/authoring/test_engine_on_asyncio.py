@@ -169,3 +169,36 @@ def test_requests_in_flight_fail_when_the_engine_closes() -> None:
         assert [type(one) for one in results] == [Unavailable] * 3
 
     run(work)
+
+
+STRINGS = """\
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        tensor = pb_utils.Tensor("Y", np.full((1, 100_000), b"sixteen letters.", object))
+        return [pb_utils.InferenceResponse([tensor]) for _ in requests]
+"""
+
+
+def test_very_many_strings_from_a_process_are_arrays(tmp_path: Path) -> None:
+    (tmp_path / "strings" / "1").mkdir(parents=True)
+    (tmp_path / "strings" / "config.pbtxt").write_text(
+        'backend: "python"\nmax_batch_size: 1\ninput { name: "X" data_type: TYPE_FP32 dims: 1 }\n'
+        'output { name: "Y" data_type: TYPE_STRING dims: -1 }\n'
+    )
+    (tmp_path / "strings" / "1" / "model.py").write_text(STRINGS)
+
+    async def work() -> None:
+        async with Engine(tmp_path) as engine:
+            answer = (await engine.infer("strings", {"X": [[1]]}))["Y"]
+            assert isinstance(answer, np.ndarray)
+            assert (answer == b"sixteen letters.").all()
+
+    run(work)
+    with Engine(tmp_path) as engine:
+        answer = engine.infer("strings", {"X": [[1]]})["Y"]
+        assert isinstance(answer, np.ndarray)
+        assert answer.shape == (1, 100_000)
