@@ -1,7 +1,7 @@
 """Records of the scheduler: a model's queue with its instances, a batch, its route, and the decisions of `schedule`.
 
 The scheduler writes them, the runtime reads them. The engine executes the notices of `Decisions` in order, then
-accounts for the finished flows, then starts the batches.
+accounts for the finished flows, then starts the batches, then executes the lookups.
 
 Decides which nodes a route contains (`find_route`), given the runs of nodes that the plan allows (graph/plan.py) and
 the properties of their queues. `Scheduler._choose_route` decides whether a batch takes its route: if returning could
@@ -24,6 +24,7 @@ from flowserve.graph.types import ModelKey
 from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.queue import Batcher, BoundBatcher, Order
 from flowserve.scheduling.rate_limit.limiter import Needs
+from flowserve.scheduling.single_flight import Lookups
 
 # The time after which a batch is recalled from its route if a ticket waits for an instance that it holds.
 RECALL_NS: Final = 1_500_000
@@ -43,6 +44,7 @@ class ModelQueue:
         needs: Sequence[Needs] = (),
         keeps_order: bool = False,
         route_group: object = None,
+        cache: Any = None,
     ) -> None:
         self.key = key
         self.batcher = batcher
@@ -61,8 +63,12 @@ class ModelQueue:
         self.statistics = statistics  # of this model, for the runtime; scheduling does not read it
         self.needs = tuple(needs)  # of each instance, for a rate limiter; empty: no resources
         self.order = Order() if keeps_order else None
-        # Models whose workers pass batches to each other have the same group; None: no routes.
-        self.route_group = None if keeps_order or self.bound is not None else route_group
+        self.cache = cache  # of its responses, for the runtime, which looks up each step; None: no step is
+        self.lookups = None if cache is None else Lookups()
+        # Models whose workers pass batches to each other have the same group; None: no routes, since the scheduler
+        # decides about each request or step of this model.
+        is_free = not keeps_order and self.bound is None and cache is None
+        self.route_group = route_group if is_free else None
         self.has_times = batcher.may_wait or batcher.may_expire  # whether time may decide about its tickets
         self.may_have_tickets = False  # False: no ticket waits. Cheaper to read than the length of the queue
         self.is_dirty = False  # whether it is in the scheduler's list of queues to examine
@@ -194,6 +200,15 @@ class TicketRefused(NamedTuple):
     error: FlowserveError
 
 
+class Lookup(NamedTuple):
+    """A step of an ensemble is ready, and its model has a response cache: the runtime looks it up, then calls
+    `Scheduler.answer_step` or `run_step`.
+    """
+
+    queue: ModelQueue
+    ticket: Ticket
+
+
 class Withdrawn(NamedTuple):
     """A waiting ticket was removed from this queue because its ensemble's flow is over."""
 
@@ -229,12 +244,17 @@ Notice = TicketRefused | Withdrawn | Responses | Grant | Stop | Recall
 
 
 class Decisions(NamedTuple):
-    """`batches` to start, in order; `finished` flows, in order, each exactly once; `notices`, in order."""
+    """`batches` to start, in order; `finished` flows, in order, each exactly once; `notices`, in order; `lookups`, in
+    order, after the batches have started, since a lookup may end a flow that has a step in one of them.
+    """
 
     batches: list[Batch]
     finished: list[Flow]
     notices: list[Notice]
+    lookups: list[Lookup]
 
 
 # Without the call of Python that a constructor is.
-make_decisions: Callable[[tuple[list[Batch], list[Flow], list[Notice]]], Decisions] = partial(tuple.__new__, Decisions)
+make_decisions: Callable[[tuple[list[Batch], list[Flow], list[Notice], list[Lookup]]], Decisions] = partial(
+    tuple.__new__, Decisions
+)

@@ -142,6 +142,10 @@ class CallGraph:
         """The execution has ended and waits for no call."""
         self._open_calls.pop(batch, None)
 
+    def includes(self, flow: Called) -> bool:
+        """Whether an execution waits for this flow."""
+        return any(flow in calls.flows for calls in self._open_calls.values())
+
     def stuck(self) -> Collection[Batch]:
         """The deadlocked executions, in a call or in send()."""
         analysis = self._analyse()

@@ -53,16 +53,29 @@ class Ticket:
     tensor data. Some attributes are set by some queues only: `lane` and `order` are the lane and the position of
     arrival in a queue that may reorder tickets (queue.py), `copy_ns` is the cost of copying its tensors to another
     device (affinity.py), `sequence` its `RequestSequence`, and `candidate_ns` the time at which it became the next of
-    that (sequence/).
+    that (sequence/). `lookup` belongs to the runtime: how a step was looked up in a response cache, () if it was not.
     """
 
-    __slots__ = ("candidate_ns", "copy_ns", "flow", "key", "lane", "node", "order", "queued_ns", "rows", "sequence")
+    __slots__ = (
+        "candidate_ns",
+        "copy_ns",
+        "flow",
+        "key",
+        "lane",
+        "lookup",
+        "node",
+        "order",
+        "queued_ns",
+        "rows",
+        "sequence",
+    )
 
     lane: int
     copy_ns: int
     candidate_ns: int
     sequence: Any
     order: int
+    lookup: tuple[Any, ...]
 
     def __init__(self, flow: Flow, node: PlanNode, rows: int, key: Hashable, queued_ns: int = 0) -> None:
         self.flow = flow

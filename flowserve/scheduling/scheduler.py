@@ -19,7 +19,7 @@ Always true between two calls of `schedule` (`check` asserts (2) and (3)):
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from flowserve.scheduling.batch import (
     RECALL_NS,
     Batch,
     Decisions,
+    Lookup,
     ModelQueue,
     Notice,
     Recall,
@@ -40,7 +41,7 @@ from flowserve.scheduling.batch import (
     find_route,
     make_decisions,
 )
-from flowserve.scheduling.call_graph import Called, CallGraph
+from flowserve.scheduling.call_graph import Called, CalledFlow, CallGraph
 from flowserve.scheduling.flow import Facts, Flow, Ticket
 from flowserve.scheduling.queue import BoundBatcher, ClosedQueue, Deadlines, Order, Queue
 from flowserve.scheduling.rate_limit.limiter import Limiter
@@ -83,6 +84,7 @@ class Scheduler:
             self.rate_limit = RateLimit(limiter, overtaken_max, self.calls, self._next_tickets, self._is_empty)
         self._batches: list[Batch] = []
         self._finished: list[Flow] = []
+        self._lookups: list[Lookup] = []
         # Flows that are over, whose tensors may still be read by batches that were decided and not yet returned, or
         # that the last `schedule` returned: those have started by the time of the next call.
         self._ended: list[Flow] = []
@@ -93,6 +95,7 @@ class Scheduler:
         self._timed: dict[ModelQueue, None] = {}  # queues for whose tickets or sequences time matters now
         self._retries: deque[tuple[ModelQueue, list[Ticket]]] = deque()  # parts of batches that failed
         self._routed: dict[Batch, None] = {}  # batches on a route
+        self._to_run: list[Ticket] = []  # steps that waited for an equal one which will not answer them
         self._ending_queues: set[ModelQueue] = set()  # queues that are removed when their batches are complete
         self._ending = ""  # why no further step is started; "" until `fail_all`
         self.in_flight = 0  # flows submitted or held and not finished
@@ -233,7 +236,8 @@ class Scheduler:
         """
         waiting: dict[ModelKey, int] = {}
         for queue in self._queues:
-            waiting[queue.key] = waiting.get(queue.key, 0) + len(queue.batcher)
+            looked_up = 0 if queue.lookups is None else len(queue.lookups)
+            waiting[queue.key] = waiting.get(queue.key, 0) + len(queue.batcher) + looked_up
         return waiting
 
     @property
@@ -258,18 +262,21 @@ class Scheduler:
         if self._arrivals:
             self._queue_arrivals(now_ns)
         while True:
+            if self._to_run:
+                self._queue_steps(now_ns)
             if self.rate_limit is not None:
                 self._assign_in_turn(self.rate_limit, now_ns)
             elif self._dirty or self._retries:
                 self._assign_all(now_ns)
-            if not self.streams.is_due:
+            if self.streams.is_due:
+                self.streams.settle(now_ns)
+            elif not self._to_run:
                 break
-            self.streams.settle(now_ns)
-        if not (self._batches or self._finished or self._notices):
+        if not (self._batches or self._finished or self._notices or self._lookups):
             self.next_deadline()
             return None
-        decisions = make_decisions((self._batches, self._finished, self._notices))
-        self._batches, self._finished, self._notices = [], [], []
+        decisions = make_decisions((self._batches, self._finished, self._notices, self._lookups))
+        self._batches, self._finished, self._notices, self._lookups = [], [], [], []
         self._releasable, self._ended = self._ended, []
         return decisions
 
@@ -281,6 +288,8 @@ class Scheduler:
     def next_deadline(self) -> int | None:
         """When `schedule` must be called if no event occurs before: 0 if it has work now, None for no time."""
         if self._arrivals or self._dirty or self._finished or self._notices or self._releasable or self.streams.is_due:
+            return 0
+        if self._to_run or self._lookups:
             return 0
         soonest = None if self._due is None else self._due.soonest()
         for queue in [*self._timed]:
@@ -334,6 +343,24 @@ class Scheduler:
                 continue
             if not flow.open:  # every requested output is one of the inputs
                 self._finish(flow)
+
+    def _queue_steps(self, now_ns: int) -> None:
+        """Queue the steps that must run although they waited for an equal one."""
+        steps, self._to_run = self._to_run, []
+        for ticket in steps:
+            self._queue_step(ticket, now_ns)
+
+    def _queue_step(self, ticket: Ticket, now_ns: int) -> None:
+        """Queue a step that was looked up in the response cache."""
+        if ticket.flow.done:
+            return
+        try:
+            if self._ending:
+                raise Unavailable(self._ending)
+            self._put(ticket, now_ns, is_looked_up=True)
+        except FlowserveError as error:
+            if not ticket.flow.done:
+                self._fail(ticket.flow, error)
 
     def _assign_all(self, now_ns: int) -> None:
         while self._dirty or self._retries:
@@ -467,6 +494,55 @@ class Scheduler:
         batch.take(route, instances)
         self._routed[batch] = None
 
+    # ------------------------------------------------------------------ steps at a response cache
+
+    def answer_step(
+        self, ticket: Ticket, outputs: Sequence[Sequence[Facts | None]], error: FlowserveError | None, now_ns: int
+    ) -> None:
+        """The step of a `Lookup`, or one that `land` returned, has these outputs and does not run: `outputs[j][0]` is
+        the model's j-th output. `error`: why its flow fails instead.
+        """
+        queue: ModelQueue = ticket.flow.queues[ticket.node.index]
+        assert queue.lookups is not None
+        queue.lookups.waiting.discard(ticket)
+        errors = {} if error is None else {0: ticket.located(error)}
+        if queue.order is None:
+            self._advance_each(((0, ticket),), outputs, errors, now_ns)
+        elif not ticket.flow.done:
+            queue.order.started((ticket,))
+            queue.order.hold((ticket,), outputs, errors)
+            self._mark(queue)
+
+    def run_step(self, ticket: Ticket, key: Hashable, now_ns: int) -> None:
+        """The step of a `Lookup` has no response in the cache: it runs, or waits for the result of an equal step that
+        runs. Equal steps have the same `key`; None: nothing is known about it.
+
+        A step of a call never waits for another, which may belong to its caller, nor does a step of a model that keeps
+        the order of its responses, where it would lose its position if the other failed.
+        """
+        if ticket.flow.done:
+            return
+        queue: ModelQueue = ticket.flow.queues[ticket.node.index]
+        assert queue.lookups is not None
+        if queue.lookups.run(ticket, key, may_follow=queue.order is None and not self._is_called(ticket.flow.whole)):
+            self._queue_step(ticket, now_ns)
+
+    def may_answer(self, queue: ModelQueue) -> bool:
+        """Whether a step of this queue may be answered without running: not if the model keeps order and an earlier
+        step waits in the queue.
+        """
+        return queue.order is None or not len(queue.batcher)
+
+    def land(self, queue: ModelQueue, ticket: Ticket) -> Sequence[Ticket]:
+        """A step that was looked up has run and has its outputs: returns the equal steps that wait for them, for
+        `answer_step`, or `run_step` with the key None. Called before `complete`.
+        """
+        assert queue.lookups is not None
+        return queue.lookups.land(ticket)
+
+    def _is_called(self, flow: Flow) -> bool:
+        return isinstance(flow, CalledFlow) or (isinstance(flow, StreamFlow) and self.calls.includes(flow))
+
     # ------------------------------------------------------------------ results
 
     def complete(self, batch: Batch, made: Sequence[StageResults], error: FlowserveError | None, now_ns: int) -> bool:
@@ -526,7 +602,8 @@ class Scheduler:
         j, slot, consumer = node.goes_on
         queue: ModelQueue = queues[consumer]
         put = queue.batcher.put
-        if type(queue.batcher) is not Queue or queue.batcher.may_expire:  # other queues may refuse a ticket
+        # Other queues may refuse a ticket, or its step may be answered by the response cache.
+        if type(queue.batcher) is not Queue or queue.batcher.may_expire or queue.lookups is not None:
             return 0
         following = first.flow.plan.nodes[consumer]
         read = node.inputs[0]
@@ -604,7 +681,7 @@ class Scheduler:
             if flow.done:
                 continue
             if errors and m in errors:
-                self._fail(flow, errors[m])
+                self._fail_step(ticket, errors[m])
                 continue
             one = ticket
             try:
@@ -660,7 +737,7 @@ class Scheduler:
             return False
         for ticket in tickets:
             if not ticket.flow.done:  # two tickets of a batch may belong to one flow
-                self._fail(ticket.flow, ticket.located(error, batch.instance))
+                self._fail_step(ticket, ticket.located(error, batch.instance))
         return False
 
     def reschedule(self, batch: Batch, tickets: Iterable[Ticket], now_ns: int) -> None:
@@ -694,7 +771,7 @@ class Scheduler:
         for ticket in batch.tickets:
             if not ticket.flow.whole.done:
                 try:
-                    self._fail(ticket.flow, ticket.located(error, batch.instance))
+                    self._fail_step(ticket, ticket.located(error, batch.instance))
                 except Exception as one:  # the remaining members must fail too
                     raised = one
         if raised is not None:
@@ -754,10 +831,16 @@ class Scheduler:
 
     # ------------------------------------------------------------------ tickets
 
-    def _put(self, ticket: Ticket, now_ns: int) -> None:
-        """Queue a ticket. Raises the error of a queue that refuses it."""
+    def _put(self, ticket: Ticket, now_ns: int, *, is_looked_up: bool = False) -> None:
+        """Queue a ticket; one of an ensemble whose model has a response cache when that has been looked up. Raises the
+        error of a queue that refuses it.
+        """
         queue: ModelQueue = ticket.flow.queues[ticket.node.index]
         ticket.queued_ns = now_ns
+        if queue.lookups is not None and not is_looked_up and ticket.flow.plan.graph.is_ensemble:
+            queue.lookups.waiting.append(ticket)
+            self._lookups.append(Lookup(queue, ticket))
+            return
         is_full = False
         try:
             queue.batcher.put(ticket)
@@ -799,6 +882,8 @@ class Scheduler:
     def _refuse(self, queue: ModelQueue, ticket: Ticket, error: FlowserveError) -> None:
         """A ticket that is in no queue will not run; the caller fails its flow."""
         self._notify(TicketRefused(queue, ticket, error))
+        if queue.lookups is not None:
+            self._to_run += queue.lookups.fail(ticket)
         flow = ticket.flow
         self._drop_tensors(flow)
         if not isinstance(flow, Iteration):  # an iteration counts no steps
@@ -819,6 +904,8 @@ class Scheduler:
             self._refuse_each(queue, tickets, reason)
         while taken := queue.batcher.take(1 << 62):
             self._refuse_each(queue, taken, reason)
+        if queue.lookups is not None:
+            self._refuse_each(queue, [*queue.lookups.waiting], reason)
 
     def _refuse_each(self, queue: ModelQueue, tickets: Sequence[Ticket], reason: str) -> None:
         for ticket in tickets:
@@ -880,6 +967,13 @@ class Scheduler:
         flow.error = error
         self._finish(flow)
 
+    def _fail_step(self, ticket: Ticket, error: FlowserveError) -> None:
+        """A step failed, and its flow with it. Equal steps that waited for it run by themselves."""
+        queue: ModelQueue = ticket.flow.queues[ticket.node.index]
+        if queue.lookups is not None:
+            self._to_run += queue.lookups.fail(ticket)
+        self._fail(ticket.flow, error)
+
     def _end(self, flow: Flow) -> Sequence[ModelQueue]:
         """End a flow: remove its waiting tickets from their queues. Returns the queue of each such ticket."""
         flow.done = True
@@ -903,16 +997,28 @@ class Scheduler:
             self.streams.ended(flow)
             for one in dict.fromkeys(flow.queues):
                 left += [one] * one.batcher.withdraw(*own)
+                if one.lookups is not None:
+                    left += self._withdraw_lookups(one, *own)
                 self._mark(one)
             return left
         for node in flow.plan.nodes:
             if not flow.missing[node.index]:
                 queue: ModelQueue = flow.queues[node.index]
                 left += [queue] * queue.batcher.withdraw(flow)
+                if queue.lookups is not None:
+                    left += self._withdraw_lookups(queue, flow)
                 self._mark(queue)  # tickets behind it may form a batch now, and ordered outcomes behind it may be next
         flow.open = 0
         self._drop_tensors(flow)
         return left
+
+    def _withdraw_lookups(self, queue: ModelQueue, *flows: Flow) -> list[ModelQueue]:
+        """As `withdraw` of a batcher, for the steps at a response cache. Those that waited for a step of these flows
+        run instead: in the next `schedule`.
+        """
+        count, to_run = queue.lookups.withdraw(*flows) if queue.lookups is not None else (0, [])
+        self._to_run += to_run
+        return [queue] * count
 
     def _drop_tensors(self, flow: Flow) -> None:
         if self._batches:
@@ -933,6 +1039,9 @@ class Scheduler:
             assert queue.may_have_tickets or not len(queue.batcher), f"(3) tickets of {queue.key} are forgotten"
             if queue.order is not None:
                 queue.order.check()
+            if queue.lookups is not None:
+                queue.lookups.check()
+        assert not self._to_run, f"{len(self._to_run)} steps are in no queue"
         for queue, tickets in self._retries:
             is_waiting = self.rate_limit is not None and self.rate_limit.is_waiting(queue)
             assert not queue.free or is_waiting, (

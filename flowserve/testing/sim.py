@@ -32,6 +32,7 @@ from flowserve.testing.strategies import Handle, SimModel, SimRequest, World
 
 STEPS_MAX = 100_000  # a longer history is a livelock
 Step = tuple[int, int]  # the number of a request, and the index of a node of its plan
+StepKey = tuple[object, ...]  # of steps with the same outcome
 
 
 class Sim(Agenda):
@@ -62,6 +63,10 @@ class Sim(Agenda):
         limiter = None if overtaken_max is None else Limiter()
         self.scheduler = Scheduler(limiter, OVERTAKEN_MAX if overtaken_max is None else overtaken_max)
         self.routed: list[int] = []  # the number of requests of each batch on a route
+        # Of models with a response cache: what they made, by the key of the step, as (content, width) of each output.
+        self._cached: dict[StepKey, list[tuple[int, int] | None]] = {}
+        self._keys: dict[Step, StepKey] = {}  # of the steps that were looked up and not found
+        self._failed: set[StepKey] = set()  # keys with a step that failed: the steps that waited run by themselves
         self._runs = count()
         self._runs_of: dict[Batch, RouteRun] = {}
         self._inline: list[Callable[[], None]] = []  # batches of duration 0 complete after all batches were started
@@ -105,6 +110,8 @@ class Sim(Agenda):
                 self._answered(flow)
             for batch in decisions.batches:
                 self._run(batch)
+            for queue, ticket in decisions.lookups:
+                self._look_up(queue, ticket)
             inline, self._inline = self._inline, []
             for complete in inline:
                 complete()
@@ -119,6 +126,7 @@ class Sim(Agenda):
             needs=model.needs,
             keeps_order=model.keeps_order,
             route_group="workers" if model.is_routed and self.world.overtaken_max is None else None,
+            cache=self._cached if model.is_cached else None,
         )
         if model.keeps_order:
             self._ordered[model.key] = OrderedModel()
@@ -173,6 +181,7 @@ class Sim(Agenda):
             self._check_device(batch, model)
         self._busy.add((model.key, batch.instance))
         self._running.update(map(step_of, batch.tickets))
+        self._check_single_flight(model)
         self.batch_rows[model.key].append(batch.rows)
         self._note("runs", model.key.name, batch.instance, *map(number_of, batch.tickets))
         self._begin(batch, model)
@@ -207,6 +216,7 @@ class Sim(Agenda):
             assert model.level_policy(request).max_size > 0, "refused by a queue without a size limit"
             self._note("finds no room", request.number)
         self._excused.add(request.number)
+        self._failed.update({self._keys[step_of(ticket)]} if step_of(ticket) in self._keys else ())
 
     def _make(
         self, batch: Batch, model: SimModel, made: Mapping[tuple[int, int], Handle | None]
@@ -238,6 +248,7 @@ class Sim(Agenda):
         self._running.difference_update(map(step_of, batch.tickets))
         numbers = [number_of(ticket) for ticket in batch.tickets]
         if outputs is None:
+            self._failed.update(self._keys[step] for step in map(step_of, batch.tickets) if step in self._keys)
             again = model.is_pure and len(numbers) > 1 and not all(ticket.flow.done for ticket in batch.tickets)
             self._note("raises", model.key.name, *numbers)
             if not again and len(numbers) > 1:
@@ -254,11 +265,77 @@ class Sim(Agenda):
         for m, ticket in enumerate(batch.tickets):
             if model.key in ticket.flow.request.faults:
                 errors[m] = ModelFailed("a fault of its own")
+                self._failed.update({self._keys[step_of(ticket)]} if step_of(ticket) in self._keys else ())
             elif not ticket.flow.done and not model.keeps_order:
                 self._finished[number_of(ticket)].add(ticket.node.index)
         if model.keeps_order:
             self._ordered[model.key].back.update((ticket, m not in errors) for m, ticket in enumerate(batch.tickets))
+        for m, ticket in enumerate(batch.tickets):
+            if m not in errors and step_of(ticket) in self._keys:
+                self._keep(batch.queue, ticket, [column[m] for column in outputs])
         self.scheduler.complete(batch, [BatchResults(outputs, errors)], None, self.now_ns)
+
+    # ------------------------------------------------------------------------------------------------ response cache
+
+    def _look_up(self, queue: ModelQueue, ticket: Ticket) -> None:
+        if ticket.flow.done:
+            return
+        key = self._key_of(ticket)
+        made = self._cached.get(key) if self.scheduler.may_answer(queue) else None
+        if made is not None:
+            self._answer_step(ticket, made)
+        else:
+            self._keys[step_of(ticket)] = key
+            self.scheduler.run_step(ticket, key, self.now_ns)
+            if queue.lookups is not None and ticket in queue.lookups.waiting:
+                self._note("waits for an equal step", step_of(ticket))
+
+    def _key_of(self, ticket: Ticket) -> StepKey:
+        """All that the outcome of a step depends on, its faults included."""
+        request, model = ticket.flow.request, ticket.node.model
+        held = [ticket.flow.tensors[slot] if slot != NO_SLOT else None for slot in ticket.node.inputs]
+        inputs = [None if handle is None else (handle.content, handle.width) for handle in held]
+        fates = model in request.poison, model in request.faults, model in request.omits
+        return model, ticket.rows, ticket.node.wanted, *inputs, *fates
+
+    def _keep(self, queue: ModelQueue, ticket: Ticket, outputs: Sequence[Handle | None]) -> None:
+        """Cache what a step made, mostly, and answer the steps that waited for it."""
+        made = [None if handle is None else (handle.content, handle.width) for handle in outputs]
+        key = self._keys.pop(step_of(ticket))
+        if self._random.random() < 0.8:  # else there is no room
+            self._cached[key] = made
+        for follower in self.scheduler.land(queue, ticket):
+            if follower.flow.done:  # another step of its flow was answered before, and the next one was refused
+                continue
+            if self._random.random() < 0.9:
+                self._answer_step(follower, made)
+            else:  # no memory for a copy
+                self._failed.add(key)
+                self.scheduler.run_step(follower, None, self.now_ns)
+
+    def _answer_step(self, ticket: Ticket, made: Sequence[tuple[int, int] | None]) -> None:
+        request: SimRequest = ticket.flow.request
+        model = self.world.by_key[ticket.node.model]
+        assert not ticket.flow.done, "a step of a flow that is over is answered"
+        self._note("is known", model.key.name, request.number)
+        self._keys.pop(step_of(ticket), None)
+        stop = ticket.rows if model.max_batch_size else -1
+        block = next(self._runs)
+        outputs = [[None if one is None else self._handle(*one, 0, stop, block)] for one in made]
+        if model.keeps_order:
+            self._ordered[model.key].tickets.append(ticket)
+            self._ordered[model.key].back[ticket] = True
+        else:
+            self._finished[request.number].add(ticket.node.index)
+        self.scheduler.answer_step(ticket, outputs, None, self.now_ns)
+
+    def _check_single_flight(self, model: SimModel) -> None:
+        """Of equal steps one runs at a time."""
+        if not model.is_cached or model.keeps_order:
+            return
+        live = [self._keys[step] for step in self._running if step in self._keys and step[0] in self.flows]
+        keys = [key for key in live if key[0] == model.key and key not in self._failed]
+        assert len(set(keys)) == len(keys), f"equal steps of {model.key} run at the same time"
 
     def _try_again(self, tickets: Iterable[Ticket]) -> None:
         self._again.update((step_of(ticket), self.now_ns) for ticket in tickets if not ticket.flow.done)

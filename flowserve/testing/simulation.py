@@ -28,7 +28,7 @@ from flowserve.config.types import ModelConfig, instances_of
 from flowserve.errors import FlowserveError, Invalid, NotFound, Unavailable, Unsupported
 from flowserve.graph.types import Graph, ModelKey
 from flowserve.observe.statistics import Statistics
-from flowserve.runtime.admission.controller import AdmissionController
+from flowserve.runtime.admission.controller import AdmissionController, served_by
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.loading.reading import Reading, read_repositories
 from flowserve.runtime.workers.policies import batcher_for, keeps_order, levels_of, needs_of
@@ -342,7 +342,7 @@ class SimulatedDeployment(Agenda):
             deployment.admission = AdmissionController(
                 options,
                 None,
-                key,
+                served_by(key),
                 deployment.output_slot,
                 statistics,
                 self.scheduler,

@@ -48,7 +48,7 @@ class SimModel:
     """A model whose outputs are hashes of its inputs. `policy` None: the default scheduler. `levels` None: no levels.
 
     `shortest_ns` to `longest_ns` is the duration of a batch; if both are 0 it runs inline. `is_routed`: its workers
-    pass batches to those of other such models, if its queue allows it.
+    pass batches to those of other such models, if its queue allows it. `is_cached`: it has a response cache.
     """
 
     number: int
@@ -66,6 +66,7 @@ class SimModel:
     keeps_order: bool = False
     devices: tuple[int, ...] = ()  # of each instance, with device affinity
     is_routed: bool = False
+    is_cached: bool = False
 
     def batcher(self) -> Batcher:
         if self.devices:
@@ -101,7 +102,8 @@ class SimRequest:
     """One request. Its batch raises in the models of `poison`, it fails alone in those of `faults`, and those of
     `omits` omit their last output for it. `widths[i]` is the width of input i, None if it is not given. `wanted`: the
     requested outputs, None for all. `leaves_after_ns`: when its caller disconnects. `follows`: the request whose end
-    makes this one arrive. `priority` and `timeout_ns` are its parameters, 0 for none.
+    makes this one arrive. `like`: the request whose inputs it has, None for its own. `priority` and `timeout_ns` are
+    its parameters, 0 for none.
     `due_after_ns`: its deadline, None for none.
     """
 
@@ -119,9 +121,10 @@ class SimRequest:
     priority: int = 0
     timeout_ns: int = 0
     due_after_ns: int | None = None
+    like: int | None = None
 
     def content(self, i: int) -> int:
-        return hash((self.number, i, 1 << 20))
+        return hash((self.number if self.like is None else self.like, i, 1 << 20))
 
 
 @dataclass(frozen=True)
@@ -396,7 +399,11 @@ def draw_world(random: Random) -> World:
         models = [replace(model, needs=draw_needs(random, model.instances)) for model in models]
     elif random.random() < 0.4:
         models = [replace(model, devices=draw_devices(random, model)) for model in models]
-    return World(tuple(models), tuple(graphs), requests, overtaken_max, draw_end(random, 0.1))
+    end = draw_end(random, 0.1)
+    if random.random() < 0.4:
+        models = [replace(model, is_cached=random.random() < 0.7) for model in models]
+        requests = tuple(replace(one, like=random.randrange(3)) for one in requests)
+    return World(tuple(models), tuple(graphs), requests, overtaken_max, end)
 
 
 def draw_routed_world(random: Random) -> World:

@@ -21,7 +21,7 @@ from flowserve.graph.plan import make_plan
 from flowserve.graph.types import ModelKey
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import Statistics
-from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache
+from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache, served_by
 from flowserve.runtime.engine.accounting import record_late
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.call_graph import CalledFlow
@@ -64,7 +64,7 @@ class Server:
         self.admission = AdmissionController(
             options,
             cache,
-            key,
+            served_by(key),
             slots,
             self.statistics,
             self.scheduler,
@@ -138,6 +138,25 @@ def test_waiting_requests_that_leave_grow_linearly() -> None:
 
         def leave() -> None:
             for flow in reversed(flows):
+                server.leave(flow)
+
+        return leave
+
+    assert growth(prepare, 60) < QUADRATIC_FROM
+
+
+@pytest.mark.fault("W5")
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_equal_requests_that_leave_grow_linearly(is_reversed: bool) -> None:
+    """The request that runs is the next of them, again and again."""
+
+    def prepare(n: int) -> Callable[[], object]:
+        server = Server(AdmissionOptions(), LruCache(10000))
+        flows = [server.ask(1) for _ in range(n)]
+        server.step()
+
+        def leave() -> None:
+            for flow in reversed(flows) if is_reversed else flows:
                 server.leave(flow)
 
         return leave
@@ -456,4 +475,4 @@ def _check(server: Server, options: AdmissionOptions) -> None:
     assert not admission._waiting or not admission._has_room(next(iter(admission._waiting.values()))), (
         "the first waiting request has room"
     )
-    assert all(not flow.done for flow in (*admission._sizes, *admission._leading, *admission._following))
+    assert all(not flow.done for flow in (*admission._sizes, *admission._missed, *admission._following))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from flowserve.errors import Unavailable
+from flowserve.errors import ModelFailed, Unavailable
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import Graph, ModelKey
 from flowserve.scheduling.affinity import AffinityBatcher, CopyCost
@@ -110,6 +110,49 @@ def test_calls_of_models_that_need_resources_grow_linearly() -> None:
                 server.done(server.running[-1])
 
         return work
+
+    assert growth(prepare, 60) < QUADRATIC_FROM
+
+
+# ------------------------------------------------------------------------------------------- steps at a response cache
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_equal_steps_whose_requests_leave_grow_linearly(is_reversed: bool) -> None:
+    """The step that runs is that of the next request, again and again."""
+
+    def prepare(n: int) -> Work:
+        server = Recorder()
+        server.serve(A)
+        server.serve(B, is_cached=True)
+        flows = [server.submit(chain_graph("chain", [B, A]), number) for number in range(n)]
+        server.turn()
+
+        def leave() -> None:
+            for flow in reversed(flows) if is_reversed else flows:
+                server.scheduler.cancel(flow)
+                server.scheduler.schedule(0)
+
+        return leave
+
+    assert growth(prepare, 60) < QUADRATIC_FROM
+
+
+def test_equal_steps_whose_leader_fails_grow_linearly() -> None:
+    def prepare(n: int) -> Work:
+        server = Recorder()
+        server.serve(A)
+        queue = server.serve(B, is_cached=True)
+        for number in range(n):
+            server.submit(chain_graph("chain", [B, A]), number)
+        server.turn()
+
+        def fail() -> None:
+            server.done(server.running[0], errors={0: ModelFailed("no")})
+            server.scheduler.schedule(0)
+            assert len(queue.batcher) >= n - 3  # one failed, and a batch of at most two started
+
+        return fail
 
     assert growth(prepare, 60) < QUADRATIC_FROM
 

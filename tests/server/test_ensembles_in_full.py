@@ -196,6 +196,16 @@ def served(
     model("tells", TELLS, told)
     ensemble("tells_inside", graph(told, step("tells", IN, {name: name for name in words})))
     ensemble("cached", graph(BOTH, step("echo", IN, {"OUT": "a"}), step("refuses", {"IN": "a"}, OUT), more=CACHE))
+    # Ensembles around models that have a cache. `adds` writes into its input, in the server's own memory.
+    model("adds", 'row = given("IN"); row += 1; return answer(OUT=row)', more=parameters(execution="thread"))
+    after = {name: step(name, {"IN": "a"}, {"OUT": "b"}) for name in ("counts", "slow_cached", "wide")}
+    first, last = step("echo", IN, {"OUT": "a"}), step("adds", {"IN": "b"}, OUT)
+    ensemble("around_counts", graph(BOTH, first, after["counts"], last))
+    ensemble("cached_around_counts", graph(BOTH, first, after["counts"], last, more=CACHE))
+    ensemble("around_slow_cached", graph(BOTH, first, after["slow_cached"], last))
+    ensemble("twice_slow_cached", graph(BOTH, after["slow_cached"].replace('"a"', '"IN"'), step("slow_cached",
+        IN, {"OUT": "c"}), step("bias", {"IN": "b", "BIAS": "c"}, OUT)))  # fmt: skip
+    ensemble("around_wide", graph(any_width, step("wide", IN, {"OUT": "b"}), step("wide", {"IN": "b"}, OUT)))
     with serving(folder, "--cache-config", f"local,size={CACHE_BYTES}") as running:
         yield running
 
@@ -547,6 +557,83 @@ def test_a_full_cache_drops_its_oldest_responses_and_all_requests_are_answered(w
     for row in (*rows, *rows, rows[-1]):
         assert outputs(ask(wire, "wide", IN=row)) == {"OUT": row}
     assert [now - then for now, then in zip(counted(wire, "wide"), before, strict=True)] == [1, 16, 16]
+
+
+def grown(wire: Any, before: Mapping[str, tuple[int, int, int]]) -> dict[str, list[int]]:
+    """How much hits, misses and executions have grown, by model."""
+    after = {model: counted(wire, model) for model in before}
+    return {model: [now - then for now, then in zip(after[model], before[model], strict=True)] for model in before}
+
+
+def test_a_step_is_answered_from_the_cache_of_its_model(wire: Any) -> None:
+    row = [21.0, 0.0, 0.0, 0.0]
+    before = {model: counted(wire, model) for model in ("around_counts", "counts", "adds")}
+    successes = wire.statistics("counts")["inference_stats"]["success"]["count"]
+    first = outputs(ask(wire, "around_counts", IN=row))
+    for _ in range(2):  # the model after it writes into its input
+        assert outputs(ask(wire, "around_counts", IN=row)) == first
+    assert grown(wire, before) == {"around_counts": [0, 0, 3], "counts": [2, 1, 1], "adds": [0, 0, 3]}
+    durations = {name: one["count"] for name, one in wire.statistics("counts")["inference_stats"].items()}
+    assert durations["success"] == durations["queue"] == successes + 3
+    assert durations["compute_infer"] == durations["success"] - durations["cache_hit"]
+    # A request of the model itself has the same entry.
+    assert outputs(ask(wire, "counts", IN=row)) == {"OUT": [number - 1 for number in first["OUT"]]}
+    assert grown(wire, before)["counts"] == [3, 1, 1]
+    metrics = wire.get("/metrics").body.decode()
+    hits = next(line for line in metrics.splitlines() if line.startswith('nv_cache_num_hits_per_model{model="counts"'))
+    assert int(hits.split()[-1]) == counted(wire, "counts")[0]
+
+
+def test_the_entry_of_an_ensemble_is_looked_up_before_those_of_its_steps(wire: Any) -> None:
+    row = [22.0, 0.0, 0.0, 0.0]
+    before = {model: counted(wire, model) for model in ("cached_around_counts", "counts", "echo")}
+    first = outputs(ask(wire, "cached_around_counts", IN=row))
+    assert outputs(ask(wire, "cached_around_counts", IN=row)) == first
+    assert grown(wire, before) == {"cached_around_counts": [1, 1, 1], "counts": [0, 1, 1], "echo": [0, 0, 1]}
+
+
+def test_sixteen_equal_concurrent_steps_run_once(wire: Any) -> None:
+    row = [23.0, 0.0, 0.0, 0.0]
+    before = {model: counted(wire, model) for model in ("around_slow_cached", "slow_cached")}
+    answers = wire.together([wire.infer_request("around_slow_cached", [row]) for _ in range(16)])
+    assert [answer.data for answer in answers] == [[24.0, 1.0, 1.0, 1.0]] * 16
+    assert grown(wire, before) == {"around_slow_cached": [0, 0, 16], "slow_cached": [15, 1, 1]}
+
+
+def test_two_equal_steps_of_one_request_run_once(wire: Any) -> None:
+    before = {"slow_cached": counted(wire, "slow_cached")}
+    assert outputs(ask(wire, "twice_slow_cached", IN=[24.0, 0.0, 0.0, 0.0])) == {"OUT": [48, 0, 0, 0]}
+    assert grown(wire, before) == {"slow_cached": [1, 1, 1]}
+
+
+def test_steps_equal_to_that_of_a_cancelled_request_are_still_answered(wire: Any) -> None:
+    row = [[25.0, 0.0, 0.0, 0.0]]
+    leader = wire.connect()
+    leader.sendall(wire.infer_request("around_slow_cached", row))
+    before = {"slow_cached": counted(wire, "slow_cached")}
+    leaves = threading.Timer(0.15, leader.close)  # in the middle of the model's sleep
+    leaves.start()
+    answers = wire.together([wire.infer_request("around_slow_cached", row) for _ in range(2)])
+    leaves.join()
+    assert [answer.data for answer in answers] == [[26.0, 1.0, 1.0, 1.0]] * 2
+    hits, misses, _ = grown(wire, before)["slow_cached"]
+    assert (hits, misses) in ((1, 1), (1, 2)), "the cancelled step is counted if it ran to its end"
+
+
+@pytest.mark.fault("R13")
+def test_the_error_of_a_step_is_not_cached(wire: Any) -> None:
+    before = {"counts": counted(wire, "counts")}
+    answers = wire.together([wire.infer_request("around_counts", [[-3.0, 0.0, 0.0, 0.0]]) for _ in range(4)])
+    assert [answer.status for answer in answers] == [500] * 4
+    assert grown(wire, before)["counts"][0] == 0
+
+
+@pytest.mark.fault("R12")
+def test_the_result_of_a_step_larger_than_the_cache_is_used_and_not_cached(wire: Any) -> None:
+    wide = [0.5 * i for i in range(CACHE_BYTES // 4)]
+    before = {"wide": counted(wire, "wide")}
+    assert outputs(ask(wire, "around_wide", IN=wide)) == {"OUT": wide}
+    assert grown(wire, before) == {"wide": [0, 2, 2]}
 
 
 def test_metrics_count_hits_and_misses_under_tritons_names(wire: Any) -> None:

@@ -40,7 +40,7 @@ def test_the_simulated_servers_cover_all_kinds_of_events() -> None:
     """The properties are tested only if every kind of fault occurs and batches form."""
     seen: Counter[object] = Counter()
     together = routed = 0
-    for seed in range(120):
+    for seed in range(150):
         sim = Sim(seed).run()
         routed += len(sim.routed)
         for _, what, *rest in sim.log:
@@ -54,6 +54,8 @@ def test_the_simulated_servers_cover_all_kinds_of_events() -> None:
         "finds no room",
         "expires",
         "is late while it runs",
+        "is known",
+        "waits for an equal step",
         ("is answered", "NoneType"),
         ("is answered", "DeadlineExceeded"),
         ("is answered", "ModelFailed"),

@@ -69,9 +69,16 @@ class Recorder:
         is_pure: bool = False,
         needs: Sequence[Needs] = (),
         keeps_order: bool = False,
+        is_cached: bool = False,
     ) -> ModelQueue:
+        """`is_cached`: its steps in ensembles are looked up in a response cache, which has none and takes all for
+        equal.
+        """
         chosen = model.batcher() if batcher is None else batcher  # an empty batcher is falsy
-        queue = ModelQueue(model.key, chosen, range(instances), is_pure=is_pure, needs=needs, keeps_order=keeps_order)
+        cache = self if is_cached else None
+        queue = ModelQueue(
+            model.key, chosen, range(instances), is_pure=is_pure, needs=needs, keeps_order=keeps_order, cache=cache
+        )
         self.queues[model.key] = queue
         self.scheduler.add(queue)
         return queue
@@ -112,6 +119,8 @@ class Recorder:
                 self.finished(flow)
             for batch in decisions.batches:
                 self.run(batch)
+            for _, ticket in decisions.lookups:
+                self.scheduler.run_step(ticket, "equal", at)
         self.scheduler.check()
         return self.started[before:]
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -39,6 +38,7 @@ from flowserve.scheduling.call_graph import Called
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.queue import PLAIN, Levels
 from flowserve.scheduling.scheduler import Scheduler
+from flowserve.scheduling.single_flight import SingleFlight
 from flowserve.values import Array, Request
 
 K = TypeVar("K", bound=Hashable)
@@ -95,18 +95,31 @@ class CachedResponse(NamedTuple):
 
 
 ResponseCache = LruCache[bytes, CachedResponse]
+Served = tuple[str, int, int]
+
+_loads = count(1)
 
 
-def cache_key(served: tuple[str, int, int], request: Request, outputs: tuple[str, ...]) -> bytes:
+def served_by(key: ModelKey) -> Served:
+    """The part of the keys that says which load of a model or ensemble responds: a reloaded one may respond
+    differently.
+    """
+    return key.name, key.version, next(_loads)
+
+
+def cache_key(
+    served: Served, request: Request, outputs: tuple[str, ...], inputs: Mapping[str, Array] | None = None
+) -> bytes:
     """A 128-bit digest of all that a response depends on: the load of the deployment (`served`), the requested outputs,
     the name, data type, shape and contents of each input, and the parameters and sequence fields, which a model may
-    read. Ids, priorities and timeouts are not part of it.
+    read. Ids, priorities and timeouts are not part of it. `inputs`: those of a step of the request; None: its own.
     """
+    inputs = request.inputs if inputs is None else inputs
     digest = blake2b(digest_size=16)
     facts = [*served, outputs, request.sequence_id, request.sequence_start, request.sequence_end]
     digest.update(repr((facts, sorted(request.parameters.items()))).encode())
-    for name in sorted(request.inputs):
-        array = request.inputs[name]
+    for name in sorted(inputs):
+        array = inputs[name]
         contents = raw.flat_bytes(array).data
         digest.update(repr((name, array.dtype.str, array.shape, len(contents))).encode())
         digest.update(contents)
@@ -140,21 +153,10 @@ def array_bytes(array: Array) -> int:
 
 log = logging.getLogger("flowserve.runtime")
 
-_loads = count(1)
-
-
-@dataclass(slots=True, eq=False)
-class _Leader:
-    """The state of a request in flight whose response other requests wait for."""
-
-    key: bytes
-    lookup_ns: int
-    followers: list[Flow] = field(default_factory=list)
-
 
 class AdmissionController:
-    """Admission control of one loaded deployment. `output_slot`: the slots of its outputs in a flow, by name. `levels`:
-    the policies of its queue, if it is a plain model.
+    """Admission control of one loaded deployment. `served`: the first part of its keys (`served_by`). `output_slot`:
+    the slots of its outputs in a flow, by name. `levels`: the policies of its queue, if it is a plain model.
 
     `keeps_order`: responses leave in the order of their requests. Then a cached response waits for earlier ones, and
     no request waits for the response of an equal one, since it would run out of order if that one failed. The scheduler
@@ -165,7 +167,7 @@ class AdmissionController:
         self,
         options: AdmissionOptions,
         cache: ResponseCache | None,
-        key: ModelKey,
+        served: Served,
         output_slot: dict[str, int],
         statistics: Statistics,
         scheduler: Scheduler,
@@ -177,7 +179,7 @@ class AdmissionController:
         self._options = options
         self._levels = levels
         self._cache = cache
-        self._served = (key.name, key.version, next(_loads))  # a reloaded model may give other responses
+        self._served = served
         self._output_slot = output_slot
         self._statistics = statistics
         self._scheduler = scheduler
@@ -186,9 +188,9 @@ class AdmissionController:
         self.nbytes = 0
         self._sizes: dict[Flow, int] = {}  # of the requests inside
         self._waiting: OrderedDict[Flow, int] = OrderedDict()  # by arrival, with their bytes
-        self._leaders: dict[bytes, _Leader] = {}
-        self._leading: dict[Flow, _Leader] = {}
-        self._following: set[Flow] = set()
+        self._flights: SingleFlight[Flow] = SingleFlight()
+        self._missed: dict[Flow, tuple[bytes, int]] = {}  # of the leaders: the key, and how long its lookup took
+        self._following: set[Flow] = set()  # requests that are answered without running
         self._keeps_order = keeps_order and cache is not None
         self._arrived: deque[Flow] = deque()  # if the order is kept: the unanswered requests in order of arrival
         self._known: dict[Flow, CachedResponse] = {}  # the cached responses of those among them that need not run
@@ -205,9 +207,9 @@ class AdmissionController:
                 self._admit(flow)
         except FlowserveError:
             if self._keeps_order:
-                self._arrived.remove(flow)
+                self._arrived.pop()  # it is the last: nothing has arrived since
             self._statistics.failed(1, 0, REJECTED)
-            self._stop_leading(flow, passing_on=True)
+            self._stop_leading(flow)
             raise
         finally:
             self._answer_known()
@@ -226,7 +228,7 @@ class AdmissionController:
             size = self._checked_bytes(flow)
             take(flow)
         except FlowserveError:
-            self._stop_leading(flow, passing_on=True)
+            self._stop_leading(flow)
             raise
         self._count(flow, size)
         self._limit_time(flow)
@@ -237,13 +239,13 @@ class AdmissionController:
         self._make_room(flow)
         if flow in self._following:
             self._following.discard(flow)
+            self._flights.leave(flow, has_failed=False)
             is_counted = flow.error is None
-        else:
-            leader = self._leading.get(flow)
-            if leader is not None and is_answered and flow.error is None:
-                self._answer_followers(flow, leader)
-            elif leader is not None:
-                self._stop_leading(flow, passing_on=True)
+        elif flow in self._missed:
+            if is_answered and flow.error is None:
+                self._answer_followers(flow)
+            else:
+                self._stop_leading(flow)
         self._known.pop(flow, None)
         self._answer_known()
         return is_counted
@@ -333,24 +335,16 @@ class AdmissionController:
             self._hit(flow, response, began_ns)
             return True
         lookup_ns = self._clock() - began_ns
-        if not may_follow and key in self._leaders:
+        if not may_follow and key in self._flights:
             self._statistics.missed(lookup_ns)
             return False
-        if self._lead(flow, key, lookup_ns):
+        if self._flights.join(key, flow):
+            self._missed[flow] = key, lookup_ns
             return False
+        self._following.add(flow)
         self._scheduler.hold(flow)
         self._limit_time(flow)
         return True
-
-    def _lead(self, flow: Flow, key: bytes, lookup_ns: int) -> bool:
-        """Whether the request is the leader of equal ones; else it follows theirs."""
-        leader = self._leaders.get(key)
-        if leader is None:
-            self._leaders[key] = self._leading[flow] = _Leader(key, lookup_ns)
-            return True
-        leader.followers.append(flow)
-        self._following.add(flow)
-        return False
 
     def _hit(self, flow: Flow, response: CachedResponse, began_ns: int) -> None:
         """Complete a request with a cached response."""
@@ -379,40 +373,48 @@ class AdmissionController:
         flow.tensors = tensors
         flow.parameters = response.parameters
 
-    def _answer_followers(self, flow: Flow, leader: _Leader) -> None:
+    def _answer_followers(self, flow: Flow) -> None:
         """Cache a response, and complete the requests that wait for it."""
         cache = self._cache
         assert cache is not None
+        key, lookup_ns = self._missed[flow]
         began_ns = self._clock()
         slots = {name: self._output_slot[name] for name in flow.wanted}
         made = {name: flow.tensors[slot] for name, slot in slots.items() if flow.tensors[slot] is not None}
         try:
             response, nbytes = cached_copy(made, flow.parameters)
-            cache.put(leader.key, response, nbytes)
+            cache.put(key, response, nbytes)
         except Exception:  # no memory for a copy: nothing is cached, and another request leads
             log.exception("a response of '%s' cannot be cached", flow.plan.graph.name)
-            self._stop_leading(flow, passing_on=True)
+            self._stop_leading(flow)
             return
-        self._statistics.missed(leader.lookup_ns + self._clock() - began_ns)
-        self._stop_leading(flow, passing_on=False)
-        for follower in leader.followers:
+        self._statistics.missed(lookup_ns + self._clock() - began_ns)
+        del self._missed[flow]
+        for follower in self._flights.land(flow):
             if not follower.done:
                 self._share(follower, response)
 
-    def _stop_leading(self, flow: Flow, *, passing_on: bool) -> None:
-        """Remove a leader. An error is neither cached nor shared: each follower then runs by itself. If only the
-        leader's caller left, the next follower leads.
+    def _stop_leading(self, flow: Flow) -> None:
+        """A leader is over without a response for others. An error is neither cached nor shared: each follower then
+        runs by itself. If only the leader's caller left, the next follower leads.
         """
-        leader = self._leading.pop(flow, None)
-        if leader is None:
+        missed = self._missed.pop(flow, None)
+        if missed is None:
             return
-        self._leaders.pop(leader.key, None)
-        for follower in [each for each in leader.followers if passing_on and not each.done]:
+        has_failed = flow.error is not None
+        following = self._flights.leave(flow, has_failed=has_failed)
+        while not has_failed and following and following[0].done:  # it is about to leave
+            self._following.discard(following[0])
+            following = self._flights.leave(following[0], has_failed=False)
+        for follower in following:
             self._following.discard(follower)
-            if flow.error is not None or self._lead(follower, leader.key, 0):
-                # It was admitted already, so it waits and is not refused.
-                self._waiting[follower] = self._request_bytes(follower)
-                self._admit_waiting()
+            if follower.done:
+                continue
+            if not has_failed:
+                self._missed[follower] = missed[0], 0
+            # It was admitted already, so it waits and is not refused.
+            self._waiting[follower] = self._request_bytes(follower)
+            self._admit_waiting()
 
     def _answer_known(self) -> None:
         """Complete the first requests in order whose responses are known. Not reentrant: each `leave` calls it."""

@@ -32,7 +32,8 @@ from flowserve.memory.devices import lost
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import OTHER, Statistics, rows_as_json, summarising
 from flowserve.observe.traffic import NodeTraffic, node_traffics
-from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache
+from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache, served_by
+from flowserve.runtime.admission.steps import StepCache
 from flowserve.runtime.clock import ClockNs, wall_clock_ms, wall_clock_ns
 from flowserve.runtime.engine.generations import Generations
 from flowserve.runtime.engine.options import EngineOptions
@@ -186,6 +187,12 @@ class Deployments:
         """The statistics of a model version or ensemble; new if there are none under that name."""
         return self._statistics.setdefault(key, self._make_statistics(key.name, key.version))
 
+    def step_cache(self, key: ModelKey) -> StepCache | None:
+        """The response cache of a model that is about to be added, for its steps; None on a server without a cache."""
+        if self._cache is None:
+            return None
+        return StepCache(self._cache, served_by(key), self.statistics_of(key), self._scheduler, self._clock)
+
     def announce(self, config: ModelConfig, *graphs: Graph, labels: Mapping[str, Sequence[str]] = NO_LABELS) -> None:
         """From now on requests for this name run on these graphs, one for each version, and on no others. The models
         they need were added before. `labels` are those of the graphs' outputs.
@@ -221,7 +228,7 @@ class Deployments:
             deployment.admission = AdmissionController(
                 options,
                 cache,
-                key,
+                served_by(key) if graph.is_ensemble or queues[0].cache is None else queues[0].cache.served,
                 deployment.output_slot,
                 statistics,
                 self._scheduler,

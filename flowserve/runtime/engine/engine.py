@@ -27,6 +27,7 @@ from flowserve.errors import DeadlineExceeded, FlowserveError, Internal, ModelRa
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import CANCELED, REJECTED
+from flowserve.runtime.admission.steps import look_up_all
 from flowserve.runtime.clock import running_clock, wall_clock_ms
 from flowserve.runtime.engine.accounting import (
     find_regathered,
@@ -178,6 +179,8 @@ class Engine:
                     self._finish(decisions.finished)
                 for batch in decisions.batches:
                     self._run(batch)
+                if decisions.lookups:
+                    look_up_all(decisions.lookups)
             at_ns = 0 if completed else scheduler.next_deadline()
             if at_ns != 0:
                 break
@@ -245,6 +248,8 @@ class Engine:
                 if last.parameters:
                     self._account()  # before they add errors
                     last.errors = take_parameters(batch.stage(len(made) - 1), last.parameters, last.errors)
+                if batch.queue.cache is not None:
+                    batch.queue.cache.keep(batch, last)
             if error is None:
                 self.scheduler.complete(batch, made, None, now_ns)
             else:
@@ -567,6 +572,7 @@ class Engine:
         needs: Sequence[Needs] = (),
         *,
         keeps_order: bool = False,
+        is_cached: bool = False,
         execution_timeout_ns: int = 0,
         warm_up: WarmUp | None = None,
     ) -> None:
@@ -574,7 +580,8 @@ class Engine:
 
         The `passive` instances are closed in the end as the others are, but get no work. `files` is held until then.
         `needs` are those of each worker at the rate limiter, where there is one. `keeps_order`: responses leave in the
-        order in which requests came. `execution_timeout_ns`: a process whose batch runs longer is killed; 0: none is.
+        order in which requests came. `is_cached`: its responses are, where the server has a response cache.
+        `execution_timeout_ns`: a process whose batch runs longer is killed; 0: none is.
         `warm_up`: runs on a restarted instance before it serves.
         """
         groups = {worker.route_group for worker in workers}
@@ -587,6 +594,7 @@ class Engine:
             needs=needs,
             keeps_order=keeps_order,
             route_group=groups.pop() if len(groups) == 1 and not execution_timeout_ns else None,
+            cache=self.deployments.step_cache(key) if is_cached else None,
         )
         self.scheduler.add(queue)
         self.generations.add(Generation(queue, [*workers, *passive], model, files))

@@ -165,6 +165,7 @@ class Loader:
                 (files, one.environment),
                 needs,
                 keeps_order=policies.keeps_order(read.config),
+                is_cached=read.config.response_cache,
                 execution_timeout_ns=one.execution_timeout_ns,
                 warm_up=one.warm_up,
             )

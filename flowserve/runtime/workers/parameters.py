@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.streaming.iterations import Iteration
 from flowserve.values import Parameter, Request, fits_64_bits
 
@@ -33,17 +33,22 @@ def take_parameters(batch: Batch, said: Said, errors: Mapping[int, FlowserveErro
     for m, parameters in said.items():
         ticket = batch.tickets[m]
         try:
-            flow = ticket.flow
-            request = request_after(flow, batch.queue.key.name, parameters)
-            if request is None:
-                flow.parameters = parameters
-            elif isinstance(flow, Iteration):
-                flow.replace_request(request)
-            else:
-                flow.request = request
+            take_parameters_of(ticket, parameters)
         except FlowserveError as error:
             found.setdefault(m, ticket.located(error, batch.instance))
     return found
+
+
+def take_parameters_of(ticket: Ticket, parameters: Mapping[str, Any]) -> None:
+    """Set the response parameters of one step. Raises as `request_after` does."""
+    flow = ticket.flow
+    request = request_after(flow, ticket.node.model.name, parameters)
+    if request is None:
+        flow.parameters = parameters
+    elif isinstance(flow, Iteration):
+        flow.replace_request(request)
+    else:
+        flow.request = request
 
 
 def request_after(flow: Flow, model: str, parameters: Mapping[str, Any]) -> Request | None:
