@@ -243,7 +243,7 @@ class _DeadlockAnalysis:
         queue = next((queue for queue, blockers in blocked if path[0] in blockers), blocked[0][0])
         names = [*(batch.queue.key.name for batch in path), queue.key.name]
         cycle = " -> ".join(f"'{name}'" for name in names)
-        why = "whoever could answer it waits for it"
+        why = "each instance that could answer it waits for it"
         hint = "give one of these models another instance (instance_group count), or join them in an ensemble"
         if names[0] != names[-1] or len(self._stuck_at.get(queue, ())) < len(queue.instances):
             why = f"'{names[-1]}' needs resources that '{names[0]}' holds until then"

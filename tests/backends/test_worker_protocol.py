@@ -101,13 +101,14 @@ RESULT_COLUMN = st.tuples(TEXT, WORD, SHAPE, st.one_of(st.binary(max_size=5), st
 @given(
     *(WORD, st.booleans(), WORD, BLOCKS),
     *(st.one_of(st.none(), st.tuples(TEXT, TEXT).map(list)), st.one_of(st.none(), st.lists(RESULT_COLUMN, max_size=3))),
+    st.dictionaries(TEXT, st.one_of(TEXT, st.booleans(), st.integers(-(2**63), 2**64 - 1)), max_size=2),
 )
 def test_the_result_of_a_call_is_read_as_it_was_written(
-    number: int, is_last: bool, token: int, blocks: Any, error: Any, columns: Any
+    number: int, is_last: bool, token: int, blocks: Any, error: Any, columns: Any, parameters: Any
 ) -> None:
-    kind, words, text = unpack(encode_result(number, is_last, token, blocks, error, columns))
+    kind, words, text = unpack(encode_result(number, is_last, token, blocks, error, columns, parameters))
     assert kind == protocol.RESULT
-    assert decode_result(words, text) == (number, is_last, token, blocks, error, columns)
+    assert decode_result(words, text) == (number, is_last, token, blocks, error, columns, parameters)
 
 
 @given(WORD, BLOCKS, st.one_of(st.none(), TEXT, st.lists(st.integers(), max_size=2)))

@@ -51,6 +51,9 @@ def value(response):
         raise RuntimeError(f"{{response.error().code()}} {{response.error().message()}}")
     return pb_utils.get_output_tensor_by_name(response, "OUT").as_numpy()
 
+def number(response):
+    return value(response)[0, 0] if response.has_error() or response.output_tensors() else -1
+
 class TritonPythonModel:
     def initialize(self, args):
         self.kept = []
@@ -660,23 +663,23 @@ class TritonPythonModel:
 
 
 async def test_the_responses_of_a_called_decoupled_model_arrive_in_order(served: Served) -> None:
-    """Any number of responses: the called model does not wait until its caller takes them."""
+    """Any number of responses: the called model does not wait until its caller takes them. The last is empty."""
     await served.add("count", "", text=COUNTS, decoupled=True)
     await served.add(
         "reader",
-        "found = [value(answer)[0, 0] for answer in request('count', given).exec(decoupled=True)]\n"
+        "found = [number(answer) for answer in request('count', given).exec(decoupled=True)]\n"
         "return np.array([found], np.float32)",
     )
     await served.add(
         "awaiting",
         "answers = await request('count', given).async_exec(decoupled=True)\n"
-        "found = [value(answer)[0, 0] async for answer in answers]\n"
+        "found = [number(answer) async for answer in answers]\n"
         "return np.array([found], np.float32)",
     )
     await served.add(
         "gathering",
         "asked = [request('count', given).async_exec(decoupled=True) for _ in range(2)]\n"
-        "found = [value(one)[0, 0] for answers in await asyncio.gather(*asked) for one in answers]\n"
+        "found = [number(one) for answers in await asyncio.gather(*asked) for one in answers]\n"
         "return np.array([found], np.float32)",
     )
     await served.add(
@@ -684,7 +687,9 @@ async def test_the_responses_of_a_called_decoupled_model_arrive_in_order(served:
         "answers = request('count', given).exec(decoupled=True)\n"
         "found = [value(next(answers))[0, 0]]\n"
         "answers.cancel()\n"
-        "return np.array([[*found, len([*answers])]], np.float32)",
+        "last = [*answers][-1]\n"
+        "is_over = last.error().code() == pb_utils.TritonError.CANCELLED if last.has_error() else number(last) == -1\n"
+        "return np.array([[*found, is_over, len([*answers])]], np.float32)",
     )
     await served.add(
         "impatient",
@@ -693,14 +698,133 @@ async def test_the_responses_of_a_called_decoupled_model_arrive_in_order(served:
         "return given",
     )
     await served.add("one", "return value(request('count', given).exec())")
-    assert await served.ask("reader", 40) == [*range(40)]
-    assert await served.ask("awaiting", 40) == [*range(40)]
-    assert await served.ask("gathering", 40) == [*range(40), *range(40)]
-    assert await served.ask("cancelling", 40) == [0, 0]
+    assert await served.ask("reader", 40) == [*range(40), -1]
+    assert await served.ask("awaiting", 40) == [*range(40), -1]
+    assert await served.ask("gathering", 40) == [*range(40), -1, *range(40), -1]
+    assert await served.ask("cancelling", 40) == [0, 1, 0]
     assert await served.ask("impatient", 40) == [40]
     await fails(served, "one", "5 Model count is using the decoupled.* Please use 'decoupled=True'")
     await served.add("wrong", "return value(request('count', given.astype('float64')).exec())")
     await fails(served, "wrong", "3 .*data-type is 'FP64', but model 'count' expects 'FP32'")
+
+
+# Sends 0, then waits until it is cancelled, and says so in a file. With 1 its only response is the final one.
+UNTIL_CANCELLED = """
+import time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            given = request.inputs()[0].as_numpy()
+            if given[0, 0] == 1:
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", given)], parameters={"n": 7, "s": "x"}),
+                            flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+                continue
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", given * 0)]))
+            while not sender.is_cancelled():
+                time.sleep(0.002)
+            with open(PATH, "a") as file:
+                file.write("cancelled ")
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+CANCELS = """
+found = []
+{a}for answer in answers:
+    found.append(answer.error().code() if answer.has_error() else number(answer))
+    {then}
+return np.array([found], np.float32)
+"""
+
+
+async def test_a_cancelled_call_ends_with_an_error_and_the_called_model_is_told(served: Served, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    await served.add("waits", "", text=UNTIL_CANCELLED.replace("PATH", repr(str(told))), decoupled=True)
+    calls, awaits = (
+        "request('waits', given).exec(decoupled=True)",
+        "await request('waits', given).async_exec(decoupled=True)",
+    )
+    cancels = CANCELS.format(a="", then="answers.cancel()")
+    await served.add("blocking", f"answers = {calls}\n{cancels}")
+    await served.add("awaiting", f"answers = {awaits}\n{CANCELS.format(a='async ', then='answers.cancel()')}")
+    later = "threading.Timer(0.1, answers.cancel).start()"
+    await served.add("elsewhere", f"answers = {calls}\n{later}\n{CANCELS.format(a='', then='pass')}")
+    cancelled = 7  # TritonError.CANCELLED
+    assert await served.ask("blocking", 0) == [0, cancelled]
+    assert await served.ask("awaiting", 0) == [0, cancelled]
+    assert await served.ask("elsewhere", 0) == [0, cancelled]
+    await until(lambda: told.exists() and told.read_text() == "cancelled " * 3)
+    assert await served.ask("blocking", 1) == [1], "a final response with tensors is the last"
+
+
+SAID = {"text": "ü", "number": -5, "share": 0.5, "sure": True}
+SAYS = f"""
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        outputs = [[pb_utils.Tensor("OUT", request.inputs()[0].as_numpy())] for request in requests]
+        return [pb_utils.InferenceResponse(one, parameters={SAID}) for one in outputs]
+"""
+
+
+async def test_the_parameters_of_a_response_reach_the_model_that_called(served: Served, tmp_path: Path) -> None:
+    await served.add("waits", "", text=UNTIL_CANCELLED.replace("PATH", repr(str(tmp_path / "told"))), decoupled=True)
+    await served.add("says", "", text=SAYS)
+    check = f"assert json.loads(answer.parameters()) == {SAID}, answer.parameters()\nreturn value(answer)"
+    await served.add("calls", f"import json\nanswer = request('says', given).exec()\n{check}")
+    await served.add("awaits", f"import json\nanswer = await request('says', given).async_exec()\n{check}")
+    await served.add(
+        "reads",
+        "import json\nanswers = request('waits', given).exec(decoupled=True)\n"
+        "return np.array([[json.loads(answer.parameters())['n'] for answer in answers]], np.float32)",
+    )
+    assert [await served.ask("calls", 3), await served.ask("awaits", 4), await served.ask("reads", 1)] == [
+        [3],
+        [4],
+        [7],
+    ]
+
+
+FORKS = """
+def work(given):
+    def call(): return value(request("twice", np.array(given, np.float32)).exec())
+    def ask(): return pb_utils.is_model_ready("twice")
+    answers = []
+    for one in (call, ask):
+        try:
+            answers.append(str(one()))
+        except pb_utils.TritonModelException as error:
+            answers.append(str(error))
+    return answers
+
+class TritonPythonModel"""
+FORKING = """
+import multiprocessing
+begun = request("twice", given).exec(decoupled=True)
+waiting = iter(begun)
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    found = pool.map(work, [given.tolist()] * 4)
+for one in sum(found, []):
+    assert "in a process that it has forked" in one, one
+return value(next(waiting)) + value(request("twice", given).exec())
+"""
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+async def test_a_call_in_a_forked_process_is_an_error_there_and_the_model_goes_on(tmp_path: Path) -> None:
+    async with open_engine(EngineOptions()) as engine:
+        served = Served(engine, tmp_path, "process")
+        await served.add("twice", TWICE)
+        body = "\n".join(" " * 8 + line for line in FORKING.splitlines())
+        text = MODEL.format(body=body, a="", a_await="").replace("class TritonPythonModel", FORKS[1:])
+        await served.add("forks", "", text=text)
+        assert await served.ask("forks", 3) == [12]
+        assert await served.ask("forks", 4) == [16], "in the same process"
+        assert served.counted("twice") == (4, 0)
 
 
 async def test_a_call_may_be_cancelled_while_its_response_is_delivered(served: Served) -> None:

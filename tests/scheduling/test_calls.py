@@ -290,7 +290,10 @@ def test_a_call_that_needs_resources_of_its_caller_is_refused() -> None:
 
 
 def test_the_refusal_of_a_call_to_itself_names_the_missing_resource() -> None:
-    for amount, why in ((1, "'a' needs resources that 'a' holds"), (2, "whoever could answer it waits for it")):
+    for amount, why in (
+        (1, "'a' needs resources that 'a' holds"),
+        (2, "each instance that could answer it waits for it"),
+    ):
         server = Recorder(limiter=Limiter([Available("R", amount)]))
         server.serve(A, instances=2, needs=[needs(R=1)] * 2)
         caller = run(server, plain_graph(A))

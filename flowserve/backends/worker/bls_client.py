@@ -27,7 +27,17 @@ from typing import Any
 
 import numpy as np
 
-from flowserve.backends.base import IS_WITHDRAWN, METRIC, NO_FILES, Answer, BlsCall, Cells, ClockNs, answer_or_raise
+from flowserve.backends.base import (
+    IS_WITHDRAWN,
+    METRIC,
+    NO_FILES,
+    Answer,
+    BlsCall,
+    Cells,
+    ClockNs,
+    answer_or_raise,
+    forked,
+)
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import (
     ANCILLARY_BYTES,
@@ -71,7 +81,8 @@ class WorkerBlsClient:
         self._arrived = threading.Condition()
         self._awaited: dict[asyncio.AbstractEventLoop, int] = {}
 
-    def begin(self, call: BlsCall, answered: Callable[[Answer], None]) -> Callable[[], None]:
+    def begin(self, call: BlsCall, answered: Callable[[Answer], None]) -> Callable[[bool], None]:
+        self._check_process(f"call model '{call.model}'")
         number = next(self._numbers)
         head = (protocol.CALL, number, int(call.is_stream), self._cut())
         self._begin(head, [*call.request.inputs.values()], _about(call), f"a call of model '{call.model}'", answered)
@@ -79,6 +90,7 @@ class WorkerBlsClient:
 
     def wait(self, is_there: Callable[[], bool]) -> None:
         """One waiting thread reads the socket; each message wakes the others."""
+        self._check_process("wait for a call")
         while not is_there():
             if self._reading.acquire(blocking=False):
                 try:
@@ -93,6 +105,7 @@ class WorkerBlsClient:
 
     @contextmanager
     def awaited_on(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        self._check_process("wait for a call")
         sock = self._socket
         if sock is None:  # the first call could not be sent, and has its error already
             yield
@@ -132,6 +145,7 @@ class WorkerBlsClient:
 
     def _ask(self, about: list[Any], arrays: Sequence[Array]) -> tuple[Any, tuple[Segment, int]]:
         """The server's answer, and the position of `arrays` in shared memory. Raises if the answer is an error."""
+        self._check_process("ask the server")
         answers: SimpleQueue[Any] = SimpleQueue()
         where = self._begin(
             (protocol.SERVER_REQUEST, next(self._numbers), 0, 0), arrays, about, "what was asked", answers.put
@@ -197,15 +211,25 @@ class WorkerBlsClient:
                 self._dropped.append(family)  # the socket is full, or the server is gone
                 return
 
+    def _check_process(self, what: str) -> None:
+        """Raises Unsupported in a process that the model has forked. The socket, the numbers of calls and the shared
+        memory belong to this one; the server would take messages of both for invalid ones.
+        """
+        if os.getpid() != self._pid:
+            raise forked(f"model '{self._model}' cannot {what}")
+
     def _connect(self) -> socket.socket:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
             socket.send_fds(self._server, [pack(protocol.CALLS, ())], [there.fileno()])
         return here
 
-    def _leave(self, number: int) -> None:
-        if self._waiting.pop(number, None) is not None:
-            self._say(pack(protocol.LEAVE, (number,)))
+    def _leave(self, number: int, is_answered: bool) -> None:
+        """`is_answered`: the server sends a last result."""
+        if os.getpid() != self._pid:  # a process forked by the model has a copy of the iterator
+            return
+        if (number in self._waiting) if is_answered else (self._waiting.pop(number, None) is not None):
+            self._say(pack(protocol.LEAVE, (number, int(is_answered))))
 
     def _say(self, message: bytes) -> None:
         assert self._socket is not None
@@ -264,6 +288,7 @@ class WorkerBlsClient:
         free: Sequence[BlockAddress],
         error: Any,
         columns: Sequence[protocol.ResultColumn] | None,
+        parameters: Mapping[str, Any],
     ) -> None:
         self._free.extend(free)
         answered = self._waiting.pop(number, None) if is_last else self._waiting.get(number)
@@ -271,7 +296,7 @@ class WorkerBlsClient:
         if error is not None:
             answer = decode_error(error)
         elif columns is not None:
-            answer = Response("", 0, {column[0]: self._array(*column) for column in columns})
+            answer = Response("", 0, {column[0]: self._array(*column) for column in columns}, "", parameters)
         if token:
             self._say(pack(protocol.READ, (token,)))
         if answered is not None:  # None: the call was withdrawn

@@ -152,7 +152,7 @@ CALLS: Final = 8
 CALL: Final = 9
 # READ token: the response with that token was read
 READ: Final = 10
-# LEAVE number: the call is withdrawn
+# LEAVE number is_answered: the call is withdrawn. is_answered: a last RESULT follows, if none was sent
 LEAVE: Final = 11
 # SERVER_REQUEST number 0 0 segment offset nbytes count, and for each file: type offset nbytes dimensions dim...  TEXT
 #   [what, arguments, names of files]: another request to the server (backends/base.py). The file of a metric is the
@@ -165,8 +165,9 @@ DROP: Final = 14
 #   The blocks, of inputs of calls, are free again: the server does not read them any more.
 SERVER_REPLY: Final = 13
 # RESULT number is_last token blocks (segment offset)... outputs (type segment offset nbytes dimensions dim...)...  TEXT
-#   [[kind, text] or null, names or null], and behind a line feed the bytes of all outputs whose segment is 0, at these
-#   offsets: a response to a CALL, or its end where there are no names. `token` is 0 where no output is in a segment.
+#   [[kind, text] or null, names or null, parameters], and behind a line feed the bytes of all outputs whose segment is
+#   0, at these offsets: a response to a CALL, or its end where there are no names. `token` is 0 where no output is in a
+#   segment.
 RESULT: Final = 12
 
 # The fields of a `Request` that are sent with it, in this order: all but its tensors, and its outputs, since a step has
@@ -541,6 +542,7 @@ def read_passed(words: Sequence[int], at: int, count: int) -> tuple[list[Stage],
     return passed, at
 
 
+NO_PARAMETERS: Final[Mapping[str, Any]] = {}
 # An output of a called model: its name, type, shape, and its bytes or their place (segment, offset, bytes).
 ResultColumn = tuple[str, int, Sequence[int], "bytes | tuple[int, int, int]"]
 
@@ -552,6 +554,7 @@ def encode_result(
     blocks: Sequence[BlockAddress],
     error: Sequence[str] | None,
     columns: Sequence[ResultColumn] | None,
+    parameters: Mapping[str, Any] = NO_PARAMETERS,
 ) -> bytes:
     """A RESULT message."""
     words = [number, is_last, token, len(blocks), *chain.from_iterable(blocks), len(columns or ())]
@@ -565,12 +568,12 @@ def encode_result(
         else:
             words += (dtype, *where, len(shape), *shape)
     names = None if columns is None else [column[0] for column in columns]
-    return b"\n".join((pack(RESULT, words, [error, names]), b"".join(inline)))
+    return b"\n".join((pack(RESULT, words, [error, names, dict(parameters)]), b"".join(inline)))
 
 
 def decode_result(
     words: Sequence[int], text: bytes
-) -> tuple[int, bool, int, list[BlockAddress], Any, list[ResultColumn] | None]:
+) -> tuple[int, bool, int, list[BlockAddress], Any, list[ResultColumn] | None, dict[str, Any]]:
     """Read a RESULT message: the arguments of `encode_result`. Raises Garbled."""
     try:
         number, is_last, token, count = words[1:5]
@@ -579,7 +582,9 @@ def decode_result(
         outputs = words[at]
         at += 1
         head, _, inline = text.partition(b"\n")  # JSON escapes line feeds
-        error, names = json.loads(head)
+        error, names, parameters = json.loads(head)
+        if not isinstance(parameters, dict):
+            raise Garbled("parameters that are no object")
         if len(names or ()) != outputs or {*map(type, names or ())} - {str}:
             raise Garbled("a result whose outputs have no names")
         columns: list[ResultColumn] = []
@@ -595,7 +600,7 @@ def decode_result(
         raise Garbled(f"a result that is none: {fault}") from None
     if at != len(words):
         raise Garbled("a result that is cut off")
-    return number, bool(is_last), token, blocks, error, None if names is None else columns
+    return number, bool(is_last), token, blocks, error, None if names is None else columns, parameters
 
 
 def encode_server_reply(number: int, blocks: Sequence[BlockAddress], error: Sequence[str] | None, answer: Any) -> bytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from array import array as number_array
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from flowserve.backends.base import (
     BlsCall,
     Cells,
     answer_or_raise,
+    forked,
 )
 from flowserve.errors import Cancelled, FlowserveError, Internal, Unsupported
 from flowserve.memory.pool import HOST
@@ -128,6 +130,12 @@ class Calls:
             if not pending.flow.done:
                 self._engine.withdraw(pending.flow)
 
+    def cancel(self, pending: PendingCall) -> None:
+        """As `leave`, for a caller that still reads: its last response is an error."""
+        if pending.flow is not None and pending.flow in self._pending:
+            self.leave(pending)
+            pending.answered(Cancelled(f"the call of model '{pending.call.model}' was cancelled"))
+
     def sweep(self) -> None:
         """Withdraw the calls of batches whose requests are all over."""
         for batch in [*self._by_batch]:
@@ -138,7 +146,7 @@ class Calls:
                 for pending in self._by_batch.pop(batch, ()):
                     self.leave(pending)
                     pending.answered(
-                        Cancelled(f"the call of model '{pending.call.model}' was withdrawn: nobody waits for it")
+                        Cancelled(f"the call of model '{pending.call.model}' was withdrawn: its requests are over")
                     )
 
     def _notify(self, flow: Flow) -> None:
@@ -172,8 +180,12 @@ class Calls:
             return
         del self._pending[flow]
         self._over(pending)
+        last: Response | None = None
         try:
-            last = None if isinstance(flow, StreamFlow) and flow.error is None else self._engine.response(flow)
+            if not isinstance(flow, StreamFlow) or flow.error is not None:
+                last = self._engine.response(flow)
+            elif flow.ends_empty and pending.call.is_stream:  # as on Triton
+                last = Response(flow.owner.name, flow.owner.version, {}, flow.request.id)
         except FlowserveError as error:
             pending.answered(error)
             return
@@ -203,25 +215,32 @@ class ThreadCaller:
         self._calls = calls
         self._running = running
         self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
         self._families: list[int] = []  # the metric families that it has opened
 
     def serve_here(self) -> None:
         """The current thread is the instance's, the only one that may call."""
         self._thread = threading.current_thread()
 
-    def begin(self, call: BlsCall, answered: Callable[[Answer], None]) -> Callable[[], None]:
+    def begin(self, call: BlsCall, answered: Callable[[Answer], None]) -> Callable[[bool], None]:
+        self._check_process(f"call model '{call.model}'")
         if threading.current_thread() is not self._thread:
             raise Unsupported(
-                f"model '{self._model}' cannot call model '{call.model}' while it runs on the event loop: nobody would "
-                'answer; use execution "thread" or "process"'
+                f"model '{self._model}' cannot call model '{call.model}' while it runs on the event loop, which would "
+                'have to answer the call; use execution "thread" or "process"'
             )
         call.request.inputs = {name: HOST.copy_of(array) for name, array in call.request.inputs.items()}
         pending = PendingCall(self._running(), call, lambda answer: answered(_own(answer)))
         self._calls.post(partial(self._calls.begin, pending))
-        return lambda: self._calls.post(partial(self._calls.leave, pending))
+        return partial(self._leave, pending)
+
+    def _leave(self, pending: PendingCall, is_answered: bool) -> None:
+        if os.getpid() == self._pid:  # a process forked by the model has a copy of the iterator
+            self._calls.post(partial(self._calls.cancel if is_answered else self._calls.leave, pending))
 
     def ask(self, what: str, arguments: Sequence[Any], files: Mapping[str, bytes] = NO_FILES) -> Any:
         server_requests = self._calls.server_requests
+        self._check_process("ask the server")
         if what not in (LOAD, UNLOAD, IS_READY):
             answer = server_requests.answer(what, arguments)
             if what == OPEN_FAMILY:
@@ -255,10 +274,16 @@ class ThreadCaller:
             self.drop(family)
 
     def wait(self, is_there: Callable[[], bool]) -> None:
-        """Nothing to do: the caller waits at its queue."""
+        """The caller waits at its queue."""
+        self._check_process("wait for a call")
 
     def awaited_on(self, loop: asyncio.AbstractEventLoop) -> AbstractContextManager[None]:
+        self._check_process("wait for a call")
         return nullcontext()
+
+    def _check_process(self, what: str) -> None:
+        if os.getpid() != self._pid:  # it has no event loop
+            raise forked(f"model '{self._model}' cannot {what}")
 
 
 def is_withdrawn(batch: Batch | None, member: int) -> bool:

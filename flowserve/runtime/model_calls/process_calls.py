@@ -27,6 +27,7 @@ from flowserve.backends.worker.protocol import (
     DROP,
     LEAVE,
     MESSAGE_BYTES_MAX,
+    NO_PARAMETERS,
     READ,
     SEGMENT,
     SERVER_REQUEST,
@@ -47,7 +48,7 @@ from flowserve.runtime.ipc.channel import Outbox, Readiness, descriptor
 from flowserve.runtime.ipc.tensors import NO_DESCRIPTOR, OutputReader
 from flowserve.runtime.model_calls.calls import Calls, PendingCall, is_withdrawn
 from flowserve.scheduling.batch import Batch
-from flowserve.values import BY_NUMBER, BY_NUMPY, Array, Request, TensorSpec
+from flowserve.values import BY_NUMBER, BY_NUMPY, Array, Request, Response, TensorSpec
 
 # Messages that are read at once; the rest of the server runs before the next.
 _PORTION: Final = 32
@@ -165,8 +166,13 @@ class ProcessCalls:
             self._families.remove(words[1])
             self._calls.server_requests.metrics.drop(words[1])
         elif kind == LEAVE:
-            pending = self._pending.pop(words[1], None)  # None: its response was sent already
-            if pending is not None:
+            pending = self._pending.get(words[1])
+            if pending is None:
+                return  # its last response was sent already
+            if words[2]:
+                self._calls.cancel(pending)
+            else:
+                del self._pending[words[1]]
                 self._calls.leave(pending)
         elif kind == SEGMENT:
             self._segments[words[1]] = Segment.read_shared(fds.pop(), words[1])
@@ -261,11 +267,12 @@ class ProcessCalls:
                 error = encode_error(
                     Internal(f"the answer of model '{pending.call.model}' cannot be handed on: {none}")
                 )
-        message = encode_result(number, is_last, token, home, error, columns)
+        parameters = answer.parameters if isinstance(answer, Response) else NO_PARAMETERS
+        message = encode_result(number, is_last, token, home, error, columns, parameters)
         if len(message) > MESSAGE_BYTES_MAX:
             self._lent.pop(token, None)
             error = encode_error(
-                Internal(f"the answer of model '{pending.call.model}' has too many outputs for a call")
+                Internal(f"the response of model '{pending.call.model}' has too many outputs or parameters for a call")
             )
             message = encode_result(number, is_last, 0, home, error, None)
         if is_last:
@@ -286,8 +293,10 @@ class ProcessCalls:
             starts.append(aligned(size))
             size = starts[-1] + one.nbytes
         token = 0
-        where: list[Any] = [one.tobytes() for one in flat] if size <= INLINE_BYTES_MAX else []
-        if not where:
+        where: list[Any] = []
+        if size <= INLINE_BYTES_MAX:
+            where += [one.tobytes() for one in flat]
+        else:
             lease = self._arena.lease(size)
             segment = lease.segment
             if segment.number not in self._shown:

@@ -74,8 +74,8 @@ def worker_maker(
         if is_plain and isinstance(instance, OnDevice):
             if execution == "inline":
                 raise Unsupported(
-                    f"model '{config.name}': an instance on a GPU cannot run inline, where nobody may wait for it; "
-                    'use execution "thread", or kind: KIND_CPU'
+                    f"model '{config.name}': an instance on a GPU cannot run inline, since the event loop must not "
+                    'wait for it; use execution "thread", or kind: KIND_CPU'
                 )
             worker = GpuWorker(name, config.name, instance, len(config.outputs), clock, may_write=not model.is_pure)
         else:

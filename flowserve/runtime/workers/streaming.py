@@ -132,6 +132,7 @@ class ResponseStreams:
         source.is_counted = True
         if error is None:
             if is_empty:
+                source.flow.stream.ends_empty = True
                 statistics.responses.was_empty(source.count, now_ns - source.last_ns)
             took_ns = now_ns - source.started_ns
             statistics.succeeded([source.queued_ns], source.started_ns, 0, took_ns, 0)

@@ -343,10 +343,23 @@ class StreamFlow(Iteration):
     """The flow of the request, and its one iteration of level 0. `answers`: complete responses in order, to be read.
     `waiter` is called when there is one or the flow is `done`, whichever is first. `live`: the iterations below that
     are not complete. `late`: steps with a slot that wait for a tensor from above. `refusal`: an error that occurred
-    when a step got a slot. `is_answered` is the runtime's: whether its first response was counted.
+    when a step got a slot. `is_answered` and `ends_empty` are the runtime's: whether its first response was counted,
+    and whether a step ended without a response in its final message.
     """
 
-    __slots__ = ("answers", "changed", "held", "is_answered", "is_over", "late", "live", "nesting", "refusal", "slots")
+    __slots__ = (
+        "answers",
+        "changed",
+        "ends_empty",
+        "held",
+        "is_answered",
+        "is_over",
+        "late",
+        "live",
+        "nesting",
+        "refusal",
+        "slots",
+    )
 
     def __init__(
         self,
@@ -371,7 +384,7 @@ class StreamFlow(Iteration):
         self.held = [0] * len(plan.nodes)  # the number of slots that it holds, by node
         self.is_over = False
         self.refusal: FlowserveError | None = None
-        self.is_answered = False
+        self.is_answered = self.ends_empty = False
         self.changed: Callable[[Any], None] = _ignore
 
     @property

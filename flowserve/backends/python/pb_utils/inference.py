@@ -317,17 +317,25 @@ class ResponseIterator:
         self._answers: SimpleQueue[Answer] = SimpleQueue()
         self._is_stream = call.is_stream
         self._has_begun = False
-        self._is_over = False
+        self._is_over = self._is_cancelled = False
         try:
             self._leave = caller.begin(call, partial(_take, self._answers, loop, self._arrived))
         except FlowserveError as error:
             raise TritonModelException(str(error)) from None
 
     def cancel(self) -> None:
-        """Withdraw the call: no more responses are read."""
+        """Withdraw the call: `is_cancelled()` of the called model is true from now on. Its responses that have arrived
+        can be read, and then the last: the final one, or an error with the code CANCELLED.
+        """
+        if not (self._is_over or self._is_cancelled):
+            self._is_cancelled = True
+            self._leave(True)
+
+    def _abandon(self) -> None:
+        """No more responses are read."""
         if not self._is_over:
             self._is_over = True
-            self._leave()
+            self._leave(False)
 
     def __iter__(self) -> Self:
         return self
@@ -338,8 +346,10 @@ class ResponseIterator:
             try:
                 self._caller.wait(lambda: not self._answers.empty())
                 response = self._next(self._answers.get())
-            except BaseException:
-                self.cancel()
+            except BaseException as error:
+                self._abandon()
+                if isinstance(error, FlowserveError):
+                    raise TritonModelException(str(error)) from None
                 raise
             if response is not None:
                 return response
@@ -359,8 +369,10 @@ class ResponseIterator:
                             self._arrived.clear()
                             await self._arrived.wait()
                 response = self._next(self._answers.get())
-            except BaseException:
-                self.cancel()
+            except BaseException as error:
+                self._abandon()
+                if isinstance(error, FlowserveError):
+                    raise TritonModelException(str(error)) from None
                 raise
             if response is not None:
                 return response
@@ -368,7 +380,7 @@ class ResponseIterator:
 
     def __del__(self) -> None:
         if self._has_begun:
-            self.cancel()
+            self._abandon()
 
     def _next(self, answer: Answer) -> InferenceResponse | None:
         self._is_over = not self._is_stream or answer is None or isinstance(answer, FlowserveError)
@@ -628,4 +640,4 @@ def _response(answer: Answer) -> InferenceResponse:
         code = next((code for code, kind in _KINDS.items() if isinstance(answer, kind)), TritonError.INTERNAL)
         return InferenceResponse(error=TritonError(str(answer), code))
     assert answer is not None
-    return InferenceResponse([Tensor(name, array) for name, array in answer.outputs.items()])
+    return InferenceResponse([Tensor(name, array) for name, array in answer.outputs.items()], None, answer.parameters)
