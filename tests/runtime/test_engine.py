@@ -618,3 +618,28 @@ async def test_a_request_cancelled_after_its_unreported_deadline_is_counted_once
         await wait_all_tasks_blocked()
         assert sum(statistics.failures.values()) == 1
         assert (deployment.admission.inside, engine.scheduler.in_flight) == (0, 0)
+
+
+async def test_the_callers_of_a_large_batch_are_told_between_other_work_of_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Writing each response takes time."""
+    monkeypatch.setattr("flowserve.runtime.engine.engine.STEP_NS_MAX", 2_000_000)
+    async with running() as engine:
+        add_function(engine, "double", [double], max_batch_size=256)
+        happened: list[str] = []
+        deployment = engine.deployments.find("double")
+        clock = engine.clock
+        engine.clock = lambda: clock() + 100_000 * happened.count("told")  # each response takes 0.1 ms
+
+        def told(_: Flow) -> None:
+            happened.append("told")
+
+        for i in range(256):
+            engine.submit(deployment, request(engine, float(i))).waiter = told
+        with trio.fail_after(10):
+            while happened.count("told") < 256:
+                happened.append("other work")
+                await trio.lowlevel.checkpoint()
+        assert "".join(what[0] for what in happened).strip("o").count("o") > 4
+        assert engine.scheduler.in_flight == 0

@@ -619,6 +619,25 @@ async def test_responses_that_exceed_the_socket_buffer_wait_for_a_busy_caller(tm
         assert await served.ask("caller", *range(400)) == [2 * n + 599 for n in range(400)]
 
 
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+async def test_thousands_of_calls_that_are_given_up_leave_the_next_call_its_response(tmp_path: Path) -> None:
+    """The response gives back the memory of their inputs, more blocks than one message has room for."""
+    async with open_engine(EngineOptions()) as engine:
+        served = Served(engine, tmp_path, "process")
+        await served.add("slow", served.gated)
+        await served.add("twice", TWICE)
+        await served.add(
+            "caller",
+            "pending = [asyncio.ensure_future(request('slow', given).async_exec()) for _ in range(3000)]\n"
+            "await asyncio.sleep(0)\n"
+            "for one in pending: one.cancel()\n"
+            "await asyncio.gather(*pending, return_exceptions=True)\n"
+            "return value(await request('twice', given).async_exec())",
+        )
+        assert await served.ask("caller", 4) == [8]
+        served.open_gate()
+
+
 @pytest.mark.fault("R10")
 @pytest.mark.parametrize("place", PLACES)
 async def test_a_model_that_holds_a_resource_may_make_calls_while_a_prior_model_waits_for_it(

@@ -91,6 +91,7 @@ FAILURE_MARGIN_S: Final = 0.5
 TRACES_S_MAX: Final = 5.0  # traces that are not written by then are lost
 # A step yields to the event loop after this time.
 STEP_NS_MAX: Final = 2_000_000
+_DELIVERED_AT_ONCE: Final = 16  # callers that are notified before the time is read again
 
 
 class Observer(Protocol):
@@ -153,7 +154,7 @@ class Engine:
         self._wake_in_order, self._ordered = trio.open_memory_channel[Task](math.inf)
         self._announced = 0  # requests that arrived and are not submitted yet
         self._records: list[Callable[[], object]] = []  # what happened in the step, to be counted at its end
-        self._waiting: list[Flow] = []  # flows whose caller is to be notified at the end of the step
+        self._waiting: deque[Flow] = deque()  # flows whose caller is to be notified at the end of a step
         # A number that grows; drawn while a request is parsed, it orders the requests of one loop iteration.
         self.next_stamp: Callable[[], int] = count(1).__next__
 
@@ -189,7 +190,7 @@ class Engine:
             self._deliver()
         if self._records:
             self._account()
-        return at_ns
+        return 0 if self._waiting else at_ns
 
     def _step_now(self) -> None:
         self.loop.begin_events()
@@ -343,9 +344,15 @@ class Engine:
             self.calls.sweep()
 
     def _deliver(self) -> None:
-        """Tell the callers: after free instances got their next batches, since writing responses takes time."""
-        waiting, self._waiting = self._waiting, []
-        for flow in waiting:
+        """Tell the callers: after free instances got their next batches, since writing responses takes time. Those of
+        a large batch are told in several steps, between which the rest of the server runs.
+        """
+        waiting = self._waiting
+        began_ns = self.clock() if len(waiting) > _DELIVERED_AT_ONCE else 0
+        for n in range(len(waiting)):
+            if n and not n % _DELIVERED_AT_ONCE and self.clock() - began_ns > STEP_NS_MAX:
+                break
+            flow = waiting.popleft()
             waiter, flow.waiter = flow.waiter, None
             if waiter is not None:  # its caller may have left in between
                 try:
@@ -646,7 +653,8 @@ class Engine:
         self.refuse_new()
         left_s = max(deadline - trio.current_time(), 0)
         if await _poll(
-            lambda: not (self.scheduler.in_flight or self._announced), deadline - min(FAILURE_MARGIN_S, left_s / 5)
+            lambda: not (self.scheduler.in_flight or self._announced or self._waiting),
+            deadline - min(FAILURE_MARGIN_S, left_s / 5),
         ):
             return []
         running = self.busy()

@@ -48,6 +48,7 @@ from flowserve.values import Request, Response
 
 log = logging.getLogger("flowserve.runtime")
 
+_AT_ONCE: Final = 64  # calls that are withdrawn at once
 # Triton's text, which models may parse.
 _MANY_ANSWERS: Final = (
     "is using the decoupled. The current BLS request call doesn't support models using the decoupled transaction "
@@ -130,11 +131,11 @@ class Calls:
             if not pending.flow.done:
                 self._engine.withdraw(pending.flow)
 
-    def cancel(self, pending: PendingCall) -> None:
+    def cancel(self, pending: PendingCall, why: str = "was cancelled") -> None:
         """As `leave`, for a caller that still reads: its last response is an error."""
         if pending.flow is not None and pending.flow in self._pending:
             self.leave(pending)
-            pending.answered(Cancelled(f"the call of model '{pending.call.model}' was cancelled"))
+            pending.answered(Cancelled(f"the call of model '{pending.call.model}' {why}"))
 
     def sweep(self) -> None:
         """Withdraw the calls of batches whose requests are all over."""
@@ -143,11 +144,12 @@ class Calls:
                 continue  # the model returned before the call did
             if all(ticket.flow.whole.done for ticket in batch.tickets):
                 # Removed first: each call that is withdrawn sweeps again, and must not find the others.
-                for pending in self._by_batch.pop(batch, ()):
-                    self.leave(pending)
-                    pending.answered(
-                        Cancelled(f"the call of model '{pending.call.model}' was withdrawn: its requests are over")
-                    )
+                why = "was withdrawn: the requests of its caller are over"
+                for n, pending in enumerate(self._by_batch.pop(batch, ())):
+                    if n < _AT_ONCE:
+                        self.cancel(pending, why)
+                    else:  # between other work of the server
+                        self.post(partial(self.cancel, pending, why))
 
     def _notify(self, flow: Flow) -> None:
         """Called within the engine's step: must not raise."""

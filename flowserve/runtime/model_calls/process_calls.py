@@ -52,6 +52,8 @@ from flowserve.values import BY_NUMBER, BY_NUMPY, Array, Request, Response, Tens
 
 # Messages that are read at once; the rest of the server runs before the next.
 _PORTION: Final = 32
+# Blocks that one message gives back: each call takes one, so that their number does not grow.
+_BLOCKS_MAX: Final = 64
 # Responses up to this size are sent in the message.
 INLINE_BYTES_MAX: Final = 8 * 1024
 _FACTS: Final[tuple[Any, ...]] = (str, str, list, (list, type(None)), str, int, int, (int, str), bool, bool, dict)
@@ -280,8 +282,10 @@ class ProcessCalls:
         self._send(message)
 
     def _free_blocks(self) -> list[BlockAddress]:
-        """The blocks of the process that have no reader any more; on other threads more may be added meanwhile."""
-        return [self._come_home.popleft() for _ in range(len(self._come_home))]
+        """Blocks of the process that have no reader any more, at most as many as a message has room for beside its
+        other contents; on other threads more may be added meanwhile.
+        """
+        return [self._come_home.popleft() for _ in range(min(len(self._come_home), _BLOCKS_MAX))]
 
     def _columns(self, outputs: Mapping[str, Array]) -> tuple[int, list[ResultColumn]]:
         """The outputs in the form of a message, and its token. Large outputs are in shared memory until the process
