@@ -91,7 +91,7 @@ FAILURE_MARGIN_S: Final = 0.5
 TRACES_S_MAX: Final = 5.0  # traces that are not written by then are lost
 # A step yields to the event loop after this time.
 STEP_NS_MAX: Final = 2_000_000
-_DELIVERED_AT_ONCE: Final = 16  # callers that are notified before the time is read again
+_DELIVERED_AT_ONCE: Final = 4  # callers that are notified before the time is read again
 
 
 class Observer(Protocol):

@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 from array import array as number_array
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ from flowserve.values import Request, Response
 
 log = logging.getLogger("flowserve.runtime")
 
-_AT_ONCE: Final = 64  # calls that are withdrawn at once
+_AT_ONCE: Final = 32  # calls that are withdrawn at once
 # Triton's text, which models may parse.
 _MANY_ANSWERS: Final = (
     "is using the decoupled. The current BLS request call doesn't support models using the decoupled transaction "
@@ -144,12 +145,13 @@ class Calls:
                 continue  # the model returned before the call did
             if all(ticket.flow.whole.done for ticket in batch.tickets):
                 # Removed first: each call that is withdrawn sweeps again, and must not find the others.
-                why = "was withdrawn: the requests of its caller are over"
-                for n, pending in enumerate(self._by_batch.pop(batch, ())):
-                    if n < _AT_ONCE:
-                        self.cancel(pending, why)
-                    else:  # between other work of the server
-                        self.post(partial(self.cancel, pending, why))
+                self._withdraw_all(deque(self._by_batch.pop(batch, ())))
+
+    def _withdraw_all(self, calls: deque[PendingCall]) -> None:
+        for _ in range(min(len(calls), _AT_ONCE)):
+            self.cancel(calls.popleft(), "was withdrawn: the requests of its caller are over")
+        if calls:  # the rest of the server runs before the next
+            self.post(partial(self._withdraw_all, calls))
 
     def _notify(self, flow: Flow) -> None:
         """Called within the engine's step: must not raise."""
