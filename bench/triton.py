@@ -1,6 +1,7 @@
 """Install a Triton server from a wheel on PyPI: `python -m bench.triton FOLDER`.
 
-The result is one executable, `FOLDER/tritonserver REPOSITORY HTTP_PORT`, for the variable TRITONSERVER.
+The result is one executable, `FOLDER/tritonserver REPOSITORY HTTP_PORT [OPTION...]`, for the variable TRITONSERVER.
+Options of tritonserver that follow the port win over those of the launcher: it serves HTTP on the loopback only.
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ COMPANIONS = ("numpy<2", "onnxruntime")
 
 LAUNCHER = """\
 #!/bin/sh
-# usage: {launcher} REPOSITORY HTTP_PORT
+# usage: {launcher} REPOSITORY HTTP_PORT [OPTION...]
 # Its own Python comes first, so that the python backend's child processes find numpy<2 and onnxruntime.
-if [ $# -ne 2 ]; then echo "usage: $0 REPOSITORY HTTP_PORT" >&2; exit 2; fi
+if [ $# -lt 2 ]; then echo "usage: $0 REPOSITORY HTTP_PORT [OPTION...]" >&2; exit 2; fi
+repository=$1
+port=$2
+shift 2
 PATH={binaries}:"$PATH" LD_LIBRARY_PATH={libraries} exec {server} \\
-    --model-repository="$1" --http-address=127.0.0.1 --http-port="$2" --allow-grpc=false --allow-metrics=false \\
-    --backend-directory={package}/backends --cache-directory={package}/caches --log-info=false
+    --model-repository="$repository" --http-address=127.0.0.1 --http-port="$port" \\
+    --allow-grpc=false --allow-metrics=false \\
+    --backend-directory={package}/backends --cache-directory={package}/caches --log-info=false \\
+    "$@"
 """
 
 

@@ -76,6 +76,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=6,
         help="the size of the bodies that may not keep the server's other requests waiting; 60 before a release",
     )
+    parser.addoption(
+        "--against-triton",
+        action="store_true",
+        help="tests/triton/ runs against the real server, whose launcher the variable TRITONSERVER names",
+    )
 
 
 @pytest.fixture(scope="session")
