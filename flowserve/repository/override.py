@@ -50,9 +50,11 @@ def check_name(name: str) -> str:
 def write_files(name: str, files: Mapping[str, bytes]) -> PrivateFolder:
     """A private repository with the model `name` consisting of these files. Blocks.
 
-    Raises `Invalid` for a path that leads, or could lead, out of the folder, before anything is written.
+    A path may begin with a slash, which means the model's folder too. Raises `Invalid` for a path that leads, or could
+    lead, out of the folder, before anything is written.
     """
-    paths = {_checked(path): content for path, content in files.items()}
+    # Triton's documentation has file:1/model.py, and clients write file:/1/model.py, which Triton takes too.
+    paths = {_checked(path.lstrip("/")): content for path, content in files.items()}
     try:
         private = PrivateFolder()
         (private.path / name).mkdir()
@@ -70,8 +72,6 @@ def write_files(name: str, files: Mapping[str, bytes]) -> PrivateFolder:
 
 def _checked(path: str) -> PurePosixPath:
     reason = "it is empty" if not path else ""
-    if path.startswith("/"):
-        reason = "it is absolute"
     for component in path.split("/"):
         reason = reason or _why_no_component(component)
     if reason:

@@ -152,12 +152,23 @@ def _draft(
     if not config_json:
         return read_draft(folder.path, folder.repository, default_files, config_name)
     try:
-        parsed = parse(config_json, f"{folder.name}/config", "json")
+        parsed = parse(config_json, _file_of_an_override(folder.name), "json")
     except Problems as unreadable:
         raise Problems(_of_an_override(unreadable.problems)) from None
     if served is not None:
         forget_defaults(parsed.message, served)
     return draft_of(replace(parsed, problems=_of_an_override(parsed.problems)), folder.path, default_files)
+
+
+def is_of_override(error: FlowserveError, name: str) -> bool:
+    """Whether a load failed because of the configuration in its call only, and not of the model's files or code."""
+    return isinstance(error, Problems) and all(
+        one.place is not None and one.place.file == _file_of_an_override(name) for one in error.problems
+    )
+
+
+def _file_of_an_override(name: str) -> str:
+    return f"{name}/config"
 
 
 def _of_an_override(problems: Sequence[Problem]) -> tuple[Problem, ...]:

@@ -386,7 +386,7 @@ def test_a_load_may_include_a_configuration_and_files_as_over_http(tmp_path: Pat
         np.testing.assert_array_equal(engine.infer("new", {"X": ROWS[:1]})["Y"], ROWS[:1] * 3)
         engine.load("twice")
         np.testing.assert_array_equal(engine.infer("twice", {"X": ROWS})["Y"], ROWS * 2)
-        with pytest.raises(Invalid, match=r"load failed for model 'twice': .*\(did you mean \"max_batch_size\"\?\)"):
+        with pytest.raises(Invalid, match=r"failed to load 'twice', .*\(did you mean \"max_batch_size\"\?\)"):
             engine.load("twice", config={"max_batch_sise": 3})
         with pytest.raises(Invalid, match="need the parameter 'config' beside them"):
             engine.load("twice", files={"1/model.py": thrice})

@@ -45,7 +45,8 @@ def test_files_are_removed_with_their_last_reference(private: Path) -> None:
     [
         ("../x", "'..' is not"),
         ("1/../../x", "'..' is not"),
-        ("/etc/x", "absolute"),
+        ("/../x", "'..' is not"),
+        ("/", "empty"),
         ("", "empty"),
         ("1//x", "'' is not"),
         ("./x", "'.' is not"),
@@ -63,6 +64,12 @@ def test_a_path_that_could_lead_elsewhere_is_refused_before_anything_is_written(
     with pytest.raises(Invalid, match=reason):
         write_files("m", {"1/model.onnx": b"", path: b"x"})
     assert not list(private.iterdir())
+
+
+def test_a_path_may_begin_with_a_slash_and_stays_in_the_models_folder(private: Path) -> None:
+    files = write_files("m", {"/etc/x": b"1", "//1/model.py": b"2"})
+    assert (files.path / "m" / "etc" / "x").read_bytes() == b"1"
+    assert (files.path / "m" / "1" / "model.py").read_bytes() == b"2"
 
 
 def test_a_file_where_another_path_needs_a_folder_is_refused(private: Path) -> None:

@@ -175,7 +175,8 @@ async def test_a_withdrawn_name_is_refused_with_the_reason_and_its_statistics_ar
         await generation.closed.wait()
         assert not instance.is_open
         assert engine.deployments.statistics() == []
-        assert engine.deployments.index() == [{"name": "m", "state": "UNAVAILABLE", "reason": "unloaded"}]
+        row = {"name": "m", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"}
+        assert engine.deployments.index() == [row]
 
 
 async def test_an_engine_that_ends_closes_old_generations_too() -> None:

@@ -146,7 +146,8 @@ class Deployments:
         return meant(name, (name for name, entry in self.entries.items() if entry.ready))
 
     def index(self, ready_only: bool = False) -> list[dict[str, str]]:
-        """Rows of the repository index: one per loaded version, one per name that has none."""
+        """Rows of the repository index: one per version that serves, or that did before its name was withdrawn,
+        and one per name that never served."""
         rows: list[dict[str, str]] = []
         for name, entry in sorted(self.entries.items()):
             reason = {"reason": entry.reason} if entry.reason else {}
@@ -157,7 +158,8 @@ class Deployments:
                 elif not ready_only:
                     rows.append({"name": name, "version": str(version), "state": "UNAVAILABLE", "reason": outage})
             if not entry.versions and not ready_only:
-                rows.append({"name": name, "state": entry.state, "reason": entry.reason})
+                versions: list[dict[str, str]] = [{"version": str(version)} for version in entry.former] or [{}]
+                rows += ({"name": name, **one, "state": entry.state, "reason": entry.reason} for one in versions)
         return rows
 
     def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
@@ -206,7 +208,7 @@ class Deployments:
             predecessor = former.get(version, latest)
             if predecessor is not None:
                 deployment.replaces(predecessor)
-        entry.versions = versions
+        entry.versions, entry.former = versions, []
         entry.state, entry.reason, entry.is_wanted = "READY", "", True
 
     def _deployment(
@@ -242,6 +244,7 @@ class Deployments:
         """From now on requests for this name are refused, with the reason. Those in flight finish."""
         entry = self.entries.setdefault(name, Entry(name))
         self._forget_statistics(entry, ())
+        entry.former = entry.versions or entry.former
         entry.ready, entry.versions = {}, []
         entry.state, entry.reason = "UNAVAILABLE", reason
 
@@ -404,6 +407,7 @@ class Entry:
     """The entry of one name: its ready versions, or why it has none. `state` is its state in the repository index.
 
     A `reason` beside ready versions is why they could not be replaced. `is_wanted`: the server is not ready without it.
+    `former`: the versions that served last, while none does.
     """
 
     name: str
@@ -412,6 +416,7 @@ class Entry:
     is_wanted: bool = False
     ready: dict[int, Deployment] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
+    former: list[int] = field(default_factory=list)
 
     @property
     def latest(self) -> Deployment | None:

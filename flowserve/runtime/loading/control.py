@@ -19,6 +19,7 @@ import trio
 from flowserve.errors import FlowserveError, Internal, Invalid, NotFound, Problems, Unavailable
 from flowserve.repository.layout import FoundModels
 from flowserve.repository.override import Override, check_name
+from flowserve.repository.read import is_of_override
 from flowserve.repository.snapshot import FolderWatch, Settled
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.engine.generations import Generation
@@ -123,7 +124,10 @@ class Control:
             raise Invalid(f"{not_polled(name)}: it cannot be read any more; what is loaded serves on") from None
         if name in errors:
             text = str(errors[name])
-            raise Invalid(text if text.startswith(not_polled(name)) else f"load failed for model '{name}': {text}")
+            if text.startswith(not_polled(name)):
+                raise Invalid(text)
+            failed = not_polled(name) if is_of_override(errors[name], name) else f"load failed for model '{name}'"
+            raise Invalid(f"{failed}: {text}")
 
     async def unload(self, name: str, *, dependents: bool = False) -> None:
         """Unload a name. `dependents`: its steps too, except those loaded by name or used by another ensemble. Returns

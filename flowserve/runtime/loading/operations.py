@@ -234,7 +234,10 @@ class Operations:
         files = None
         if override is not None and override.files:
             contents = override.files
-            files = await _in_thread(lambda: write_files(name, contents))
+            try:
+                files = await _in_thread(lambda: write_files(name, contents))
+            except Invalid as error:
+                raise NoSuchModel(f"{not_polled(name)}: {error}") from None
             private = await _in_thread(lambda: find_models([files.path]).folders)
             if not private:
                 path = next(iter(contents))
