@@ -90,6 +90,12 @@ class ModelFailed(Internal):
     """A model raised, or returned an output that contradicts its own configuration."""
 
 
+class ModelUnknown(ModelFailed):
+    """A model reported a failure of a kind that it does not know (TritonError.UNKNOWN)."""
+
+    kind = "unknown"
+
+
 class ModelRaised(ModelFailed):
     """A model's own code raised the exception that is this error's cause. Its traceback is not logged yet: the code
     that gives up on the batch, without running a part of it again, logs it.

@@ -1,3 +1,4 @@
-"""The version, in one place; nothing else, so that packaging can read it without importing the program."""
+"""The version and the default name in server metadata; nothing else, so that packaging can read it alone."""
 
 __version__ = "0.1.0"
+SERVER_NAME = "triton"  # unless --id names another: Triton's clients compare it

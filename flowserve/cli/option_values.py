@@ -30,6 +30,10 @@ ONNXRUNTIME_SETTINGS: Final[Mapping[str, int]] = {
     "enable_mem_pattern": 0,
 }
 
+# Of a regular expression: an escaped character, a set, flags, any other character.
+_TOKENS: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[a-zA-Z]*-?[a-zA-Z]*\)|.", re.DOTALL)
+_FLAGS: Final = re.compile(r"\(\?[a-zA-Z]*-?[a-zA-Z]*\)")
+
 _METRICS_SWITCHES: Final = ("counter_latencies", "histogram_latencies", "summary_latencies")
 METRICS_QUANTILES: Final = "summary_quantiles"
 _SHARE: Final = re.compile(r"0(?:\.[0-9]{1,9})?|1(?:\.0{1,9})?", re.ASCII)
@@ -178,11 +182,31 @@ def file_stem(text: str) -> str:
 
 
 def pattern(text: str) -> re.Pattern[str]:
-    """A regular expression for the names of headers."""
+    """A regular expression for the names of headers, in RE2's syntax as on Triton: it ignores case, except after
+    (?-i).
+    """
     try:
-        return re.compile(text, re.IGNORECASE | re.ASCII)
+        return re.compile(_flags_as_groups(text), re.IGNORECASE | re.ASCII)
     except re.error as error:
         raise argparse.ArgumentTypeError(f"expected a regular expression, got {text!r}: {error}") from None
+
+
+def _flags_as_groups(text: str) -> str:
+    """RE2's flags, which hold until the end of the group around them, as groups: `a(?-i)b|c` -> `a(?-i:b)|(?-i:c)`."""
+    written: list[str] = []
+    flags: list[list[str]] = [[]]  # of each open group, the outermost first
+    for token in _TOKENS.findall(text):
+        if _FLAGS.fullmatch(token):
+            flags[-1].append(f"{token[:-1]}:")
+            token = flags[-1][-1]
+        elif token == "|":
+            token = f"{')' * len(flags[-1])}|{''.join(flags[-1])}"
+        elif token == "(":
+            flags.append([])
+        elif token == ")" and len(flags) > 1:
+            token += ")" * len(flags.pop())
+        written.append(token)
+    return "".join([*written, *(")" * len(ends) for ends in flags)])
 
 
 def gpu_pool(text: str) -> tuple[int, int]:

@@ -43,6 +43,7 @@ from flowserve.memory.capacity import memory_bytes, open_files
 from flowserve.observe.settings import LogChoice, MetricsChoice
 from flowserve.observe.trace_settings import API_MAX_BYTES, LEVELS, OFF, OPENTELEMETRY, TRITON, TraceChoice
 from flowserve.runtime.budget import Budget
+from flowserve.version import SERVER_NAME
 
 if TYPE_CHECKING:
     from flowserve.runtime.protocol import Restriction
@@ -92,7 +93,6 @@ NOT_YET: Final[Mapping[str, str]] = {
     "--cuda-virtual-address-size": "CUDA memory pools are",
     "--enable-peer-access": "CUDA peer access is",
     "--host-policy": "host policies are",
-    "--id": "naming the server is",
     "--min-supported-compute-capability": "choosing GPUs by what they can compute is",
     "--model-load-gpu-limit": "GPU memory limits are",
     "--model-load-retry-count": "retrying loads is",
@@ -305,6 +305,8 @@ def _add_gpu_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_process_arguments(group: argparse._ArgumentGroup) -> None:
+    text = "the server's name in its metadata; default %(default)s, which Triton's clients compare"
+    add_option(group, "--id NAME", text, default=SERVER_NAME)
     text = "how long requests may take to finish after SIGTERM; default %(default)s"
     add_option(group, "--exit-timeout-secs SECONDS", text, whole_number(0), 30)
     add_option(

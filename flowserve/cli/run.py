@@ -77,6 +77,7 @@ from flowserve.runtime.tracing.traces import TraceOptions
 from flowserve.runtime.workers.factory import PYTHON_EXECUTION
 from flowserve.scheduling.rate_limit.limiter import Available
 from flowserve.temporary import remove_abandoned
+from flowserve.version import __version__
 
 if TYPE_CHECKING:
     from flowserve.grpc.server import GrpcServer
@@ -163,6 +164,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
         except FlowserveError as error:
             return _failed(str(error))
         where = url(listeners[0], arguments.http_address, "https" if tls else "http")
+        _log.info("flowserve %s, process %d", __version__, os.getpid())
         resources = arguments.rate_limit_resource
         has_rate_limit = arguments.rate_limit == "execution_count"
         if resources and not has_rate_limit:
@@ -176,6 +178,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
             backend_settings=backend_settings(arguments),
             trace=trace,
             model_config_name=arguments.model_config_name or "",
+            server_name=arguments.id,
             answers_at_timeout=arguments.answer_at_timeout,
             tells_names=not hides_names((*restrictions, *arguments.grpc_restricted_protocol)),
             summaries=metrics_shown is not None and bool(metrics_shown.quantiles),

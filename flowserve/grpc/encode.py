@@ -32,6 +32,7 @@ STATUS: Final[Mapping[str, StatusCode]] = {
     "unsupported": StatusCode.UNIMPLEMENTED,
     "cancelled": StatusCode.CANCELLED,
     "internal": StatusCode.INTERNAL,
+    "unknown": StatusCode.UNKNOWN,
 }
 _DETAILS_BYTES_MAX: Final = 6000
 FINAL: Final = "triton_final_response"

@@ -98,7 +98,7 @@ class Service:
         return {"ready": not outage}
 
     async def metadata(self, request: pb.ServerMetadataRequest) -> Json:
-        return server_metadata()
+        return server_metadata(self._engine.options.server_name)
 
     async def model_metadata(self, request: pb.ModelMetadataRequest) -> Json:
         return model_metadata(self._engine.deployments.find(request.name, request.version), request.version)

@@ -2,7 +2,7 @@
 
 Decides how many inputs, outputs and parameters a request may have, and how many elements its tensors, where each costs
 the server an object or a number in text; which names parameters may have (the protocol uses some and reserves others),
-that a pattern of headers to forward must match a header's whole name (in lower case, as HTTP passes it), and that a
+that a pattern of headers to forward is searched in a header's name, that a reserved name is so in any case, and that a
 request's own parameter takes precedence over a header; which groups of calls may require a key, the syntax of the
 operator's option, that keys are compared in constant time, and when errors must not reveal the names of models; the
 fields of metadata responses and the list of extensions. Each protocol decides which group a call belongs to, and how it
@@ -87,7 +87,7 @@ class Forwarding:
         self._option = option
         # Clients send few distinct names.
         self._is_forwarded: Callable[[str], bool] = lru_cache(_KEPT_NAMES)(
-            lambda name: pattern.fullmatch(name) is not None
+            lambda name: pattern.search(name) is not None
         )
 
     def add(self, request: Request, headers: Iterable[tuple[str, str]]) -> None:
@@ -95,7 +95,8 @@ class Forwarding:
         forwarded: dict[str, str] = {}
         for name, value in headers:
             if self._is_forwarded(name):
-                if name in KNOWN_PARAMETERS or name == BINARY_OUTPUT or name.startswith(RESERVED_PREFIX):
+                lower = name.lower()
+                if lower in KNOWN_PARAMETERS or lower == BINARY_OUTPUT or lower.startswith(RESERVED_PREFIX):
                     raise Invalid(
                         f"the header '{name}' cannot be forwarded: as a parameter this name is reserved "
                         f"({self._option})"
@@ -148,8 +149,8 @@ def by_group(restrictions: Iterable[Restriction]) -> dict[str, Restriction]:
 # ---------------------------------------------------------------------------------------------- metadata
 
 
-def server_metadata() -> dict[str, Any]:
-    return {"name": "flowserve", "version": __version__, "extensions": EXTENSIONS}
+def server_metadata(name: str) -> dict[str, Any]:
+    return {"name": name, "version": __version__, "extensions": EXTENSIONS}
 
 
 def model_metadata(deployment: Deployment, version: str = "") -> dict[str, Any]:

@@ -28,6 +28,7 @@ from flowserve.errors import (
     FlowserveError,
     Invalid,
     ModelFailed,
+    ModelUnknown,
     NotFound,
     Problems,
     Unavailable,
@@ -533,7 +534,7 @@ def test_outputs_are_contiguous_for_any_returned_array(python: Open) -> None:
     ("code", "kind"),
     [
         ("", ModelFailed),
-        (", pb_utils.TritonError.UNKNOWN", ModelFailed),
+        (", pb_utils.TritonError.UNKNOWN", ModelUnknown),
         (", pb_utils.TritonError.INTERNAL", ModelFailed),
         (", pb_utils.TritonError.NOT_FOUND", NotFound),
         (", pb_utils.TritonError.INVALID_ARG", Invalid),

@@ -100,7 +100,7 @@ def test_a_model_is_ready_by_name_and_by_version(client: Client) -> None:
 
 def test_server_metadata_has_name_version_and_extensions(client: Client) -> None:
     reply = client.get_server_metadata()
-    assert (reply.name, reply.version) == ("flowserve", __version__)
+    assert (reply.name, reply.version) == ("triton", __version__)
     assert "classification" in reply.extensions
 
 
@@ -352,7 +352,7 @@ def test_the_asyncio_client_makes_every_call(served: Served) -> None:
         assert await client.is_server_live()
         assert await client.is_server_ready()
         assert await client.is_model_ready("echo", "1")
-        assert (await client.get_server_metadata()).name == "flowserve"
+        assert (await client.get_server_metadata()).name == "triton"
         assert (await client.get_model_metadata("echo")).versions == ["1"]
         assert (await client.get_model_config("echo")).config.name == "echo"
         assert any(row.name == "echo" for row in (await client.get_model_repository_index()).models)

@@ -173,6 +173,14 @@ async def test_a_closed_connection_cancels_its_request(engine: Engine, api: Any)
 # ---------------------------------------------------------------------------------------------- the other endpoints
 
 
+async def test_health_has_a_body_for_clients_that_accept_json(api: Any) -> None:
+    for what in ("live", "ready"):
+        client = await api.connect()
+        head = f"GET /v2/health/{what} HTTP/1.1\r\nHost: h\r\nAccept: application/json\r\n\r\n"
+        reply = await client.ask(head.encode())
+        assert (reply.status, json.loads(reply.body)) == (200, {what: True})
+
+
 async def test_health_is_a_status_without_a_body(api: Any) -> None:
     assert await ask(api, "GET", "/v2/health/live") == (200, None)
     assert await ask(api, "GET", "/v2/health/ready") == (200, None)
@@ -190,7 +198,7 @@ async def test_a_server_that_still_loads_is_live_and_not_ready(start: Callable[.
 async def test_server_metadata_lists_name_version_and_extensions(api: Any) -> None:
     status, answer = await ask(api, "GET", "/v2")
     assert status == 200
-    assert (answer["name"], answer["version"]) == ("flowserve", __version__)
+    assert (answer["name"], answer["version"]) == ("triton", __version__)
     assert {"binary_tensor_data", "system_shared_memory", "cuda_shared_memory", "trace"} <= set(answer["extensions"])
 
 

@@ -96,7 +96,7 @@ def test_a_model_is_ready_by_name_and_by_version(client: Client) -> None:
 
 def test_server_metadata_has_name_version_and_all_extensions(client: Client) -> None:
     told = client.get_server_metadata()
-    assert (told["name"], told["version"]) == ("flowserve", __version__)
+    assert (told["name"], told["version"]) == ("triton", __version__)
     assert "binary_tensor_data" in told["extensions"]
 
 
@@ -352,7 +352,7 @@ def test_the_asyncio_client_makes_every_call(served: Served) -> None:
             assert await client.is_server_live()
             assert await client.is_server_ready()
             assert await client.is_model_ready("versioned", "3")
-            assert (await client.get_server_metadata())["name"] == "flowserve"
+            assert (await client.get_server_metadata())["name"] == "triton"
             assert (await client.get_model_metadata("chain"))["platform"] == "ensemble"
             assert (await client.get_model_config("versioned"))["name"] == "versioned"
             assert any(row["name"] == "chain" for row in await client.get_model_repository_index())

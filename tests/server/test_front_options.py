@@ -6,11 +6,13 @@ import json
 import re
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tritonclient.http as triton
@@ -18,6 +20,7 @@ from tritonclient.utils import InferenceServerException
 
 from flowserve.testing.serve import Served, serving
 from flowserve.values import DType
+from flowserve.version import __version__
 from tests.support.onnx_files import onnx_identity
 
 SCORES = """
@@ -38,7 +41,7 @@ max_batch_size: 0
 input { name: "IN" data_type: TYPE_FP32 dims: [ 1 ] }
 output { name: "OUT" data_type: TYPE_STRING dims: [ 1 ] }
 """
-LINE = re.compile(r"[IWE]\d{4} \d\d:\d\d:\d\d\.\d{6} [\w.]+\] ")
+LINE = re.compile(r"[DIWE]\d{4} \d\d:\d\d:\d\d\.\d{6} [\w.]+\] ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +63,18 @@ def front(
     model = onnx_identity(DType.FP32, ("N", "M"))
     add_model(first, "scores", SCORES, {"1/model.onnx": model, "labels.txt": "cat\ndog\nbird\n"})
     add_model(second, "passes", PASSES)
-    tell = "return answer(OUT=np.array([request.parameters().encode()], np.object_))"
+    tell = """
+        pb_utils.Logger.log_verbose("asked to tell")
+        if "aloud" in request.parameters():
+            pb_utils.Logger.log_info("said aloud")
+        return answer(OUT=np.array([request.parameters().encode()], np.object_))
+    """
     add_model(second, "tells", TELLS, make_python(tell))
     options = [
         str(second),
         "--http-restricted-api=model-repository,logging:admin-key=secret",
-        "--http-header-forward-pattern=x-.*",
+        "--http-header-forward-pattern=(?-i)^X-.*",
+        "--id=farm",
         "--metrics-port=0",
         "--metrics-address=127.0.0.2",
         "--metrics-config=summary_latencies=true",
@@ -121,8 +130,38 @@ def test_errors_name_no_model_without_access_to_the_index(client: triton.Inferen
 
 def test_headers_reach_the_model(client: triton.InferenceServerClient) -> None:
     one = triton.InferInput("IN", [1], "FP32").set_data_from_numpy(np.ones(1, np.float32))
-    answer = client.infer("tells", [one], headers={"X-Tenant": "blue", "Tenant": "red"}, parameters={"depth": 2})
-    assert json.loads(answer.as_numpy("OUT")[0]) == {"x-tenant": "blue", "depth": 2}
+    answer = client.infer("tells", [one], headers={"X-Tenant": "blue", "x-other": "red"}, parameters={"depth": 2})
+    assert json.loads(answer.as_numpy("OUT")[0]) == {"X-Tenant": "blue", "depth": 2}
+
+
+def test_the_server_has_the_name_of_its_option_and_says_what_it_is(
+    front: Front, client: triton.InferenceServerClient
+) -> None:
+    assert client.get_server_metadata()["name"] == "farm"
+    reply = httpx.get(f"{front.served.base_url}/v2/health/live", verify=False)
+    assert reply.headers["server"] == f"flowserve/{__version__}"
+    assert f"] flowserve {__version__}, process {front.served.pid}\n" in front.served.log
+
+
+def test_a_verbose_level_takes_effect_in_processes_that_run(front: Front, client: triton.InferenceServerClient) -> None:
+    one = triton.InferInput("IN", [1], "FP32").set_data_from_numpy(np.ones(1, np.float32))
+    key = {"Admin-Key": "secret"}
+
+    def lines() -> int:
+        """After a line that is always logged, and later than those."""
+        before = front.served.log.count("said aloud")
+        client.infer("tells", [one], parameters={"aloud": True})
+        deadline = time.monotonic() + 30
+        while front.served.log.count("said aloud") == before:
+            assert time.monotonic() < deadline, "the line is not there"
+            time.sleep(0.01)
+        return front.served.log.count("asked to tell")
+
+    before = lines()
+    client.update_log_settings({"log_verbose_level": 1}, headers=key)
+    assert lines() == before + 1
+    client.update_log_settings({"log_verbose_level": 0}, headers=key)
+    assert lines() == before + 1
 
 
 def test_the_metrics_port_serves_only_metrics(front: Front, client: triton.InferenceServerClient) -> None:

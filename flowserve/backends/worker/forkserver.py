@@ -26,6 +26,7 @@ import gc
 import importlib
 import json
 import logging
+import mmap
 import os
 import resource
 import select
@@ -69,7 +70,7 @@ def main(*, orders: int, reports: int, parent: int, log_level: int, environment:
 
     `orders` and `reports` are sockets, `parent` is the server's process id. `environment` is restored once numpy is
     loaded: until then it limits numpy to one thread. When all modules are loaded, facts about this Python are sent on
-    `orders`.
+    `orders`. `log_level` is a file of one byte, the level of the logger `flowserve`, which may change at any time.
     """
     # SIGTERM means that the server's process has ended, or its thread that started the forkserver; or that a whole
     # group of processes is stopped: then the server still needs its workers for the requests that it has accepted.
@@ -77,6 +78,8 @@ def main(*, orders: int, reports: int, parent: int, log_level: int, environment:
         signal.signal(number, _nothing)
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    level = mmap.mmap(log_level, 1, prot=mmap.PROT_READ)
+    os.close(log_level)
     for module in PRELOADED:
         importlib.import_module(module)
     for name, value in environment.items():
@@ -90,7 +93,7 @@ def main(*, orders: int, reports: int, parent: int, log_level: int, environment:
     gc.freeze()  # keeps memory shared: the garbage collector of a worker does not write to it
     child = ForkLoop(socket.socket(fileno=orders), socket.socket(fileno=reports), parent).run()
     if child is not None:
-        child(log_level)
+        child(level)
 
 
 class ForkLoop:
@@ -228,8 +231,8 @@ class WorkerStart:
     log_fd: int
     arguments_fd: int
 
-    def __call__(self, level: int) -> NoReturn:
-        """`level`: the log level of `flowserve`."""
+    def __call__(self, level: mmap.mmap) -> NoReturn:
+        """`level`: its byte is the level of the logger `flowserve`."""
         status = 1
         try:
             self._settle(level)
@@ -253,7 +256,7 @@ class WorkerStart:
                     stream.flush()
             os._exit(status)
 
-    def _settle(self, level: int) -> None:
+    def _settle(self, level: mmap.mmap) -> None:
         with suppress(OSError, ValueError):  # a hard limit below it: orphans then live until the forkserver ends
             pid, (_, hard) = os.getpid(), resource.getrlimit(_RLIMIT_LOCKS)
             resource.setrlimit(_RLIMIT_LOCKS, (pid, hard))
@@ -303,7 +306,7 @@ class WorkerLogFormatter(logging.Formatter):
         return super().formatMessage(record).replace("\n", "\\n")
 
 
-def _write_lines(level: int) -> None:
+def _write_lines(level: mmap.mmap) -> None:
     """Flush output line by line: a crash must not lose what was printed before."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         # The forkserver's streams were made for a file, not for a pipe.
@@ -313,8 +316,9 @@ def _write_lines(level: int) -> None:
         setattr(sys, f"__{name}__", stream)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(WorkerLogFormatter("%(message)s"))
+    handler.addFilter(lambda record: record.levelno >= level[0])
     logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
-    logging.getLogger("flowserve").setLevel(level)
+    logging.getLogger("flowserve").setLevel(logging.DEBUG)
 
 
 def _be_killed_first() -> None:

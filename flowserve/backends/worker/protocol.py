@@ -43,6 +43,7 @@ from flowserve.errors import (
     Internal,
     Invalid,
     ModelFailed,
+    ModelUnknown,
     NotFound,
     Place,
     TooLarge,
@@ -235,6 +236,7 @@ _KINDS: Final[Mapping[str, type[FlowserveError]]] = {
         Unsupported,
         Cancelled,
         ModelFailed,
+        ModelUnknown,
     )
 }
 

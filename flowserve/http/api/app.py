@@ -70,13 +70,13 @@ def make_routes(engine: Engine, options: AppOptions, control: Control | None) ->
     deployments = engine.deployments
 
     async def server(request: Request) -> Response:
-        return json_response(server_metadata())
+        return json_response(server_metadata(engine.options.server_name))
 
     async def live(request: Request) -> Response:
-        return Response(status_code=200 if deployments.is_live else 400)
+        return _health(request, "live", deployments.is_live)
 
     async def ready(request: Request) -> Response:
-        return Response(status_code=200 if deployments.is_ready else 400)
+        return _health(request, "ready", deployments.is_ready)
 
     async def metadata(request: Request) -> Response:
         name, version = _names(request)
@@ -186,6 +186,14 @@ class _InParts(Response):
         for part in self._parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+
+
+def _health(request: Request, what: str, is_so: bool) -> Response:
+    """An empty body, as Triton's; a JSON object for clients that ask for JSON, as KServe's does."""
+    status = 200 if is_so else 400
+    if "application/json" in request.headers.get("accept", ""):
+        return json_response({what: is_so}, status)
+    return Response(status_code=status)
 
 
 def _names(request: Request) -> tuple[str, str]:

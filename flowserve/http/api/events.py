@@ -25,9 +25,12 @@ class EventResponse(Response):
     """
 
     def __init__(
-        self, tell: Callable[[Say], Awaitable[None]], source: AbstractAsyncContextManager[object] | None = None
+        self,
+        tell: Callable[[Say], Awaitable[None]],
+        source: AbstractAsyncContextManager[object] | None = None,
+        status: int = 200,
     ) -> None:
-        super().__init__()
+        super().__init__(status_code=status)
         self._tell = tell
         self._source = source or nullcontext()
 
@@ -36,7 +39,7 @@ class EventResponse(Response):
             await send({"type": "http.response.body", "body": b"data: " + text + b"\n\n", "more_body": True})
 
         async with self._source:
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await send({"type": "http.response.start", "status": self.status_code, "headers": _HEADERS})
             if scope["method"] != "HEAD":
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)

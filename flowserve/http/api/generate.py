@@ -29,9 +29,9 @@ from flowserve.http.api.encode import (
 )
 from flowserve.http.api.events import EventResponse, Say
 from flowserve.http.api.infer import AppOptions, forward_headers
-from flowserve.http.api.json_bodies import ReadBody, is_parameter, load_json, off_loop, wrong_type
+from flowserve.http.api.json_bodies import ReadBody, is_parameter, load_json, off_loop, status_of, wrong_type
 from flowserve.http.api.request_json import InputHeader, check_json
-from flowserve.http.api.request_target import PREFIX, is_timed, is_version, trace_context
+from flowserve.http.api.request_target import PREFIX, is_timed, is_version, sent_names, trace_context
 from flowserve.http.server.connection import error_body
 from flowserve.memory import raw
 from flowserve.observe.server_timing import server_timing
@@ -68,12 +68,15 @@ def generate_routes(engine: Engine, body: ReadBody, options: AppOptions) -> list
         return made
 
     async def generate_stream(request: HttpRequest) -> HttpResponse:
-        """An event for each response, as it arrives. A failure before the first has a status."""
+        """An event for each response, as it arrives. A failure before the first is an event too, with its status."""
         answers = await begin(request, watch_of(request))
         try:
             first = await anext(answers, None)
             text = None if first is None else await _document(first, limits)
             return EventResponse(partial(_tell, answers, text, limits), answers)
+        except FlowserveError as error:
+            text = error_body(str(error))
+            return EventResponse(lambda say: say(text), answers, status_of(error))
         except BaseException:
             answers.leave()
             raise
@@ -96,7 +99,7 @@ def generate_routes(engine: Engine, body: ReadBody, options: AppOptions) -> list
         deployment = engine.deployments.find(request.path_params["name"], version)
         asked = await off_loop(partial(_asked, deployment, limits), await body(request))
         if forwarding is not None:
-            forward_headers(forwarding, headers, asked)
+            forward_headers(forwarding, headers, sent_names(request.scope), asked)
         asked.stamp = engine.next_stamp()
         if watch is not None:
             watch.mark("HTTP_RECV_END")

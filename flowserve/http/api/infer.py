@@ -286,7 +286,7 @@ class _Inference:
             decoded = found
         request, self._answer_form = decoded
         if route.forwarding is not None:
-            forward_headers(route.forwarding, self._target.headers, request)
+            forward_headers(route.forwarding, self._target.headers, self._target.names, request)
         request.stamp = route.engine.next_stamp()
         return request
 
@@ -298,7 +298,7 @@ class _Inference:
         large = LargeBody(route.decoder, body, self._target.header_length, self.deployment.name)
         request = await in_steps(large.parse)
         if route.forwarding is not None:
-            forward_headers(route.forwarding, self._target.headers, request)
+            forward_headers(route.forwarding, self._target.headers, self._target.names, request)
         request.stamp = route.engine.next_stamp()
         route.engine.check(self.deployment, request)
         large.prepare(self.deployment.arena)
@@ -368,9 +368,12 @@ def refusal_of(error: FlowserveError) -> Encoded:
     return status_of(error), headers, [error_body(str(error))]
 
 
-def forward_headers(forwarding: Forwarding, headers: Headers, request: Request) -> None:
-    """Add the matching headers to the request's parameters, as Latin-1 text. Raises Invalid."""
-    forwarding.add(request, ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers))
+def forward_headers(forwarding: Forwarding, headers: Headers, names: Sequence[bytes], request: Request) -> None:
+    """Add the matching headers to the request's parameters, as Latin-1 text. `names`: those of the headers as they were
+    sent. Raises Invalid.
+    """
+    pairs = zip(names, headers, strict=True)
+    forwarding.add(request, ((name.decode("latin-1"), value.decode("latin-1")) for name, (_, value) in pairs))
 
 
 async def read_body(receive: Receive, limit: int) -> BytesLike:

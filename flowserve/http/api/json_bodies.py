@@ -41,6 +41,7 @@ STATUS: Final[Mapping[str, int]] = {
     "unsupported": 501,
     "cancelled": 400,
     "internal": 500,
+    "unknown": 400,
 }
 _UINT64_MAX: Final = 2**64 - 1
 _MARKS: Final = b",[{\\"

@@ -16,6 +16,7 @@ from starlette.types import Scope
 from flowserve.errors import Invalid
 from flowserve.http.api.compression import Headers, is_compressed, wanted
 from flowserve.http.api.encode import HEADER_LENGTH
+from flowserve.http.server.request_parser import SENT_NAMES
 
 PREFIX: Final = "/v2/models/"
 SUFFIX: Final = "/infer"
@@ -29,12 +30,14 @@ _LENGTH: Final = re.compile(rb"-?[0-9]{1,19}")
 class RequestTarget:
     """An inference request without its body. `version` is "" for none. `header_length`: the length in bytes of the JSON
     in the body, None if all of it is JSON. `is_compressed`: the request's body is. `encoding`: the compression of the
-    response's body, b"" for none. `error`: why the headers are invalid, if so.
+    response's body, b"" for none. `names`: those of `headers` as they were sent, in lower case if the server does
+    not tell. `error`: why the headers are invalid, if so.
     """
 
     name: str
     version: str
     headers: Headers
+    names: tuple[bytes, ...]
     header_length: int | None = None
     is_compressed: bool = False
     encoding: bytes = b""
@@ -55,12 +58,18 @@ def _request_target(scope: Scope) -> RequestTarget | None:
     model = _model(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
     if model is None:
         return None
-    headers = scope["headers"]
+    headers, names = scope["headers"], sent_names(scope)
     try:
-        is_packed = is_compressed(headers)
-        return RequestTarget(*model, headers, _header_length(headers), is_packed, wanted(headers), is_timed(headers))
+        length, is_packed = _header_length(headers), is_compressed(headers)
+        return RequestTarget(*model, headers, names, length, is_packed, wanted(headers), is_timed(headers))
     except Invalid as error:
-        return RequestTarget(*model, headers, error=error.with_traceback(None))
+        return RequestTarget(*model, headers, names, error=error.with_traceback(None))
+
+
+def sent_names(scope: Scope) -> tuple[bytes, ...]:
+    """The names of the request's headers as they were sent; in lower case on another ASGI server."""
+    names: tuple[bytes, ...] | None = scope.get(SENT_NAMES)
+    return tuple(name for name, _ in scope["headers"]) if names is None else names
 
 
 def _model(path: str) -> tuple[str, str] | None:

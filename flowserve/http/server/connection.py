@@ -3,9 +3,9 @@
 Decides the request/response cycle of HTTP/1.1: when a request is complete, whether the app or the inference handler
 responds, how the response is framed, whether the connection is kept, the effect of deadlines, and how a connection
 ends. Also how status and headers are written, that no header value can start a new line, and the one shape of an
-error's body. There is no Date and no Server header, because clients of models read neither. A request is started only
-when its body is complete, so that one that is cut short or malformed is never executed. The class reads top to bottom
-in the order of a request's life.
+error's body. The Server header has the version; there is no Date, because clients of models do not read it. A request
+is started only when its body is complete, so that one that is cut short or malformed is never executed. The class reads
+top to bottom in the order of a request's life.
 
 A connection has no task of its own. The poller calls `advance` when bytes arrive; they are read and parsed without
 waiting. A request for the inference handler (all inference) is started immediately, and its response arrives by
@@ -50,6 +50,7 @@ from flowserve.http.server.request_parser import (
 from flowserve.memory.pool import ALIGNMENT, POOLED_BYTES_MIN, Pool
 from flowserve.runtime.budget import Budget, Reservation
 from flowserve.values import Array, BytesLike
+from flowserve.version import __version__
 
 RECEIVE_BYTES: Final = 16_384  # a small request comes in one piece, and little of a large body has to be moved
 _READS_MAX: Final = 16  # in a row, before other connections are read
@@ -60,8 +61,9 @@ _BODY_READS_MAX: Final = 4
 _BODIES_AT_ONCE: Final = 16
 _BODILESS: Final = frozenset({204, 304})
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_SERVER: Final = f"server: flowserve/{__version__}\r\n".encode("ascii")
 _STATUS_LINES: Final = {
-    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode("ascii") for status in HTTPStatus
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode("ascii") + _SERVER for status in HTTPStatus
 }
 _CONNECTION_CLOSE: Final = b"connection: close\r\n"
 _CONNECTION_KEEP_ALIVE: Final = b"connection: keep-alive\r\n"  # HTTP/1.0 clients expect it
@@ -867,7 +869,7 @@ def head_bytes(status: int, headers: HeaderTuple, framing: bytes) -> bytes:
     """The head of a response. `framing` is ready-made header lines, each with its line end. Raises ValueError for a
     line break in a header.
     """
-    lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+    lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n%b" % (status, _SERVER)]
     for name, value in headers:
         if b"\n" in value or b"\r" in value or b"\n" in name or b"\r" in name:
             raise ValueError(f"a line break in the response header {name!r}")

@@ -24,6 +24,7 @@ import httptools
 
 MAX_BODY_BYTES: Final = 1 << 26
 MAX_CHUNKS: Final = 65_536
+SENT_NAMES: Final = "flowserve.header_names"  # in the ASGI scope: the headers' names as they were sent, in order
 HEAD_END: Final = b"\r\n\r\n"
 _CACHED_HEADS: Final = 512
 _CACHED_HEAD_BYTES: Final = 2048
@@ -100,6 +101,7 @@ class HeadParser:
         self._tail = b""  # the end of a head may itself come in pieces
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
+        self._names: list[bytes] = []
         self._messages = 0
         self._is_complete = False
         self._has_body = False
@@ -116,6 +118,7 @@ class HeadParser:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.append((name.lower(), value))
+        self._names.append(name)
 
     def on_headers_complete(self) -> None:
         self._is_complete = True
@@ -178,6 +181,7 @@ class HeadParser:
             "query_string": query,
             "root_path": "",
             "headers": tuple(self._headers),
+            SENT_NAMES: tuple(self._names),
         }
         head = Head(scope, keep_alive=self._keeps_alive)
         for name, value in self._headers:

@@ -14,6 +14,7 @@ from flowserve.runtime.tracing.traces import TraceOptions
 from flowserve.runtime.workers.factory import PYTHON_EXECUTION
 from flowserve.runtime.workers.supervisor import DELAYS, Delays
 from flowserve.scheduling.rate_limit.limiter import Available
+from flowserve.version import SERVER_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class EngineOptions:
     `summaries`: compute quantiles of the last minute's durations.
     `model_config_name`: the named configuration that is used for models that have it.
     `answers_at_timeout`: of deployments whose parameters do not say, as `AdmissionOptions` describes it.
+    `server_name`: the name in server metadata.
     `tells_names`: errors for a name that is unknown or not ready may contain other names and reasons.
     """
 
@@ -41,3 +43,4 @@ class EngineOptions:
     model_config_name: str = ""
     answers_at_timeout: bool = False
     tells_names: bool = True
+    server_name: str = SERVER_NAME

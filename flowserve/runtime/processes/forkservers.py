@@ -22,6 +22,7 @@ from importlib import resources
 from typing import Any, Final
 
 from flowserve.errors import Unavailable
+from flowserve.runtime.processes.log_level import share_log_level
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -163,7 +164,7 @@ class _Process:
         # If another Python does not start, its stderr (or that of its shell) has the reason.
         self._stderr_fd = None if interpreter.is_own else os.memfd_create("stderr")
         with orders, reports:
-            fds = (orders.fileno(), reports.fileno())
+            fds = (orders.fileno(), reports.fileno(), share_log_level())
             settings = {
                 "path": sys.path if interpreter.is_own else None,
                 "package": [str(resources.files("flowserve"))],
@@ -172,7 +173,7 @@ class _Process:
                 "orders": fds[0],
                 "reports": fds[1],
                 "parent": os.getpid(),
-                "log_level": logging.getLogger("flowserve").getEffectiveLevel(),
+                "log_level": fds[2],
                 "environment": {name: os.environ.get(name) for name in _ONE_THREAD},
             }
             try:

@@ -31,6 +31,7 @@ from flowserve.errors import (
     FlowserveError,
     Invalid,
     ModelFailed,
+    ModelUnknown,
     NotFound,
     Unavailable,
     Unsupported,
@@ -256,6 +257,7 @@ class TritonError:
 
 
 _KINDS: Final[Mapping[int, type[FlowserveError]]] = {
+    TritonError.UNKNOWN: ModelUnknown,
     TritonError.NOT_FOUND: NotFound,
     TritonError.ALREADY_EXISTS: AlreadyExists,  # before Invalid, of which it is a kind
     TritonError.INVALID_ARG: Invalid,
