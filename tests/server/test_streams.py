@@ -145,10 +145,10 @@ def test_an_error_after_three_responses_is_the_fourth_and_last_event(server: Ser
     assert got[3] == {"error": "no more"}
 
 
-def test_an_error_before_the_first_response_has_its_status(server: Served) -> None:
+def test_an_error_before_the_first_response_is_an_event_with_its_status(server: Served) -> None:
     response = post(server, "repeat/generate_stream", {"IN": [9, 0]})
-    assert response.status == 500
-    assert json.loads(response.read()) == {"error": "no more"}
+    assert (response.status, response.headers["content-type"]) == (500, "text/event-stream; charset=utf-8")
+    assert response.read() == b'data: {"error":"no more"}\n\n'
 
 
 @pytest.mark.fault("P3")
