@@ -19,7 +19,6 @@ from logging.handlers import WatchedFileHandler
 from typing import Any, Final, TextIO
 
 from flowserve.observe.settings import LogChoice, LogSettings
-from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.runtime.processes.log_level import tell_log_level
 from flowserve.runtime.processes.printed import OF_LINES
 
@@ -145,8 +144,7 @@ def configure(choice: LogChoice) -> LogSettings:
         level = choice.log_verbose_level
         logging.getLogger().setLevel(logging.DEBUG if level > 1 else logging.INFO)
         logging.getLogger("flowserve").setLevel(logging.DEBUG if level else logging.INFO)
-        if SUPPORTED:
-            tell_log_level()
+        tell_log_level()
 
     handler.addFilter(is_wanted)
     apply(choice)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flowserve.cli.main import main
+from flowserve.cli.option_values import pattern
 from flowserve.cli.options import (
     AGREED,
     INSTEAD,
@@ -351,3 +352,24 @@ def test_a_certificate_is_used_only_with_tls() -> None:
     assert chosen("--grpc-use-ssl=false", *files).certificate is None
     mutual = chosen("--grpc-use-ssl-mutual=true", "--grpc-root-cert=r", *files)
     assert mutual.certificate == (Path("c"), Path("k"), Path("r"))
+
+
+@pytest.mark.parametrize(
+    ("written", "matched", "other"),
+    [
+        ("x-(tenant|user)", ["X-Tenant", "my-x-user"], ["tenant"]),
+        ("(?-i)^X-.*|y-a", ["X-One", "my-y-a"], ["x-one", "Y-A", "my-X-One"]),
+        ("(?-i)^X(?i)-y|z", ["X-Y", "X-y", "Z"], ["x-y"]),
+        ("((?-i)A|B)c", ["AC", "Bc"], ["ac", "bc"]),
+        (r"[(]|\(\?-i\)", ["a(", "(?-I)"], ["a"]),
+    ],
+)
+def test_a_pattern_of_headers_has_the_flags_of_re2(written: str, matched: list[str], other: list[str]) -> None:
+    compiled = pattern(written)
+    assert [name for name in [*matched, *other] if compiled.search(name)] == matched
+
+
+@pytest.mark.parametrize("written", ["(", "a)", "(?U)x", "[a"])
+def test_a_pattern_that_is_none_is_refused(written: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a regular expression, got"):
+        pattern(written)

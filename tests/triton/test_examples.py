@@ -225,7 +225,7 @@ def test_a_model_calls_the_one_that_its_request_names(clients: Clients, model: s
 
 def test_a_call_of_a_model_that_there_is_not_fails_with_the_reason(clients: Clients) -> None:
     name = np.array([b"nothing"], object)
-    with pytest.raises(tritonclient.http.InferenceServerException, match="[Mm]odel.*'nothing' is not "):
+    with pytest.raises(tritonclient.http.InferenceServerException, match=r"[Mm]odel.*'nothing' is not "):
         clients.ask("bls_sync", ["OUTPUT0"], {"MODEL_NAME": name, "INPUT0": LEFT, "INPUT1": RIGHT})
 
 

@@ -1,7 +1,7 @@
 """The log level of worker processes, in memory that they share with the server.
 
 Decides that a change of the level takes effect in running processes at once: each reads the memory for every record.
-Does not know what is logged. Callers: `forkservers.py`, and the program that configures the log (`cli`). Linux only.
+Does not know what is logged. Callers: `forkservers.py`, and the program that configures the log (`cli`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import sys
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -34,5 +35,6 @@ def share_log_level() -> int:
 
 
 def tell_log_level() -> None:
-    """From now on all worker processes have the level of the logger `flowserve`."""
-    _shared().memory[0] = min(logging.getLogger("flowserve").getEffectiveLevel(), _LEVEL_MAX)
+    """From now on worker processes have the level of the logger `flowserve`. Without effect where there are none."""
+    if sys.platform == "linux":
+        _shared().memory[0] = min(logging.getLogger("flowserve").getEffectiveLevel(), _LEVEL_MAX)
