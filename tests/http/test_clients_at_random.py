@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from flowserve.http.server.connection import CONTINUE, RECEIVE_BYTES, Phase, Respond
 from flowserve.http.server.request_parser import Limits
 from flowserve.http.server.server import Server, open_listeners, open_unix_listener
+from flowserve.version import __version__
 
 AT_ONCE = 40
 WAYS = ("now", "later", "later", "called", "slowly", "pieces", "much")
@@ -175,7 +176,8 @@ def owed(way: str, form: str, method: bytes, body: bytes, closes: bool) -> bytes
         framing += b"connection: close\r\n"
     elif form == "1.0":
         framing += b"connection: keep-alive\r\n"
-    return b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n" + (b"" if method == b"HEAD" else said)
+    server = b"server: flowserve/%b\r\n" % __version__.encode()
+    return b"HTTP/1.1 200 OK\r\n" + server + framing + b"\r\n" + (b"" if method == b"HEAD" else said)
 
 
 def closing(answer: bytes) -> bool:

@@ -242,10 +242,11 @@ class Sampler:
     def _list(self, counters: Mapping[ModelKey, Statistics]) -> None:
         rows: dict[tuple[str, str], _Row] = {}
         for row in self._engine.deployments.index():
-            key = (row["name"], row.get("version", ""))
+            counted = counters.get(ModelKey(row["name"], int(row.get("version", 0))))
+            key = (row["name"], "" if counted is None else row["version"])  # versions that do not serve are one row
             shown = {"name": key[0], "version": key[1], "state": row["state"], "reason": row.get("reason", "")}
-            if key[1]:
-                shown |= self._figures(counters[ModelKey(key[0], int(key[1]))])
+            if counted is not None:
+                shown |= self._figures(counted)
             former = self._rows.get(key)
             rows[key] = former if former is not None and former.shown == shown else _Row(shown, self.number)
         if rows.keys() != self._rows.keys():
