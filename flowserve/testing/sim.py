@@ -320,7 +320,7 @@ class Sim(Agenda):
         self._note("is known", model.key.name, request.number)
         self._keys.pop(step_of(ticket), None)
         stop = ticket.rows if model.max_batch_size else -1
-        block = next(self._runs)
+        block = object()  # memory of its own, as that of a request
         outputs = [[None if one is None else self._handle(*one, 0, stop, block)] for one in made]
         if model.keeps_order:
             self._ordered[model.key].tickets.append(ticket)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-
-from flowserve.testing.serve import serving
 
 IN_OUT = """
 input [ { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] } ]
@@ -105,11 +103,10 @@ def write_repository(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def base_url(tmp_path_factory: pytest.TempPathFactory, triton_like: Callable[..., str]) -> str:
     folder = tmp_path_factory.mktemp("bls")
     write_repository(folder)
-    with serving(folder) as served:
-        yield f"http://{served.address}"
+    return triton_like(folder)
 
 
 def ask(base_url: str, code: str) -> Any:

@@ -4,16 +4,14 @@ HTTP to a base URL.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
-from flowserve.testing.serve import serving
-
 CACHE_BYTES = 1 << 20
-OPTIONS = ("--cache-config", f"local,size={CACHE_BYTES}")
+OPTIONS = (f"--cache-config=local,size={CACHE_BYTES}",)
 CACHE = "response_cache { enable: true }\n"
 TENSORS = """
 max_batch_size: 8
@@ -59,11 +57,10 @@ def write_repository(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def base_url(tmp_path_factory: pytest.TempPathFactory, triton_like: Callable[..., str]) -> str:
     folder = tmp_path_factory.mktemp("cache")
     write_repository(folder)
-    with serving(folder, *OPTIONS) as served:
-        yield f"http://{served.address}"
+    return triton_like(folder, *OPTIONS)
 
 
 def ask(base_url: str, model: str, row: list[float]) -> None:
