@@ -46,7 +46,7 @@ def test_the_readme_runs_the_examples_with_one_line(root: Path) -> None:
 def test_the_commands_and_output_of_the_readme_are_tested_with_the_examples(root: Path) -> None:
     example = _blocks(root / "graphs/read_text/README.md")
     shown = _blocks(root / "README.md")
-    assert [language for language, _ in shown] == ["sh", "text", "python", "text"]
+    assert [language for language, _ in shown] == ["sh", "json", "python", "text"]
     assert [block for block in shown if block not in example] == []
 
 

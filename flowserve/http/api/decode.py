@@ -9,6 +9,7 @@ not their array form. Also which bodies take too long for the event loop: those 
 from __future__ import annotations
 
 import math
+from binascii import a2b_base64
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
@@ -85,7 +86,7 @@ class Decoder:
         elif header.copied_bytes > INLINE_BYTES_MAX:
             return None
         else:
-            inputs = _arrays(header, body, header_length, model, _windows(header, self.client_memory), _no_pause)
+            inputs = _arrays(header, body, header_length, model, _windows(header, self.client_memory), no_pause)
         form = header.form
         if header.portions:
             form = replace(form, windows=self.client_memory.windows(header.portions))
@@ -160,17 +161,22 @@ def decode_raw(
             f"in '{model}' model configuration"
         )
     (spec,) = inputs.values()
-    batch = (1,) if max_batch_size else ()
+    batches = max_batch_size > 0
     if spec.dtype is DType.BYTES:
         if spec.dims != (1,):
             raise Invalid(f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
-        element = np.empty((*batch, 1), np.object_)
+        element = np.empty((1, 1) if batches else 1, np.object_)
         element[...] = bytes(body)
         return Request({spec.name: element}), ALL_BINARY
-    shape = (*batch, *_deduced(spec, len(body)))
+    return Request({spec.name: raw_numbers(body, model, spec, batches=batches)}), ALL_BINARY
+
+
+def raw_numbers(body: BytesLike, model: str, spec: TensorSpec, *, batches: bool) -> Array:
+    """An input of numbers, of batch 1, that is the whole of `body`. Raises `Invalid` if its shape cannot be told."""
+    shape = (*((1,) if batches else ()), *_deduced(spec, len(body)))
     count = raw.element_count(spec.name, shape, spec.dtype)
     raw.check_size(spec.name, model, spec.dtype, count, len(body))
-    return Request({spec.name: raw.numbers(body, 0, spec.name, spec.dtype, shape, count)}), ALL_BINARY
+    return raw.numbers(body, 0, spec.name, spec.dtype, shape, count)
 
 
 def _deduced(spec: TensorSpec, nbytes: int) -> tuple[int, ...]:
@@ -187,7 +193,7 @@ def _wrong_length(header_length: int, body: BytesLike) -> Invalid:
     return Invalid(f"inference header size should be in range (0, {len(body)}), got: {header_length}")
 
 
-def _no_pause() -> None:
+def no_pause() -> None:
     """For a body that is decoded at once."""
 
 
@@ -298,9 +304,15 @@ def _converted(values: list[Any], header: InputHeader) -> Array:
     if header.dtype is DType.BYTES:
         array: Array = np.empty(len(values), np.object_)
         try:
-            array[:] = [text.encode() for text in values]
+            if header.is_base64:
+                array[:] = [a2b_base64(text, strict_mode=True) for text in values]
+            else:
+                array[:] = [text.encode() for text in values]
         except UnicodeEncodeError:
             text = f"input '{header.name}' holds a string that is not valid Unicode"
+            raise Invalid(f"Unable to parse 'data': {text}") from None
+        except ValueError as error:
+            text = f"input '{header.name}' holds a string that is not base64: {error}"
             raise Invalid(f"Unable to parse 'data': {text}") from None
         return array
     try:

@@ -22,8 +22,9 @@ from starlette.types import Receive, Scope, Send
 from flowserve.errors import FlowserveError, Invalid, Overloaded, TooLarge
 from flowserve.http.api.access import ADMITTED, Access, AccessRules
 from flowserve.http.api.compression import CONTENT_ENCODING, Headers, compress, expand
-from flowserve.http.api.decode import Decoder, LargeBody, decode_raw
+from flowserve.http.api.decode import Decoder, LargeBody, decode_raw, no_pause
 from flowserve.http.api.encode import JSON_HEADERS, Encoder, encode_large
+from flowserve.http.api.form import ALL_JSON, decode_form
 from flowserve.http.api.json_bodies import status_of
 from flowserve.http.api.request_json import AnswerForm
 from flowserve.http.api.request_target import TARGET, RequestTarget, request_target, trace_context
@@ -46,7 +47,7 @@ from flowserve.runtime.engine.classification import rank
 from flowserve.runtime.engine.deployments import Deployment, MakeFlow
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.protocol import ElementLimits, Forwarding, Restriction
-from flowserve.runtime.threads import in_steps, in_thread
+from flowserve.runtime.threads import INLINE_BYTES_MAX, Pause, in_steps, in_thread
 from flowserve.runtime.tracing.tracing import Watch
 from flowserve.scheduling.flow import Flow
 from flowserve.values import Array, BytesLike, Request, Response
@@ -279,12 +280,24 @@ class _Inference:
         if length == 0:
             inputs, rows_max = deployment.inputs, deployment.graph.max_batch_size
             decoded = decode_raw(body, deployment.name, inputs, rows_max)
+        elif self._target.boundary is not None:
+            if len(body) > INLINE_BYTES_MAX:
+                return None
+            decoded = self._decoded_form(body, no_pause), ALL_JSON
         else:
             found = route.decoder.decode(body, length, deployment.name)
             if found is None:
                 return None
             decoded = found
         request, self._answer_form = decoded
+        if route.forwarding is not None:
+            return self._completed(request)
+        request.stamp = route.engine.next_stamp()  # as `_completed` does, with a call less
+        return request
+
+    def _completed(self, request: Request) -> Request:
+        """The request with what does not come from its body."""
+        route = self._route
         if route.forwarding is not None:
             forward_headers(route.forwarding, self._target.headers, self._target.names, request)
         request.stamp = route.engine.next_stamp()
@@ -295,16 +308,21 @@ class _Inference:
         `_decoded` does.
         """
         route = self._route
+        if self._target.boundary is not None:
+            self._answer_form = ALL_JSON
+            return self._completed(await in_steps(partial(self._decoded_form, body)))
         large = LargeBody(route.decoder, body, self._target.header_length, self.deployment.name)
-        request = await in_steps(large.parse)
-        if route.forwarding is not None:
-            forward_headers(route.forwarding, self._target.headers, self._target.names, request)
-        request.stamp = route.engine.next_stamp()
+        request = self._completed(await in_steps(large.parse))
         route.engine.check(self.deployment, request)
         large.prepare(self.deployment.arena)
         request.inputs = await in_steps(large.arrays)
         self._answer_form = large.form
         return request
+
+    def _decoded_form(self, body: BytesLike, pause: Pause) -> Request:
+        boundary, deployment = self._target.boundary, self.deployment
+        assert boundary is not None
+        return decode_form(body, boundary, deployment.name, deployment.inputs, deployment.graph.max_batch_size, pause)
 
     def _make_traced(self, watch: Watch) -> MakeFlow:
         """How the engine makes its flow, which is traced."""

@@ -40,6 +40,22 @@ _LIMITS: Final = ElementLimits()
 _DECODED: Final = frozenset({DType.BYTES, DType.BOOL})
 _BINARY_HINT: Final = "where binary data follow the JSON, Inference-Header-Content-Length says how long the JSON is"
 
+# How files begin that clients send without saying so.
+_FILES: Final[Mapping[bytes, str]] = {
+    b"\x89PNG": "a PNG image",
+    b"\xff\xd8\xff": "a JPEG image",
+    b"GIF8": "a GIF image",
+    b"RIFF": "a RIFF file (WAV or WebP)",
+    b"OggS": "an Ogg file",
+    b"ID3": "an MP3 file",
+    b"%PDF": "a PDF file",
+    b"\x1f\x8b": "gzip, and Content-Encoding does not say so",
+}
+_FILE_HINT: Final = (
+    "send a file as a form (curl -F INPUT=@FILE), as the whole body with Inference-Header-Content-Length: 0, "
+    'or in JSON as base64 (the input has "parameters": {"content_type": "base64"})'
+)
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
@@ -59,7 +75,7 @@ ALL_BINARY: Final = AnswerForm(default_is_binary=True)
 @dataclass(frozen=True, slots=True)
 class InputHeader:
     """One input. Exactly one of `binary_size` (bytes in the binary part), `data` (JSON, flat or nested) and `portion`
-    (of the client's memory) is not None."""
+    (of the client's memory) is not None. `is_base64`: the strings of `data` are base64 of the elements."""
 
     name: str
     dtype: DType
@@ -68,6 +84,7 @@ class InputHeader:
     binary_size: int | None
     data: list[Any] | LargeArray | None
     portion: Portion | None = None
+    is_base64: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +108,7 @@ def parse_header(text: BytesLike, model: str, limits: ElementLimits = _LIMITS) -
     try:
         document = load_json(text)
     except Invalid as error:
-        raise Invalid(f"{error} ({_BINARY_HINT})") if _BEHIND_THE_JSON in str(error) else error from None
+        raise explained(error, text) from None
     if not isinstance(document, dict):
         raise Invalid("failed to parse the request JSON buffer: the request is not a JSON object")
     if "inputs" not in document and (others := document.keys() - _BESIDE_INPUTS):
@@ -124,9 +141,21 @@ def parse_header(text: BytesLike, model: str, limits: ElementLimits = _LIMITS) -
     return InferHeader(inputs, fields, form, portions, *_extents(inputs), copied_bytes)
 
 
+def explained(error: Invalid, text: BytesLike) -> Invalid:
+    """The error of a text that is no JSON, with the supported way to send what it seems to be."""
+    start = bytes(memoryview(text)[:4])
+    for magic, kind in _FILES.items():
+        if start.startswith(magic):
+            return Invalid(f"{error}: the body is {kind}; {_FILE_HINT}")
+    return Invalid(f"{error} ({_BINARY_HINT})") if _BEHIND_THE_JSON in str(error) else error
+
+
 def parse_large_header(text: memoryview, model: str, limits: ElementLimits, pause: Pause) -> InferHeader:
     """The header of a large text, in steps. Its inputs' data is still to be decoded. Raises as `parse_header` does."""
-    rest, arrays, mark = outline(text, limits.json_elements, pause)
+    try:
+        rest, arrays, mark = outline(text, limits.json_elements, pause)
+    except Invalid as error:
+        raise explained(error, text) from None
     with collector_paused():
         header = parse_header(rest, model, limits)
     places = [one.data for one in header.inputs if one.data is not None]
@@ -177,7 +206,10 @@ def _input(entry: dict[str, Any], name: str, model: str) -> InputHeader:
         raise wrong_type("data", "array", where)
     else:
         check_json(name, dtype)
-    return InputHeader(name, dtype, shape, count, size, data, portion)
+    is_base64 = data is not None and parameters.get("content_type") == "base64"
+    if is_base64 and dtype is not DType.BYTES:
+        raise Invalid(f"'content_type' in 'parameters' is base64, which is for BYTES and not for {dtype}{where}")
+    return InputHeader(name, dtype, shape, count, size, data, portion, is_base64)
 
 
 def check_json(name: str, dtype: DType) -> None:

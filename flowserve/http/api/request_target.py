@@ -16,6 +16,7 @@ from starlette.types import Scope
 from flowserve.errors import Invalid
 from flowserve.http.api.compression import Headers, is_compressed, wanted
 from flowserve.http.api.encode import HEADER_LENGTH
+from flowserve.http.api.form import FORM, boundary_of
 from flowserve.http.server.request_parser import SENT_NAMES
 
 PREFIX: Final = "/v2/models/"
@@ -29,9 +30,10 @@ _LENGTH: Final = re.compile(rb"-?[0-9]{1,19}")
 @dataclass(frozen=True, slots=True)
 class RequestTarget:
     """An inference request without its body. `version` is "" for none. `header_length`: the length in bytes of the JSON
-    in the body, None if all of it is JSON. `is_compressed`: the request's body is. `encoding`: the compression of the
-    response's body, b"" for none. `names`: those of `headers` as they were sent, in lower case if the server does
-    not tell. `error`: why the headers are invalid, if so.
+    in the body, None if all of it is JSON. `boundary`: of the form that the body is, None if it is none.
+    `is_compressed`: the request's body is. `encoding`: the compression of the response's body, b"" for none. `names`:
+    those of `headers` as they were sent, in lower case if the server does not tell. `error`: why the headers are
+    invalid, if so.
     """
 
     name: str
@@ -42,6 +44,7 @@ class RequestTarget:
     is_compressed: bool = False
     encoding: bytes = b""
     is_timed: bool = False
+    boundary: bytes | None = None
     error: Invalid | None = None
 
 
@@ -61,7 +64,8 @@ def _request_target(scope: Scope) -> RequestTarget | None:
     headers, names = scope["headers"], sent_names(scope)
     try:
         length, is_packed = _header_length(headers), is_compressed(headers)
-        return RequestTarget(*model, headers, names, length, is_packed, wanted(headers), is_timed(headers))
+        encoding, boundary = wanted(headers), _boundary(headers)
+        return RequestTarget(*model, headers, names, length, is_packed, encoding, is_timed(headers), boundary)
     except Invalid as error:
         return RequestTarget(*model, headers, names, error=error.with_traceback(None))
 
@@ -97,6 +101,11 @@ def trace_context(headers: Headers) -> str:
 def is_version(text: str) -> bool:
     """Whether `text` is a valid version in a URL; any other text makes the path unknown."""
     return text.isascii() and text.isdigit() and len(text) < 20
+
+
+def _boundary(headers: Headers) -> bytes | None:
+    value = next((value for name, value in reversed(headers) if name == b"content-type"), b"")
+    return boundary_of(value) if value[: len(FORM)].lower() == FORM else None
 
 
 def _header_length(headers: Headers) -> int | None:
