@@ -11,17 +11,19 @@ import argparse
 import difflib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from flowserve.cli.environment import from_environment, unknown_variables
 from flowserve.cli.interrupts import INTERRUPTED, silent_interrupts
 from flowserve.cli.option_values import add_option, levels, profile, request_parameter, seconds, whole_number
 from flowserve.cli.options import INSTEAD, NOT_YET, add_config_name, add_run_arguments, contradiction
 from flowserve.cli.standard_output import NOT_WRITTEN, drop_output
-from flowserve.errors import FlowserveError
+from flowserve.errors import FlowserveError, Unsupported
 from flowserve.version import __version__
 
 USAGE_ERROR: Final = 2
@@ -37,11 +39,22 @@ graph of the others.
 """
 
 
+# argparse's text for an unknown command.
+_WRONG_COMMAND: Final = re.compile(r"COMMAND: invalid choice: '(.*)' \(choose from (.*)\)$", re.DOTALL)
+# What other programs call these commands.
+_OTHER_NAMES: Final = {"serve": "run", "start": "run", "up": "run", "validate": "check", "draw": "graph", "init": "new"}
+SHELLS: Final = ("bash", "zsh", "tcsh")
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse, except that an error is one line without the usage, which `--help` shows."""
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
+        if wrong := _WRONG_COMMAND.match(message):
+            near = difflib.get_close_matches(wrong[1], wrong[2].replace("'", "").split(", "), n=1)
+            near = [_OTHER_NAMES[wrong[1]]] if wrong[1] in _OTHER_NAMES else near
+            message = f"there is no command {wrong[1]!r}" + (f"; did you mean {near[0]}?" if near else "")
         self.exit(USAGE_ERROR, f"{self.prog}: {message} (try '{self.prog} --help')\n")
 
 
@@ -55,7 +68,7 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     """The parser of the whole command, and one per subcommand."""
     style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = _Parser(prog="flowserve", description=DESCRIPTION, epilog=_examples("flowserve"), **style)
-    parser.add_argument("--version", action="version", version=f"flowserve {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"flowserve {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     made: dict[str, argparse.ArgumentParser] = {}
 
@@ -146,6 +159,13 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     plan.add_argument("--fp16", action="store_true", help="compute in FP16 where that is faster (TensorRT 10)")
     add_option(plan, "--workspace-mib MIB", "default: no limit", whole_number(0), 0)
     add_option(plan, "--gpu N", "the GPU to build on; default 0", whole_number(0), 0)
+
+    completion = command(
+        "completion",
+        "print a script that completes commands and options in a shell",
+        "Print the completion script of SHELL. Needs shtab: pip install shtab.",
+    )
+    completion.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
     return parser, made
 
 
@@ -204,7 +224,12 @@ def _prepare_streams() -> None:
 
 def _main(arguments: Sequence[str] | None) -> int:
     parser, subparsers = _parsers()
-    parsed, leftovers = parser.parse_known_args(arguments)
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
+    if words and words[0] in subparsers:
+        for line in unknown_variables(subparsers.values(), os.environ):
+            print(f"flowserve: warning: {line}", file=sys.stderr)
+        words[1:1] = from_environment(subparsers[words[0]], os.environ)
+    parsed, leftovers = parser.parse_known_args(words)
     if parsed.command is None:
         _refuse_leftovers(parser, leftovers)
         parser.print_help(sys.stderr)
@@ -219,10 +244,21 @@ def _main(arguments: Sequence[str] | None) -> int:
         command.error(f"which repository? Say: {command.prog} REPO")
     if parsed.command == "run":
         return _run(parsed, command)
+    if parsed.command == "completion":
+        return _print_completion(parser, parsed.shell)
     with silent_interrupts():
         module = import_module(f"flowserve.cli.{parsed.command.replace('-', '_')}")
     status: int = module.execute(parsed, command)
     return status
+
+
+def _print_completion(parser: argparse.ArgumentParser, shell: str) -> int:
+    try:
+        import shtab
+    except ImportError:
+        raise Unsupported("completion needs shtab: pip install shtab") from None
+    print(shtab.complete(parser, shell))
+    return 0
 
 
 def _run(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:

@@ -221,7 +221,7 @@ def test_a_command_without_repository_or_of_another_name_says_what_is_missing(
 ) -> None:
     assert "which repository?" in _complaint(["run"], capsys)
     assert "which repository?" in _complaint(["check"], capsys)
-    assert "invalid choice: 'serve'" in _complaint(["serve", "models"], capsys)
+    assert "there is no command 'serve'; did you mean run?" in _complaint(["serve", "models"], capsys)
 
 
 @pytest.mark.parametrize("text", ["true", "TRUE", "1", "false", "0"])
