@@ -38,6 +38,7 @@ class Engine:
     Each source is a repository's folder or a `flowserve.Graph`. All their deployments are loaded, or those that `load`
     names with their models. Opening raises Problems or Invalid if a deployment cannot be loaded, and NotFound for a
     missing folder. `python_execution` is the place where a `model.py` runs; `gpu` False keeps everything on the CPU.
+    `strict_outputs`: an output of a `model.py` that differs from its configuration, or is missing, is an error.
     Closing waits up to `exit_timeout_s` seconds for running requests.
 
     Its methods block. They may be called from any threads, but not on a loop of trio, where they raise Unsupported. An
@@ -50,6 +51,7 @@ class Engine:
         load: Sequence[str] | None = None,
         python_execution: Literal["process", "thread", "inline"] | None = None,
         gpu: bool = True,
+        strict_outputs: bool = False,
         exit_timeout_s: float = 30.0,
     ) -> None:
         if not sources:
@@ -59,7 +61,8 @@ class Engine:
                 raise Invalid(f"an engine is of repositories' folders and of graphs, not of {source!r}")
         self._sources = sources
         gpus = devices().gpus if gpu else OFF
-        options = EngineOptions(python_execution=python_execution or PYTHON_EXECUTION, gpus=gpus)
+        execution = python_execution or PYTHON_EXECUTION
+        options = EngineOptions(python_execution=execution, gpus=gpus, strict_outputs=strict_outputs)
         chosen = None if load is None else tuple(load)
         self._embedding = Embedding(self._find, options, chosen, exit_timeout_s)
         self._blocking: BlockingEngine | None = None  # once it is open for blocking code

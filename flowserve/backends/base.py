@@ -92,16 +92,37 @@ def _files_at(repository: str, folder: str, version: int) -> ModelFiles:
     return ModelFiles(Path(repository), Path(folder), version)
 
 
+@dataclass(slots=True)
+class OutputNotes:
+    """How the outputs of a batch, or of one response, differ from the configuration, by the outputs' names.
+
+    `unlike`: those with another data type or shape, each with a text that describes one of the differences.
+    `left_out`: those that requests wanted and the model did not return, each with the number of such responses.
+    `orders[m]`: the outputs of member m in the order in which the model returned them, if that is not the
+    configuration's.
+    """
+
+    unlike: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
+    orders: dict[int, tuple[str, ...]] = field(default_factory=dict)
+
+    def or_none(self) -> OutputNotes | None:
+        """None if there is nothing to note."""
+        return self if self.unlike or self.left_out or self.orders else None
+
+
 @dataclass(slots=True, eq=False)
 class Sent:
     """One response of a decoupled model: its outputs in the configuration's order, and its parameters. `infer_ns`: the
-    time that the model took for it, without waits in `send`; `output_ns`: the time that taking it over took.
+    time that the model took for it, without waits in `send`; `output_ns`: the time that taking it over took. `notes`:
+    how the outputs differ from the configuration.
     """
 
     outputs: Sequence[Tensor | None]
     parameters: Mapping[str, Any] = field(default_factory=dict)
     infer_ns: int = 0
     output_ns: int = 0
+    notes: OutputNotes | None = None
 
 
 class Sender(Protocol):
@@ -159,7 +180,7 @@ class Results:
     were placed contiguously when the model's responses, one for each request, were taken over. Both may be () for none.
     `parameters[m]`: response parameters of member m. `rescheduled`: members that are not answered but run again, in a
     model of iterative sequences; of their outputs only states are used. `taken[i]`: bytes of input
-    i, which the worker sets.
+    i, which the worker sets. `notes`: how the outputs differ from the configuration; only outputs that these name may.
     """
 
     outputs: Sequence[Sequence[Tensor | None]]
@@ -171,6 +192,7 @@ class Results:
     parameters: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     rescheduled: Sequence[int] = ()
     taken: Sequence[int] = ()
+    notes: OutputNotes | None = None
 
 
 class Instance(Protocol):
@@ -407,6 +429,7 @@ class Backend(Protocol):
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> LoadedModel:
         """Read one version. `options` come from the server: the operator's options for this backend, `execution`
-        ("thread", "inline" or "auto": where instances will run) and `runs_at_once` (number of instances of this backend
-        in the server, of all models, which share the cores).
+        ("thread", "inline" or "auto": where instances will run), `runs_at_once` (number of instances of this backend
+        in the server, of all models, which share the cores) and `strict_outputs` ("true": an output that differs from
+        the configuration, or is missing, is an error).
         """

@@ -275,6 +275,11 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         "with their parameter answer_at_timeout"
     )
     add_switch(group, "--answer-at-timeout", False, text)
+    text = (
+        "an output of a Python model that has another data type or shape than configured, or is missing, is an error "
+        "(500); otherwise it is passed on as it is, with a warning in the log"
+    )
+    add_switch(group, "--strict-outputs", False, text)
     text = "size of the response cache in bytes; it serves deployments whose configuration enables response_cache"
     add_option(group, "--cache-config local,size=BYTES", text, local_cache)
     text = (

@@ -180,6 +180,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
             model_config_name=arguments.model_config_name or "",
             server_name=arguments.id,
             answers_at_timeout=arguments.answer_at_timeout,
+            strict_outputs=arguments.strict_outputs,
             tells_names=not hides_names((*restrictions, *arguments.grpc_restricted_protocol)),
             summaries=metrics_shown is not None and bool(metrics_shown.quantiles),
         )

@@ -146,6 +146,13 @@ def _families(choice: MetricsChoice) -> Iterator[FamilyTemplate]:
     )
     text = "Number of requests waiting to be executed"
     yield FamilyTemplate("nv_inference_pending_request_count", GAUGE, text, _one_line, lambda _, pending: (pending,))
+    yield FamilyTemplate(
+        "flowserve_missing_outputs_total",
+        COUNTER,
+        "Number of requested outputs that the model left out of its responses",
+        _one_line,
+        _counter("missing_outputs"),
+    )
     text = "Load time of the current model in seconds, 0 for an ensemble"
     yield FamilyTemplate("nv_model_load_duration_secs", GAUGE, text, _one_line, lambda s, _: (number(s.load_s),))
     if choice.has_first_response:

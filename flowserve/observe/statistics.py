@@ -149,7 +149,8 @@ class Statistics:
     by reason, `last_error` is the last error's text. `left` are requests in running batches whose callers have left;
     they are counted, and their batch counts only their rows. The histograms contain successful requests; `nodes` has
     the traffic of each node of the deployment's graph, by index. `load_s` is the load time of the current generation in
-    seconds; 0 for an ensemble. A reader calls `add_up` first, on the event loop.
+    seconds; 0 for an ensemble. `missing_outputs` counts requested outputs that the model left out of its responses. A
+    reader calls `add_up` first, on the event loop.
     """
 
     name: str
@@ -180,6 +181,8 @@ class Statistics:
     last_error_ms: int = 0
     left: set[object] = field(default_factory=set)
     load_s: float = 0.0
+    missing_outputs: int = 0
+    _told: set[str] = field(default_factory=set)
     _noted: list[tuple[int, ...]] = field(default_factory=list)
     _totals: list[int] = field(default_factory=list)  # durations of successful requests whose counts are added already
 
@@ -339,6 +342,18 @@ class Statistics:
         """Record the text of a request's error."""
         self.last_error = error[:ERROR_CHARS]
         self.last_error_ms = now_ms
+
+    def is_first(self, what: str) -> bool:
+        """Whether this is the first call with `what` for the current generation: it is to be logged once."""
+        if what in self._told:
+            return False
+        self._told.add(what)
+        return True
+
+    def was_loaded(self, load_s: float) -> None:
+        """A new generation serves from now on."""
+        self.load_s = load_s
+        self._told.clear()
 
     def batch_rows(self) -> Histogram:
         """Executions by their rows."""

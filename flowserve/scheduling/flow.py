@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
-from flowserve.errors import FlowserveError, Invalid, ModelFailed
+from flowserve.errors import FlowserveError, Invalid
 from flowserve.graph.plan import Plan, PlanNode
 from flowserve.values import fits, shape_text
 
@@ -86,9 +86,10 @@ class Ticket:
 
     def located(self, error: FlowserveError, instance: Any = None) -> FlowserveError:
         """A copy of a batch's error for this flow, with the step's location in the graph; for a plain model the error
-        itself, which all members of the batch share. `instance` ran the step, if one did.
+        itself, which all members of the batch share, and so is an error that has a location. `instance` ran the step,
+        if one did.
         """
-        if not self.flow.plan.graph.is_ensemble:
+        if error.lineage or not self.flow.plan.graph.is_ensemble:
             return error
         return self.flow.located(type(error)(str(error)), self.node, getattr(instance, "name", ""))
 
@@ -190,7 +191,7 @@ class Flow:
         for j, slot, consumers in node.writes:
             handle = outputs[j][m]
             if handle is None and self.plan.needed_by[slot]:
-                raise self._deadlock(node, slot)
+                raise self._missing_input(node, slot)
             tensors[slot] = handle
             for consumer in consumers:
                 missing[consumer] -= 1
@@ -326,14 +327,25 @@ class Flow:
                 text += f"Expected {shape_text(wanted)}, got {shape_text(handle.shape)}"
                 raise self.located(Invalid(text), node)
 
-    def _deadlock(self, node: PlanNode, slot: int) -> ModelFailed:
-        output = self.plan.graph.nodes[node.index].outputs[node.outputs.index(slot)].name
+    def _missing_input(self, node: PlanNode, slot: int) -> Invalid:
+        """The error of the first step that cannot run without an output that `node` did not make, in Triton's words."""
+        plan = self.plan
+        output = plan.graph.nodes[node.index].outputs[node.outputs.index(slot)].name
+        reader = next(one for one in plan.nodes if one.name == plan.needed_by[slot])
+        specs = plan.graph.nodes[reader.index].inputs
+        lacking = [spec.name for spec, read in zip(specs, self._written_slots(reader), strict=True) if read == slot]
+        given = [spec.name for spec in specs if spec.name not in lacking]
         text = (
-            f"unexpected deadlock, at least one output is not set while no more "
-            f"ensemble steps can be made: step '{node.name}' answered without its output '{output}', which "
-            f"step '{self.plan.needed_by[slot]}' cannot do without"
+            f"expected {len(specs)} inputs but got {len(given)} inputs for model '{reader.model.name}'. Got input(s) "
+            f"[{_names(given)}], but missing required input(s) [{_names(lacking)}]. Please provide all required "
+            f"input(s). Step '{node.name}' returned no output '{output}'"
         )
-        return self.located(ModelFailed(text), node)
+        return self.located(Invalid(text), reader)
+
+    def _written_slots(self, node: PlanNode) -> list[int]:
+        """For each input of a node the slot that its producer writes."""
+        written = {own: slot for slot, own, _ in node.converts}
+        return [written.get(slot, slot) for slot in node.inputs]
 
     def check(self) -> None:
         """Assert the numbered promises. For tests and simulation."""
@@ -347,6 +359,10 @@ class Flow:
 
     def __repr__(self) -> str:
         return f"Flow({self.plan.graph.name}, open={self.open}, done={self.done})"
+
+
+def _names(names: Sequence[str]) -> str:
+    return ",".join([f"'{name}'" for name in names])
 
 
 def _lineage(plan: Plan, node: PlanNode, tensors: Sequence[Any], instance: str = "") -> str:

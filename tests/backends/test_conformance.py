@@ -203,9 +203,8 @@ def test_an_invalid_output_is_reported_with_model_and_output(
     }
     repository.write("m", f"1/{registry.find(backend).default_filename}", free[backend])
     inputs, outputs = [spec("x", [-1])], [spec("y", [4])]
-    model = opened(
-        config_of(backend, inputs=inputs, outputs=outputs, max_batch_size=8, instance_groups=groups(backend))
-    )
+    config = config_of(backend, inputs=inputs, outputs=outputs, max_batch_size=8, instance_groups=groups(backend))
+    model = opened(config, strict_outputs="true")
     text = "model 'm', output 'y': the configuration promises shape [1,4], the model answered [1,6]"
     if backend == "callable":  # there the decorator declares the outputs
         text = "model 'm', output 'y': its function promises shape [1,4] and returned [1,6]"

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from flowserve.backends import registry
-from flowserve.backends.base import Verifies, Work
-from flowserve.backends.python.answers import AnswerReader
+from flowserve.backends.base import OutputNotes, Verifies, Work
+from flowserve.backends.python.answers import WRONG_ROWS, AnswerReader
 from flowserve.backends.python.pb_utils.inference import InferenceResponse
 from flowserve.backends.python.source import forget_model
-from flowserve.config.types import Completion, DynamicBatching, ModelConfig
+from flowserve.config.types import Completion, DynamicBatching, ModelConfig, SequenceBatching, SequenceState
 from flowserve.errors import (
     AlreadyExists,
     Cancelled,
@@ -87,11 +87,12 @@ def python(repository: Repository, opened: Open) -> Callable[..., Opened]:
         outputs: Sequence[Any] = (spec("y"),),
         max_batch_size: int = 8,
         instance: str = "",
+        strict: bool = False,
         **fields: Any,
     ) -> Opened:
         repository.write(name, FILE, source)
         config = config_of(name=name, inputs=inputs, outputs=outputs, max_batch_size=max_batch_size, **fields)
-        return opened(config, instance)
+        return opened(config, instance, strict_outputs=str(strict).lower())
 
     return start
 
@@ -326,7 +327,7 @@ def test_an_unknown_output_is_logged_once(python: Open, caplog: pytest.LogCaptur
     for _ in range(2):
         assert model.run({"x": rows(1)}).outputs == [[None]]
     told = "model 'm' answered output 'yy', which its configuration does not have; it is left out (did you mean 'y'?)"
-    assert caplog.messages == [told, LEFT_OUT]
+    assert caplog.messages == [told]
 
 
 def test_a_response_may_be_of_a_subclass(python: Open) -> None:
@@ -346,50 +347,36 @@ def test_an_output_whose_name_is_no_string_is_unknown(python: Open, caplog: pyte
     ]
 
 
-def test_an_output_of_another_type_or_shape_fails_its_requests_and_is_logged_once(
-    python: Open, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = python(executing(answer("x.astype(float)")))
-    told = "model 'm', output 'y': the configuration promises FP32, the model answered float64"
-    for _ in range(2):
-        assert [str(error) for error in model.run({"x": rows(1)}).errors.values()] == [told]
-    assert caplog.messages == [told]
-
-
-LEFT_OUT = "model 'm' left out output 'y', which its configuration has and a request asked for; the answer lacks it"
-
-
 @pytest.mark.parametrize("large", [1, 200_000], ids=["answered alike", "looked at one by one"])
-def test_a_missing_output_is_logged_once_and_only_if_it_was_requested(
-    python: Open, caplog: pytest.LogCaptureFixture, large: int
-) -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_missing_output_is_noted_or_refused_only_if_it_was_requested(python: Open, large: int, strict: bool) -> None:
     body = f"""
         tensors = [pb_utils.Tensor('other', np.zeros((1, {large}), np.float32))]
         if x[0, 0] > 5:
             tensors.append(pb_utils.Tensor('y', x))
         responses.append(pb_utils.InferenceResponse(tensors))
     """
-    model = python(executing(body), outputs=(spec("y"), spec("other", dims=(large,))))
-    for _ in range(2):
-        results = model.run({"x": rows(9)}, wanted=("y", "other"))
-        assert results.outputs[0][0] is not None
-    model.run({"x": rows(1)}, wanted=("other",))
-    assert caplog.messages == []
-    for _ in range(2):
-        results = model.run({"x": rows(1)}, {"x": rows(9)}, wanted=("y", "other"))
-        assert [one is not None for one in results.outputs[0]] == [False, True]
+    model = python(executing(body), outputs=(spec("y"), spec("other", dims=(large,))), strict=strict)
+    results = model.run({"x": rows(9)}, wanted=("y", "other"))
+    assert results.outputs[0][0] is not None
+    only = model.run({"x": rows(1)}, wanted=("other",))
+    assert (only.errors, only.notes) == ({}, None)
+    results = model.run({"x": rows(1)}, {"x": rows(9)}, wanted=("y", "other"))
+    assert [one is not None for one in results.outputs[0]] == [False, True]
+    if strict:
+        text = "model 'm' returned no output 'y', which its configuration has"
+        assert {m: str(error) for m, error in results.errors.items()} == {0: text}
+    else:
         assert results.errors == {}
-    assert caplog.messages == [LEFT_OUT]
-    model.run({"x": rows(1)}, wanted=("y",))
-    assert caplog.messages == [LEFT_OUT]
+        assert results.notes is not None
+        assert results.notes.left_out == {"y": 1}
 
 
-def test_each_response_of_a_decoupled_model_may_have_other_outputs(caplog: pytest.LogCaptureFixture) -> None:
-    for decoupled, told in ((True, []), (False, [LEFT_OUT])):
+def test_each_response_of_a_decoupled_model_may_have_other_outputs() -> None:
+    for decoupled, left_out in ((True, None), (False, OutputNotes(left_out={"y": 1}))):
         config = config_of(outputs=(spec("y"),), max_batch_size=8, decoupled=decoupled)
         results = AnswerReader(config).read([InferenceResponse([])], Work([], [-1], [], [("y",)]))
-        assert (results.outputs, results.errors) == ([[None]], {})
-        assert caplog.messages == told
+        assert (results.outputs, results.errors, results.notes) == ([[None]], {}, left_out)
 
 
 def test_a_failed_request_has_no_missing_outputs(python: Open, caplog: pytest.LogCaptureFixture) -> None:
@@ -586,7 +573,16 @@ def test_a_model_that_raises_fails_its_batch_without_a_traceback_and_serves_the_
 @pytest.mark.fault("D6")
 def test_an_execute_that_returns_no_list_fails_the_batch(python: Open) -> None:
     model = python(HEAD + DOUBLE.replace("return responses", "return responses[0]"))
-    with pytest.raises(ModelFailed, match="Expected a list in the execute return, found type 'InferenceResponse'"):
+    with pytest.raises(
+        ModelFailed, match=r"Expected a list in the execute return, found type '<class .*InferenceResponse'>'"
+    ):
+        model.run({"x": rows(1)})
+
+
+@pytest.mark.fault("D6")
+def test_an_execute_that_returns_a_tuple_fails_the_batch_as_on_triton(python: Open) -> None:
+    model = python(HEAD + DOUBLE.replace("return responses", "return tuple(responses)"))
+    with pytest.raises(ModelFailed, match="Expected a list in the execute return, found type '<class 'tuple'>'"):
         model.run({"x": rows(1)})
 
 
@@ -611,22 +607,61 @@ def test_no_response_at_all_fails_the_batch(python: Open, returned: str) -> None
 
 @pytest.mark.fault("S10", "B9")
 @pytest.mark.parametrize(
-    ("expression", "text"),
+    ("expression", "text", "passed"),
     [
-        ("x.astype(np.float64)", "the configuration promises FP32, the model answered float64"),
-        ("x[:, :3]", "the configuration promises shape [1,4], the model answered [1,3]"),
-        ("np.concatenate([x, x])", "the configuration promises shape [1,4], the model answered [2,4]"),
-        ("x[0]", "the configuration promises shape [1,4], the model answered [4]"),
-        ("np.ones((), np.float32)", "the configuration promises shape [1,4], the model answered []"),
-        ("np.array([['a'] * 4])", "the configuration promises FP32, the model answered <U1"),
+        ("x.astype(np.float64)", "the configuration promises FP32, the model answered float64", rows(2).tolist()),
+        ("x[:, :3]", "the configuration promises shape [1,4], the model answered [1,3]", rows(2)[:, :3].tolist()),
+        ("x[:, :0]", "the configuration promises shape [1,4], the model answered [1,0]", [[]]),
+        ("np.array([])", "the configuration promises FP32, the model answered float64", []),
+        ("np.array([['a'] * 4])", "the configuration promises FP32, the model answered BYTES", [[b"a"] * 4]),
+        (
+            "np.concatenate([x, x])",
+            f"the configuration promises shape [1,4], the model answered [2,4]; {WRONG_ROWS}",
+            None,
+        ),
+        ("x[0]", f"the configuration promises shape [1,4], the model answered [4]; {WRONG_ROWS}", None),
+        (
+            "np.ones((), np.float32)",
+            f"the configuration promises shape [1,4], the model answered []; {WRONG_ROWS}",
+            None,
+        ),
+        ("x.astype(complex)", "the configuration promises FP32, the model answered complex128", None),
     ],
 )
-def test_an_output_of_another_type_or_shape_fails_its_request_only(python: Open, expression: str, text: str) -> None:
-    results = python(executing(answer(f"{expression} if x[0, 0] == 2 else x"))).whole(rows(1, 2, 3))
-    assert values(results) == [rows(1).tolist(), None, rows(3).tolist()]
-    assert {m: (type(error), str(error)) for m, error in results.errors.items()} == {
-        1: (ModelFailed, f"model 'm', output 'y': {text}")
-    }
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_output_of_another_type_or_shape_is_passed_on_if_it_can_be_used(
+    python: Open, expression: str, text: str, passed: Any, strict: bool
+) -> None:
+    model = python(executing(answer(f"{expression} if x[0, 0] == 2 else x")), strict=strict)
+    results = model.whole(rows(1, 2, 3))
+    if passed is None or strict:
+        assert values(results) == [rows(1).tolist(), None, rows(3).tolist()]
+        assert {m: (type(error), str(error)) for m, error in results.errors.items()} == {
+            1: (ModelFailed, f"model 'm', output 'y': {text}")
+        }
+    else:
+        assert values(results) == [rows(1).tolist(), passed, rows(3).tolist()]
+        assert (results.errors, results.notes) == ({}, OutputNotes(unlike={"y": text}))
+
+
+@pytest.mark.parametrize("large", [1, 200_000], ids=["answered alike", "looked at one by one"])
+def test_the_order_of_outputs_is_noted_if_it_is_not_the_configurations(python: Open, large: int) -> None:
+    body = f"""
+        others = np.zeros((1, {large}), np.float32)
+        named = [pb_utils.Tensor('other', others), pb_utils.Tensor('y', x)]
+        responses.append(pb_utils.InferenceResponse(named if x[0, 0] > 5 else named[::-1]))
+    """
+    model = python(executing(body), outputs=(spec("y"), spec("other", dims=(large,))))
+    assert model.run({"x": rows(1)}, {"x": rows(2)}).notes is None
+    for marks, orders in (((9,), {0: ("other", "y")}), ((1, 9), {1: ("other", "y")})):
+        found = model.run(*[{"x": rows(mark)} for mark in marks])
+        assert found.notes == OutputNotes(orders=orders)
+
+
+def test_a_state_of_a_sequence_is_never_passed_on_in_another_type(python: Open) -> None:
+    sequence = SequenceBatching(1_000_000, is_direct=True, states=(SequenceState("s", "y", DType.FP32, (4,)),))
+    model = python(executing(answer("x.astype(np.float64)")), sequence=sequence)
+    assert [*model.run({"x": rows(1)}).errors] == [0]
 
 
 @pytest.mark.parametrize(
@@ -638,17 +673,13 @@ def test_an_output_of_another_type_or_shape_fails_its_request_only(python: Open,
         ("[('y', x)]", "tuple"),
     ],
 )
-def test_an_output_that_is_no_tensor_fails_its_request_only_and_is_logged_once(
-    python: Open, caplog: pytest.LogCaptureFixture, answered: str, found: str
-) -> None:
+def test_an_output_that_is_no_tensor_fails_its_request_only(python: Open, answered: str, found: str) -> None:
     body = f"responses.append(pb_utils.InferenceResponse({answered} if x[0, 0] == 2 else [pb_utils.Tensor('y', x)]))"
     model = python(executing(body))
     text = f"model 'm' answered {found} where pb_utils.Tensor was expected"
-    for _ in range(2):
-        results = model.whole(rows(1, 2, 3))
-        assert values(results) == [rows(1).tolist(), None, rows(3).tolist()]
-        assert {m: (type(error), str(error)) for m, error in results.errors.items()} == {1: (ModelFailed, text)}
-    assert [record.getMessage() for record in caplog.records] == [text]
+    results = model.whole(rows(1, 2, 3))
+    assert values(results) == [rows(1).tolist(), None, rows(3).tolist()]
+    assert {m: (type(error), str(error)) for m, error in results.errors.items()} == {1: (ModelFailed, text)}
 
 
 def test_a_duplicate_output_fails_its_request_only(python: Open) -> None:
@@ -727,8 +758,6 @@ def test_a_request_kept_by_a_thread_still_has_its_sender(python: Open) -> None:
         ("sender.send()", "Inference Response object must be provided when the response flags is set to zero."),
         ("sender.send(flags=1)", "sent the final flag before any response"),
         ("sender.send(response, 2)", "Unsupported flag provided"),
-        ("sender.send(response); sender.send(response, 1)", "cannot send more than one"),
-        ("sender.send(response, 1); sender.send(response, 1)", "Response sender has been closed"),
         ("sender.send('no', 1)", "InferenceResponse expected, got str"),
     ],
 )
@@ -737,6 +766,25 @@ def test_a_sender_follows_tritons_rules(python: Open, sends: str, text: str) -> 
     with pytest.raises(ModelFailed) as caught:
         python(executing(body + sends)).whole(rows(1))
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sends", "text"),
+    [
+        ("sender.send(response); sender.send(response, 1)", "cannot send more than one"),
+        ("sender.send(response, 1); sender.send(response, 1)", "Response sender has been closed"),
+        ("sender.send(response, 1); raise RuntimeError('afterwards')", "RuntimeError: afterwards"),
+    ],
+)
+def test_a_response_that_was_sent_before_the_model_raised_counts(
+    python: Open, caplog: pytest.LogCaptureFixture, sends: str, text: str
+) -> None:
+    body = "if x[0, 0] == 1:\n    sender = request.get_response_sender()\n"
+    body += "    response = pb_utils.InferenceResponse([pb_utils.Tensor('y', x)])\n    "
+    results = python(executing(body + sends)).whole(rows(1, 2))
+    assert values(results) == [rows(1).tolist(), None]
+    assert text in str(results.errors[1])  # of the request that had no response
+    assert text in caplog.text
 
 
 def test_an_object_that_is_no_response_fails_its_request_only(python: Open) -> None:
@@ -956,8 +1004,12 @@ def test_fields_that_the_user_wrote_are_kept(repository: Repository) -> None:
     written = config_of(inputs=[spec("x")], max_batch_size=2)
     written = replace(written, dynamic_batching=DynamicBatching(), json={**written.json, "dynamic_batching": {}})
     found = complete(repository, FILL, written)
-    assert (found.max_batch_size, found.dynamic_batching) == (None, False)
+    assert found.dynamic_batching is False
     assert found.inputs == (spec("x"),)
+
+
+def test_a_model_may_raise_the_batch_size_that_the_user_wrote(repository: Repository) -> None:
+    assert complete(repository, FILL, config_of(max_batch_size=2)).max_batch_size == 16
 
 
 def test_a_model_without_auto_complete_config_is_not_imported(repository: Repository) -> None:

@@ -164,7 +164,8 @@ async def test_one_failing_request_of_a_pure_model_fails_alone_and_is_logged_onc
         assert "thirteen" in failures[0]
         row = engine.deployments.statistics("pure")[0]["inference_stats"]
         assert (row["success"]["count"], row["fail"]["count"]) == (15, 1)
-    assert caplog.messages == ["model 'pure', instance 'pure_0' failed"]
+    told = "model 'pure', instance 'pure_0' failed"
+    assert caplog.messages == [told, f"a request to 'pure' failed: {told}: thirteen"]
     assert "ValueError: thirteen" in caplog.text
 
 

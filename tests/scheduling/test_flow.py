@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from flowserve.errors import Invalid, ModelFailed
+from flowserve.errors import Invalid
 from flowserve.graph.plan import NO_SLOT, make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.scheduling.flow import Flow, Ticket
@@ -165,12 +165,13 @@ def test_a_step_runs_without_an_optional_input_that_its_producer_omitted() -> No
 def test_an_omitted_output_that_a_step_needs_fails_the_request_and_names_both() -> None:
     flow = flow_of(chain_graph("chain", [simple_model(0), simple_model(1)]), rows_of())
     (step,) = flow.begin()
-    with pytest.raises(ModelFailed) as failed:
+    with pytest.raises(Invalid) as failed:
         finish(flow, step, None)
     assert str(failed.value) == (
-        "unexpected deadlock, at least one output is not set while no more ensemble steps can be made: step 'a#0' "
-        "answered without its output 'X', which step 'b#1' cannot do without"
+        "expected 1 inputs but got 0 inputs for model 'b'. Got input(s) [], but missing required input(s) ['X']. "
+        "Please provide all required input(s). Step 'a#0' returned no output 'X'"
     )
+    assert "step 'b#1'" in failed.value.lineage
 
 
 # ------------------------------------------------------------------------------------------------- rows and shapes

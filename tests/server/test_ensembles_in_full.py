@@ -270,11 +270,12 @@ def test_a_step_runs_without_an_omitted_optional_input(wire: Any) -> None:
 
 
 @pytest.mark.fault("E8")
-def test_a_missing_required_tensor_of_a_step_is_a_deadlock_error(wire: Any) -> None:
+def test_a_step_without_a_required_input_is_refused_as_on_triton(wire: Any) -> None:
     answer = ask(wire, "needs_it", IN=BAD)
-    assert answer.status == 500
-    assert answer.error.startswith("in ensemble 'needs_it', unexpected deadlock, at least one output is not set")
-    assert "(step 'omits' at needs_it/config.pbtxt:6:3" in answer.error
+    assert answer.status == 400
+    assert answer.error.startswith("in ensemble 'needs_it', expected 1 inputs but got 0 inputs for model 'echo'.")
+    assert "missing required input(s) ['IN']. Please" in answer.error
+    assert "Step 'omits' returned no output 'OUT' (step 'echo' at needs_it/config.pbtxt:" in answer.error
     assert outputs(ask(wire, "needs_it", IN=ROW)) == {"OUT": ROW}
 
 

@@ -1,11 +1,13 @@
 """Checks of the responses of a Python model, and ownership of their arrays.
 
-Decides which outputs are valid (names, data types and shapes as in the configuration; an invalid output fails its own
-request only), which differences between model and configuration are logged and how often, and when an array may be
-taken without a copy. A model may go on using an array of its response: a table that it keeps, a buffer that it fills
-again. So small outputs are placed contiguously in one block, which the next batch reads without a copy; large ones are
-taken as they are if reference counts show that only the response holds them, and copied otherwise. In a process that
-runs this model only, outputs are written to shared memory before the model continues, so all are taken as they are.
+Decides which outputs are passed on although their data type or shape is not the configuration's (any that a client or
+another model could read: a data type of the protocol, and the rows of its request), what is noted about them and about
+missing outputs, and which outputs fail their own request (the others, states of sequences, and in strict mode all that
+differ or are missing). Decides also when an array may be taken without a copy. A model may go on using an array of its
+response: a table that it keeps, a buffer that it fills again. So small outputs are placed contiguously in one block,
+which the next batch reads without a copy; large ones are taken as they are if reference counts show that only the
+response holds them, and copied otherwise. In a process that runs this model only, outputs are written to shared memory
+before the model continues, so all are taken as they are.
 
 It does not know how the model was called.
 
@@ -15,13 +17,14 @@ Callers: instance.py and device.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from sys import getrefcount
 from typing import Any, Final
 
 import numpy as np
 
-from flowserve.backends.base import Results, Work
+from flowserve.backends.base import OutputNotes, Results, Work
 from flowserve.backends.python.pb_utils.inference import InferenceResponse, OnGpu, as_bytes, error_of, on_host
 from flowserve.backends.python.pb_utils.inference import Tensor as Answer
 from flowserve.config.suggest import meant
@@ -31,10 +34,11 @@ from flowserve.graph.types import outer_shape
 from flowserve.memory.column import Column, scatter
 from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
 from flowserve.memory.tensor import Tensor
-from flowserve.values import Array, DType, TensorSpec, fits, shape_text
+from flowserve.values import BY_NUMPY, Array, TensorSpec, fits, shape_text
 
 log = logging.getLogger("flowserve.python")
 
+WRONG_ROWS: Final = "return one row for each row of the request, or set max_batch_size: 0"
 NAMES_MAX: Final = 100  # of unknown outputs that are logged: some models make names up as they run
 
 Errors = dict[int, FlowserveError]
@@ -42,17 +46,21 @@ Errors = dict[int, FlowserveError]
 _NONE: Final[Mapping[int, Any]] = {}
 # The position of an output tensor: the member whose response has it, and its index there.
 Place = tuple[int, int]
+# How an output differs from the configuration, "" if it does not, and whether it cannot be passed on.
+Mismatch = tuple[str, bool]
+_AGREES: Final[Mismatch] = "", False
 
 
 class _Output:
     """One output of the configuration. `inner`: the shape that the model returns, without batch dimension; `one`: the
-    shape of one row, with batch dimension.
+    shape of one row, with batch dimension. `is_state`: the next request of a sequence gets it, so it never differs.
     """
 
-    __slots__ = ("fixed", "inner", "j", "numpy", "one", "rank", "spec")
+    __slots__ = ("fixed", "inner", "is_state", "j", "numpy", "one", "rank", "spec")
 
-    def __init__(self, j: int, spec: TensorSpec, *, batches: bool) -> None:
+    def __init__(self, j: int, spec: TensorSpec, *, batches: bool, is_state: bool) -> None:
         self.j = j
+        self.is_state = is_state
         self.spec = spec
         self.numpy = spec.dtype.numpy
         self.inner = spec.dims if spec.reshape is None else spec.reshape
@@ -64,18 +72,22 @@ class _Output:
 class AnswerReader:
     """Converts the responses to each batch to columns of output tensors."""
 
-    def __init__(self, config: ModelConfig, *, copies: bool = True) -> None:
-        """`copies`: False if outputs are written elsewhere before the model continues."""
+    def __init__(self, config: ModelConfig, *, copies: bool = True, strict: bool = False) -> None:
+        """`copies`: False if outputs are written elsewhere before the model continues. `strict`: an output that differs
+        from the configuration, or is missing, is an error.
+        """
         self._model = config.name
         self._copies = copies
         self._specs = config.outputs
         self._batches = config.max_batch_size > 0
-        self._outputs = {spec.name: _Output(j, spec, batches=self._batches) for j, spec in enumerate(config.outputs)}
-        # Outputs whose difference from the configuration was logged, which is done once for each.
-        self._logged_unknown: set[str] = set()
-        self._logged_missing: set[str] = set()
-        self._logged_unlike: set[str] = set()
-        # Each response of a decoupled model may have other outputs, so that an absent one is not logged.
+        states = {state.output for state in config.sequence.states} if config.sequence is not None else ()
+        self._outputs = {
+            spec.name: _Output(j, spec, batches=self._batches, is_state=spec.name in states)
+            for j, spec in enumerate(config.outputs)
+        }
+        self._is_strict = strict
+        self._logged_unknown: set[str] = set()  # outputs that are not in the configuration, each logged once
+        # Each response of a decoupled model may have other outputs, so that an absent one is not noted.
         self._answers_once = not config.decoupled
 
     def read(self, responses: list[InferenceResponse], work: Work) -> Results:
@@ -87,11 +99,8 @@ class AnswerReader:
             outputs: list[list[Tensor | None]] = [[None] * len(responses) for _ in self._specs]
             placed = [0] * len(outputs)
             errors: Errors = {}
-            for j, column in enumerate(self._sort(responses, work, errors)):
-                if self._answers_once and len(column) + len(errors) < len(responses):
-                    there = {m for m, _ in column}
-                    missing = (names for m, names in enumerate(work.wanted) if m not in there and m not in errors)
-                    self._log_left_out(self._specs[j].name, missing)
+            notes = OutputNotes()
+            for j, column in enumerate(self._sort(responses, work, errors, notes)):
                 if column:
                     placed[j] = self._take(responses, column, self._outputs[self._specs[j].name], outputs[j])
         except OnGpu:
@@ -101,7 +110,7 @@ class AnswerReader:
             return self.read(responses, work)
         # An object that is no response has become an error.
         said = {m: found for m, response in enumerate(responses) if (found := getattr(response, "_parameters", None))}
-        return Results(outputs, errors, placed=placed, parameters=said)
+        return Results(outputs, errors, placed=placed, parameters=said, notes=notes.or_none())
 
     def _read_uniform(self, responses: list[InferenceResponse], work: Work) -> Results | None:
         """The results of a batch whose responses are valid, small, and all of the same outputs in the same order, alike
@@ -119,6 +128,7 @@ class AnswerReader:
             return None
         width, names = len(first), work.wanted
         taken: list[list[Array] | None] = [None] * len(self._specs)
+        last, is_ordered = -1, True
         try:
             for k, answer in enumerate(first):
                 name = answer._name
@@ -126,6 +136,9 @@ class AnswerReader:
                 array = answer._array
                 if output is None or output.spec.reshape is not None or taken[output.j] is not None or array is None:
                     return None
+                if output.j < last:
+                    is_ordered = False
+                last = output.j
                 dtype, shape = output.numpy, array.shape
                 if dtype.hasobject or (self._copies and array.nbytes * sum(rows) >= POOLED_BYTES_MIN * rows[0]):
                     return None
@@ -158,10 +171,18 @@ class AnswerReader:
             return None
         outputs: list[Sequence[Tensor | None]] = []
         placed = []
+        notes: OutputNotes | None = None
+        if not is_ordered:
+            order = tuple([answer._name for answer in first])
+            notes = OutputNotes(orders=dict.fromkeys(range(count), order))
         for spec, found in zip(self._specs, taken, strict=True):
             if found is None:
-                if self._answers_once:
-                    self._log_left_out(spec.name, names)
+                missing = 0 if self._outputs[spec.name].is_state else sum([spec.name in wanted for wanted in names])
+                if missing and self._answers_once:
+                    if self._is_strict:
+                        return None
+                    notes = notes or OutputNotes()
+                    notes.left_out[spec.name] = missing
                 outputs.append([None] * count)
                 placed.append(0)
             elif count == 1 and not self._copies:
@@ -174,11 +195,11 @@ class AnswerReader:
             else:
                 outputs.append(Column(rows, None, found))
                 placed.append(0)
-        return Results(outputs, _NONE, placed=placed, parameters=_NONE)
+        return Results(outputs, _NONE, placed=placed, parameters=_NONE, notes=notes)
 
-    def _sort(self, responses: list[Any], work: Work, errors: Errors) -> list[list[Place]]:
+    def _sort(self, responses: list[Any], work: Work, errors: Errors, notes: OutputNotes) -> list[list[Place]]:
         """The positions of the tensors of each output. Tensors that the request does not want are ignored, and so are
-        outputs that the configuration does not have, which are logged.
+        outputs that the configuration does not have, which are logged. Adds to `errors` and `notes`.
         """
         columns: list[list[Place]] = [[] for _ in self._specs]
         for m, response in enumerate(responses):
@@ -192,12 +213,12 @@ class AnswerReader:
                 continue
             wanted = work.wanted[m]
             rows = work.rows[m]
+            order: list[_Output] = []
             for k, tensor in enumerate(response._outputs):
                 if not isinstance(tensor, Answer):
                     found = type(tensor).__name__
                     text = f"model '{self._model}' answered {found} where pb_utils.Tensor was expected"
                     errors[m] = ModelFailed(text)
-                    self._log_unlike(found, errors[m])
                     break
                 output = self._outputs.get(tensor._name)
                 if output is None:
@@ -208,38 +229,67 @@ class AnswerReader:
                 array = tensor._array
                 is_usual = array is not None and array.dtype is output.numpy and array.shape == output.one and rows == 1
                 # This comparison suffices for nearly all outputs; `_mismatch` handles the others.
-                wrong = "" if is_usual and not output.numpy.hasobject else self._mismatch(tensor, output, rows)
-                if wrong:
+                is_usual = is_usual and not output.numpy.hasobject
+                wrong, is_refused = _AGREES if is_usual else self._mismatch(tensor, output, rows)
+                if wrong and (is_refused or self._is_strict or output.is_state):
                     errors[m] = ModelFailed(f"model '{self._model}', output '{tensor._name}': {wrong}")
-                    if self._answers_once:  # errors of a decoupled model are logged where they are sent
-                        self._log_unlike(tensor._name, errors[m])
                     break
+                if wrong:
+                    notes.unlike.setdefault(tensor._name, wrong)
                 column = columns[output.j]
                 if column and column[-1][0] == m:
                     errors[m] = ModelFailed(f"model '{self._model}' answered output '{tensor._name}' twice")
                     break
                 column.append((m, k))
+                order.append(output)
+            if m not in errors and any(one.j > following.j for one, following in pairwise(order)):
+                notes.orders[m] = tuple(one.spec.name for one in order)
+        if self._answers_once:
+            self._note_left_out(columns, work, errors, notes)
         return [[place for place in column if place[0] not in errors] for column in columns] if errors else columns
 
-    def _mismatch(self, tensor: Answer, output: _Output, rows: int) -> str:
-        """How the tensor differs from the configuration, "" if it does not. Converts strings to `bytes`."""
+    def _note_left_out(
+        self, columns: Sequence[Sequence[Place]], work: Work, errors: Errors, notes: OutputNotes
+    ) -> None:
+        """Note the outputs that requests want and the model did not return. A model may leave out a state."""
+        for output, column in zip(self._outputs.values(), columns, strict=True):
+            if output.is_state or len(column) == len(work.wanted):
+                continue
+            name, there = output.spec.name, {m for m, _ in column}
+            lacking = [m for m, names in enumerate(work.wanted) if name in names and m not in there and m not in errors]
+            if self._is_strict:
+                text = f"model '{self._model}' returned no output '{name}', which its configuration has"
+                errors.update((m, ModelFailed(text)) for m in lacking)
+            elif lacking:
+                notes.left_out[name] = len(lacking)
+
+    def _mismatch(self, tensor: Answer, output: _Output, rows: int) -> Mismatch:
+        """How the tensor differs from the configuration. Converts strings to `bytes`."""
         array = tensor.as_numpy()
-        if output.spec.dtype is DType.BYTES and array.dtype.kind in "OSU":
+        if array.dtype.kind in "OSU":
             try:
                 array = tensor._array = as_bytes(array)
             except UnicodeEncodeError as error:
-                return f"a string is no Unicode text: {error}"
+                return f"a string is no Unicode text: {error}", True
         return self._difference(array.dtype, array.shape, output, rows)
 
-    def _difference(self, dtype: np.dtype[Any], shape: tuple[int, ...], output: _Output, rows: int) -> str:
-        if dtype != output.numpy:
-            return f"the configuration promises {output.spec.dtype}, the model answered {dtype}"
+    def _difference(self, dtype: np.dtype[Any], shape: tuple[int, ...], output: _Output, rows: int) -> Mismatch:
         # A response of a decoupled model (`rows` below 0) has any number of rows.
         inner = (*(shape[:1] if rows < 0 else (rows,)), *output.inner) if self._batches else output.inner
-        if fits(shape, inner):
-            return ""
+        has_shape = fits(shape, inner)
+        # An output without elements may have no row for those of the request: nothing is missing from it.
+        has_rows = not self._batches or 0 in shape or (len(shape) > 0 and (rows < 0 or shape[0] == rows))
+        is_refused = not has_rows or (output.spec.reshape is not None and not has_shape)
+        if dtype != output.numpy and has_rows:
+            theirs = "BYTES" if dtype.hasobject else str(dtype)
+            text = f"the configuration promises {output.spec.dtype}, the model answered {theirs}"
+            return text, is_refused or dtype not in BY_NUMPY
+        if has_shape and has_rows:
+            return _AGREES
         promised = (rows, *output.inner) if self._batches else inner
-        return f"the configuration promises shape {shape_text(promised)}, the model answered {shape_text(shape)}"
+        hint = "" if has_rows else f"; {WRONG_ROWS}"
+        text = f"the configuration promises shape {shape_text(promised)}, the model answered {shape_text(shape)}{hint}"
+        return text, is_refused
 
     def _on_host(self, tensor: Answer) -> Answer:
         return on_host(tensor)
@@ -255,8 +305,8 @@ class AnswerReader:
                 own = array if spec.reshape is None else array.reshape(outer_shape(array.shape, spec))
                 outputs[m] = Tensor(own, 0, len(own)) if self._batches else Tensor(own)
             return 0
-        shapes = {array.shape[1:] for array in arrays}
-        if len(shapes) == 1 and (spec.dtype is DType.BYTES or sum([a.nbytes for a in arrays]) < POOLED_BYTES_MIN):
+        kinds = {(array.dtype, array.shape[1:]) for array in arrays}
+        if len(kinds) == 1 and (arrays[0].dtype.hasobject or sum([a.nbytes for a in arrays]) < POOLED_BYTES_MIN):
             block = np.concatenate(arrays) if len(arrays) > 1 else arrays[0].copy()
             if spec.reshape is not None:
                 block = block.reshape(outer_shape(block.shape, spec))
@@ -280,23 +330,6 @@ class AnswerReader:
             self._logged_unknown.add(name)
             text = "model '%s' answered output '%s', which its configuration does not have; it is left out%s"
             log.warning(text, self._model, name, meant(name, self._outputs))
-
-    def _log_left_out(self, name: str, wanted: Iterable[Collection[str]]) -> None:
-        """The model left out an output of the configuration in some responses. `wanted`: the outputs that each of their
-        requests wants.
-        """
-        if name not in self._logged_missing and any(name in names for names in wanted):
-            self._logged_missing.add(name)
-            text = "model '%s' left out output '%s', which its configuration has and a request asked for; "
-            log.warning(text + "the answer lacks it", self._model, name)
-
-    def _log_unlike(self, name: str, error: FlowserveError) -> None:
-        """An output has another data type or shape than the configuration. `error` is what the client gets; it is
-        logged too, since the model's author may not be the client.
-        """
-        if name not in self._logged_unlike:
-            self._logged_unlike.add(name)
-            log.error("%s", error)
 
 
 def _own(responses: list[InferenceResponse], m: int, k: int) -> tuple[Array, int]:

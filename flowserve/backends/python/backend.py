@@ -58,7 +58,9 @@ class PythonBackend:
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> PythonModel:
         """Instances may run on the event loop only if the option `execution` allows it."""
-        source = ModelSource(config, files, code_in(files.folder, files.version_folder))
+        strict_outputs = options.get("strict_outputs") == "true"
+        code = code_in(files.folder, files.version_folder)
+        source = ModelSource(config, files, code, strict_outputs=strict_outputs)
         text = source.text()
         allowing = ("inline",) if any(name in text for name in _BLOCKING_NAMES) else ("inline", "auto")
         return PythonModel(source, may_run_inline=options.get("execution", "") in allowing)
@@ -83,17 +85,19 @@ class PythonModel:
     def remote(self, name: str, group: InstanceGroup) -> Remote:
         """Makes the instance in a worker process, where the model cannot break the server."""
         source = self._source
-        return Remote(f"{__name__}:instance_here", (source.config, source.files, name, group, source.context.code))
+        arguments = (source.config, source.files, name, group, source.context.code, source.strict_outputs)
+        return Remote(f"{__name__}:instance_here", arguments)
 
     def close(self) -> None:
         """Nothing is held between instances."""
 
 
 def instance_here(
-    config: ModelConfig, files: ModelFiles, name: str, group: InstanceGroup, code: Code
+    config: ModelConfig, files: ModelFiles, name: str, group: InstanceGroup, code: Code, strict_outputs: bool
 ) -> PythonInstance:
     """The instance that `PythonModel.instance` would make, in a process that runs this model only."""
-    return _class_for(config)(ModelSource(config, files, code), name, group, owns_process=True)
+    source = ModelSource(config, files, code, strict_outputs=strict_outputs)
+    return _class_for(config)(source, name, group, owns_process=True)
 
 
 def _class_for(config: ModelConfig) -> type[PythonInstance]:
@@ -132,7 +136,7 @@ def completion_from(config: ModelConfig, written: Mapping[str, Any]) -> Completi
     return Completion(
         inputs=tuple(_spec(config, entry) for entry in written.get("input", ())) or None,
         outputs=tuple(_spec(config, entry) for entry in written.get("output", ())) or None,
-        max_batch_size=None if config.max_batch_size else written.get("max_batch_size") or None,
+        max_batch_size=written.get("max_batch_size") or None,
         dynamic_batching="dynamic_batching" in written and config.dynamic_batching is None,
         decoupled=None if policy is None else bool(policy.get("decoupled", False)),
     )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowserve.backends.base import ClockNs, DeviceWork, Results, Work
-from flowserve.backends.python.answers import AnswerReader, Place, _Output
+from flowserve.backends.python.answers import AnswerReader, Mismatch, Place, _Output
 from flowserve.backends.python.instance import BatchMember, PythonInstance, ReceivedRequest
 from flowserve.backends.python.pb_utils.inference import GpuTensor, InferenceResponse, Tensor, _Input
 from flowserve.backends.python.source import ModelSource
@@ -50,8 +50,8 @@ class DeviceAnswerReader(AnswerReader):
 
     _work: Work
 
-    def __init__(self, config: ModelConfig, stream: DeviceStream) -> None:
-        super().__init__(config)
+    def __init__(self, config: ModelConfig, stream: DeviceStream, *, strict: bool) -> None:
+        super().__init__(config, strict=strict)
         self._stream = stream
 
     def read(self, responses: list[InferenceResponse], work: Work) -> Results:
@@ -67,7 +67,7 @@ class DeviceAnswerReader(AnswerReader):
     def _on_host(self, tensor: Tensor) -> Tensor:
         return tensor if self._is_here(tensor) else super()._on_host(tensor)
 
-    def _mismatch(self, tensor: Tensor, output: _Output, rows: int) -> str:
+    def _mismatch(self, tensor: Tensor, output: _Output, rows: int) -> Mismatch:
         if not self._is_here(tensor):
             return super()._mismatch(tensor, output, rows)
         return self._difference(tensor.dtype(), tuple(tensor.shape()), output, rows)
@@ -107,7 +107,7 @@ class DevicePythonInstance(PythonInstance):
 
     def open(self) -> None:
         self._stream = DeviceStream(self._memory)
-        self._answers = DeviceAnswerReader(self._source.config, self._stream)
+        self._answers = DeviceAnswerReader(self._source.config, self._stream, strict=self._source.strict_outputs)
         try:
             super().open()
         except BaseException:

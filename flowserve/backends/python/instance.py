@@ -235,10 +235,12 @@ class ResponseSender(InferenceResponseSender):
         outputs = [column[0] for column in read.outputs]
         if read.errors:
             return read.errors[0]
-        rows = {tensor.stop - tensor.start for tensor in outputs if tensor is not None}
+        # An output without elements may have another number of rows.
+        rows = {tensor.stop - tensor.start for tensor in outputs if tensor is not None and 0 not in tensor.shape}
         if len(rows) > 1:
             return ModelFailed(f"model '{self._model}' sent outputs of {sorted(rows)} rows in one response")
-        return Sent(outputs, response._parameters, began_ns - self._since_ns, self._clock() - began_ns)
+        took_ns, output_ns = began_ns - self._since_ns, self._clock() - began_ns
+        return Sent(outputs, response._parameters, took_ns, output_ns, read.notes)
 
     def is_cancelled(self) -> bool:
         """Whether the client has cancelled the request. Further responses are dropped."""
@@ -332,6 +334,12 @@ class ExecutedRequest:
 BatchMember = ReceivedRequest | ExecutedRequest
 
 
+def has_response(request: ReceivedRequest) -> bool:
+    """Whether the model (not decoupled) has sent the response to a request through its sender."""
+    sender = request._sender
+    return sender is not None and sender.pending.response is not None
+
+
 def collect(
     requests: Sequence[ExecutedRequest], responses: list[Any], model: str, loop: asyncio.AbstractEventLoop | None
 ) -> None:
@@ -405,7 +413,7 @@ class PythonInstance:
         self.version = source.files.version
         self.inputs = config.inputs
         self.is_iterative = config.sequence is not None and config.sequence.is_iterative
-        self._answers = AnswerReader(source.config, copies=not owns_process)
+        self._answers = AnswerReader(source.config, copies=not owns_process, strict=source.strict_outputs)
         self._scope = ModelScope(source.context)  # replaced in `call_through` by one that may call other models
         self.context = source.context
         self._module: ModuleType | None = None
@@ -472,15 +480,20 @@ class PythonInstance:
             returned = self._execute(requests)
             if returned is None:
                 return [None] * len(work.rows)
-            try:
-                return [*returned]
-            except TypeError:
-                kind = type(returned).__name__
-                raise TypeError(f"Expected a list in the execute return, found type '{kind}'") from None
+            if not isinstance(returned, list):
+                raise TypeError(f"Expected a list in the execute return, found type '{type(returned)}'.")
+            return [*returned]
         except RAISED as error:
+            if work.senders is None and any(has_response(request) for request in requests):
+                return self._sent_before(requests, error)
             self._raise(error, work.senders or ())
         finally:
             self._running = None
+
+    def _sent_before(self, requests: Sequence[ReceivedRequest], error: BaseException) -> list[Any]:
+        """`execute` raised after it had sent responses: those count, and the other requests get the error."""
+        failed = InferenceResponse(error=TritonError(str(self._failed(error))))
+        return [None if has_response(request) else failed for request in requests]
 
     def is_withdrawn(self, work: Work, member: int) -> bool:
         """Whether the client of a member has cancelled it. False for a batch that does not run any more: its responses
@@ -584,6 +597,7 @@ class IterativeInstance(PythonInstance):
             return Results([], gathered_ns=gathered_ns, computed_ns=computed_ns, rescheduled=again)
         for m in again[: len(responses)]:
             responses[m] = self._response_of_rescheduled(responses[m])
+            work.wanted[m] = tuple(self._states)  # the others come when it has run for the last time
         results = super()._results(requests, responses, work, gathered_ns, computed_ns)
         results.rescheduled = [m for m in again if m not in results.errors]
         return results

@@ -94,10 +94,15 @@ def _files(folder: Path, version_folder: Path) -> Iterator[str]:
 
 
 class ModelSource:
-    """The code of one version. `code`: the files as they were when the model was loaded; others are read from disk."""
+    """The code of one version. `code`: the files as they were when the model was loaded; others are read from disk.
+    `strict_outputs`: its outputs must be those of the configuration.
+    """
 
-    def __init__(self, config: ModelConfig, files: ModelFiles, code: Code = NO_CODE) -> None:
+    def __init__(
+        self, config: ModelConfig, files: ModelFiles, code: Code = NO_CODE, *, strict_outputs: bool = False
+    ) -> None:
         self.config = config
+        self.strict_outputs = strict_outputs
         self.files = files
         self.path: Path = files.model_file(config, MODEL_FILE)
         self.shown = files.shown(self.path)

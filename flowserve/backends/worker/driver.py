@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from flowserve.backends.base import ClockNs, Instance, Work
 from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import Garbled, Job, RunMessage, encode_error, pack, unpack
+from flowserve.backends.worker.protocol import Garbled, Job, RunMessage, encode_error, encode_notes, pack, unpack
 from flowserve.backends.worker.tensors import NOTHING_PLACED, InputReader, OutputWriter, Placed, Run, Together
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.device import why_lost
@@ -220,11 +220,16 @@ class Driver:
             os._exit(0)  # the model forked and both went on: only one answers, and the memory of outputs is shared
         placed = self._outputs.place(results.outputs)  # before the times are read: if it raises, the batch fails
         times = results.gathered_ns, results.computed_ns
-        if not (results.errors or results.parameters or results.rescheduled):
+        notes = results.notes
+        if notes is not None and message.route:
+            notes.orders.clear()  # no response of an ensemble has that order: the batch can stay on its route
+            notes = notes.or_none()
+        if not (results.errors or results.parameters or results.rescheduled or notes):
             return None, times, placed
         failed = {m: encode_error(error) for m, error in results.errors.items()}
         self._has_failed = bool(failed)
-        return {**results.parameters, **dict.fromkeys(results.rescheduled), **failed}, times, placed
+        noted = {} if notes is None else {"": encode_notes(notes)}
+        return {**results.parameters, **dict.fromkeys(results.rescheduled), **failed, **noted}, times, placed
 
     def _work(self, run: Run, message: RunMessage) -> Work:
         rows, count = message.rows, len(message.rows)

@@ -27,14 +27,14 @@ import json
 import socket
 import struct
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-from flowserve.backends.base import Remote
+from flowserve.backends.base import OutputNotes, Remote
 from flowserve.errors import (
     AlreadyExists,
     Cancelled,
@@ -116,12 +116,13 @@ BROKEN: Final = 2
 # SEGMENT number, with a descriptor: memory that outputs will be in
 SEGMENT: Final = 3
 # DONE number stages PASSED kept gathered_ns computed_ns segment offset nbytes outputs...  TEXT {member: [kind, text] if
-#   it failed, its parameters, or null if it is rescheduled}
+#   it failed, its parameters, or null if it is rescheduled; under "" the notes about the outputs (`encode_notes`)}
 #   PASSED: what the `stages` before this one made, in a route
 #   kept: whether the model still holds views of this batch's inputs; GONE follows when it has released them
 #   outputs: for each output NOTHING, or
 #     TOGETHER offset nbytes absent member... dimensions dim...    contiguous, without the absent members
-#     APART, and for each member 0, or 1 offset nbytes dimensions dim...
+#     APART, and for each member 0, or form offset nbytes dimensions dim...; form: 1 for the configuration's data type,
+#       else 1 + the number of another one in ModelConfig
 #   offsets are relative to the block
 DONE: Final = 4
 # FAILED number stages PASSED kept TEXT [kind, text]: the whole batch failed
@@ -135,8 +136,8 @@ RETURNED: Final = 15
 # CANCELLED number stages PASSED: the reply to CANCEL: what the batch made here, if it was run (one stage or none)
 CANCELLED: Final = 19
 # ... from a decoupled model, at any time; its DONE has NOTHING for every output
-# ANSWER number member infer_ns output_ns rows segment offset nbytes outputs..., and TEXT parameters if there are any:
-#   one response; uses up one that GRANT permitted
+# ANSWER number member infer_ns output_ns rows segment offset nbytes outputs..., and TEXT parameters, or [parameters,
+#   notes about the outputs], if there are any: one response; uses up one that GRANT permitted
 ANSWER: Final = 16
 # OVER number member empty, and TEXT [kind, text] if it failed: there are no more responses
 OVER: Final = 17
@@ -266,6 +267,31 @@ def decode_error(text: Any) -> FlowserveError:
     if isinstance(text, list) and len(text) == 2 and isinstance(text[1], str):
         return _KINDS.get(text[0] if isinstance(text[0], str) else "", ModelFailed)(text[1])
     return ModelFailed(f"a model's process reported a failure in a form that is none: {str(text)[:200]}")
+
+
+def encode_notes(notes: OutputNotes) -> list[Any]:
+    """Notes as a part of the TEXT of a message."""
+    return [notes.unlike, notes.left_out, notes.orders]
+
+
+def decode_notes(text: Any, outputs: Collection[str], members: int) -> OutputNotes | None:
+    """The notes whose `encode_notes` a worker process sent about `outputs` of so many members; None for none. Raises
+    Garbled.
+    """
+    if text is None:
+        return None
+    try:
+        unlike, left_out, orders = text
+        notes = OutputNotes(
+            {name: str(why)[:ERROR_CHARACTERS_MAX] for name, why in unlike.items()},
+            {name: min(max(int(count), 0), members) for name, count in left_out.items()},
+            {int(m): tuple(map(str, names)) for m, names in orders.items()},
+        )
+    except (AttributeError, TypeError, ValueError):
+        raise Garbled("notes about outputs that are none") from None
+    if not {*notes.unlike, *notes.left_out} <= {*outputs}:
+        raise Garbled("notes about an output that does not exist")
+    return notes
 
 
 def parse_result(message: bytes) -> Any:

@@ -22,7 +22,7 @@ from flowserve.backends.base import ClockNs, Instance, Sent
 from flowserve.backends.credit import CreditSender
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.driver import Driver, RouteGuard
-from flowserve.backends.worker.protocol import Job, RunMessage, encode_error, pack
+from flowserve.backends.worker.protocol import Job, RunMessage, encode_error, encode_notes, pack
 from flowserve.backends.worker.tensors import Placed, Run
 from flowserve.errors import FlowserveError
 from flowserve.memory.release import Idle
@@ -142,12 +142,16 @@ class StreamDriver(Driver):
     # ------------------------------------------------------------------ for its senders, on any thread
 
     def answer(self, number: int, member: int, sent: Sent) -> None:
-        first = next((tensor for tensor in sent.outputs if tensor is not None), None)
+        made = [tensor for tensor in sent.outputs if tensor is not None]
+        first = next((tensor for tensor in made if 0 not in tensor.shape), made[0] if made else None)
         rows = first.stop - first.start if first is not None and self._job.batches else 1
+        text: Any = dict(sent.parameters) or None
+        if sent.notes is not None:
+            text = [dict(sent.parameters), encode_notes(sent.notes)]
         with self._one_by_one:
             placed = self._outputs.place([[one] for one in sent.outputs])
             words = [number, member, sent.infer_ns, sent.output_ns, rows, *placed.words()]
-            super()._send(pack(protocol.ANSWER, words, dict(sent.parameters) or None))
+            super()._send(pack(protocol.ANSWER, words, text))
 
     def over(self, number: int, member: int, error: FlowserveError | None, *, is_empty: bool) -> None:
         self._given_back.pop((number, member), None)

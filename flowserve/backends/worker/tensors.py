@@ -36,7 +36,7 @@ from flowserve.memory.arena import Arena, BlockAddress, aligned
 from flowserve.memory.column import Column
 from flowserve.memory.segment import PAGE, PageTable, Segment
 from flowserve.memory.tensor import Tensor
-from flowserve.values import Array, DType, TensorSpec, fits
+from flowserve.values import BY_NUMPY, Array, DType, TensorSpec, fits
 
 # A range of bytes: a segment, its first offset, and the offset behind its last.
 Range = tuple[Segment, int, int]
@@ -222,8 +222,9 @@ class Together(NamedTuple):
 
 # Without the call of Python that a constructor is.
 _together: Callable[[tuple[int, int, Sequence[int], tuple[int, ...]]], Together] = partial(tuple.__new__, Together)
-# One output: contiguous; or for each member None or (offset, bytes, shape); or of no member.
-Output = Together | list[tuple[int, int, tuple[int, ...]] | None] | None
+# One output: contiguous; or for each member None or (form, offset, bytes, shape), see DONE in protocol.py; or of no
+# member.
+Output = Together | list[tuple[int, int, int, tuple[int, ...]] | None] | None
 
 
 class Placed(NamedTuple):
@@ -249,7 +250,8 @@ class Placed(NamedTuple):
                     if one is None:
                         words.append(0)
                     else:
-                        words += (1, one[0], one[1], len(one[2]), *one[2])
+                        form, start, nbytes, shape = one
+                        words += (form, start, nbytes, len(shape), *shape)
         return words
 
 
@@ -287,6 +289,7 @@ class OutputWriter:
         size = 0
         for spec, column in zip(self._specs, columns, strict=True):
             absent: Sequence[int] = ()
+            is_apart = False
             block = column.block if type(column) is Column else None
             if block is not None:
                 arrays = [block]
@@ -298,6 +301,12 @@ class OutputWriter:
                     outputs.append(None)
                     continue
                 absent = [m for m, tensor in enumerate(column) if tensor is None]
+                for array in arrays:  # another data type, or no rows: the outputs of a batch are not one tensor
+                    is_apart = is_apart or array.dtype != spec.dtype.numpy or 0 in array.shape[:1]
+            if is_apart:
+                apart, size = _plan_apart(spec, column, size, writes)
+                outputs.append(apart)
+                continue
             shape = arrays[0].shape
             if len(arrays) > 1:
                 shapes = [array.shape for array in arrays]
@@ -330,22 +339,23 @@ class OutputWriter:
 def _plan_apart(
     spec: TensorSpec, column: Sequence[Tensor | None], size: int, writes: list[tuple[int, list[Array]]]
 ) -> tuple[Output, int]:
-    """Plan an output of members whose shapes differ, in a block that has `size` bytes so far. Returns it, and the size
-    of the block then.
+    """Plan an output of members that are not one tensor, in a block that has `size` bytes so far. Returns it, and the
+    size of the block then.
     """
-    output: list[tuple[int, int, tuple[int, ...]] | None] = []
+    output: list[tuple[int, int, int, tuple[int, ...]] | None] = []
     for tensor in column:
         if tensor is None:
             output.append(None)
             continue
         arrays = [tensor.array]
-        shape = arrays[0].shape
-        if spec.dtype is DType.BYTES:
+        shape, dtype = arrays[0].shape, arrays[0].dtype
+        if dtype.hasobject:
             arrays = _encoded(arrays)
         start = aligned(size)
         writes.append((start, arrays))
         size = start + arrays[0].nbytes
-        output.append((start, arrays[0].nbytes, shape))
+        form = 1 if dtype == spec.dtype.numpy else 1 + BY_NUMPY[dtype].number
+        output.append((form, start, arrays[0].nbytes, shape))
     return output, size
 
 

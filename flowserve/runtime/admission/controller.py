@@ -371,6 +371,7 @@ class AdmissionController:
         for name, tensor in response.tensors.items():
             tensors[self._output_slot[name]] = tensor
         flow.tensors = tensors
+        flow.wanted = tuple(response.tensors)  # in the order of the response
         flow.parameters = response.parameters
 
     def _answer_followers(self, flow: Flow) -> None:

@@ -298,7 +298,7 @@ class Deployment:
         self.config = _as_it_responds(config, graph)
         self.graph = graph
         self.plan: Plan = make_plan(graph)
-        self._plans: dict[tuple[str, ...], Plan] = {}
+        self._plans: dict[tuple[str, ...], tuple[Plan, tuple[str, ...]]] = {}  # by the requested outputs
         self.queues = queues  # of each node's model
         self.keeps_order = any(queue.order is not None for queue in queues)
         self.pins = pins  # keep what those queues run on (generations.py) for as long as this deployment is referenced
@@ -358,16 +358,18 @@ class Deployment:
         for sequences in () if predecessor is None else predecessor.sequences:
             sequences.on_quiet.append(partial(_look_again, ref(self)))  # which may be replaced itself by then
 
-    def plan_for(self, outputs: tuple[str, ...]) -> Plan:
-        """The plan without the steps that no requested output needs. `outputs` are names of outputs."""
-        if not self.graph.is_ensemble or len(set(outputs)) == len(self.graph.outputs):
-            return self.plan
-        plan = self._plans.get(outputs)
-        if plan is None:
+    def plan_for(self, outputs: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
+        """The plan without the steps that no requested output needs, and the requested outputs in the configuration's
+        order. `outputs` are names of outputs.
+        """
+        found = self._plans.get(outputs)
+        if found is None:
             if len(self._plans) >= _PLANS_MAX:  # clients choose outputs in any order and number
                 self._plans.clear()
-            plan = self._plans[outputs] = make_plan(self.graph, outputs)
-        return plan
+            wanted = tuple([name for name in self.validator.outputs if name in outputs])
+            is_part = self.graph.is_ensemble and len(wanted) < len(self.graph.outputs)
+            found = self._plans[outputs] = (make_plan(self.graph, outputs) if is_part else self.plan), wanted
+        return found
 
 
 def _as_it_responds(config: ModelConfig, graph: Graph) -> ModelConfig:

@@ -60,6 +60,7 @@ from flowserve.runtime.workers.base import (
     log_raised,
     reported,
 )
+from flowserve.runtime.workers.outputs import take_notes
 from flowserve.runtime.workers.parameters import NONE, of_ensemble, take_parameters
 from flowserve.runtime.workers.process import ProcessPool, ProcessWorker
 from flowserve.runtime.workers.streaming import ResponseStreams
@@ -246,9 +247,12 @@ class Engine:
                     record = partial(record_stages, batch, made, error is not None, now_ns, regathered)
                 self._records.append(record)
                 last = made[-1]
-                if last.parameters:
+                if last.parameters or last.notes is not None:
                     self._account()  # before they add errors
-                    last.errors = take_parameters(batch.stage(len(made) - 1), last.parameters, last.errors)
+                    stage = batch.stage(len(made) - 1)
+                    last.errors = take_parameters(stage, last.parameters, last.errors)
+                    if last.notes is not None:
+                        last.errors = take_notes(stage, last.notes, last.outputs, last.errors)
                 if batch.queue.cache is not None:
                     batch.queue.cache.keep(batch, last)
             if error is None:
@@ -487,8 +491,11 @@ class Engine:
         except FlowserveError as error:
             deployment.record_invalid(error)
             raise
+        plan, wanted = deployment.plan, deployment.validator.outputs
+        if request.outputs:
+            plan, wanted = deployment.plan_for(request.outputs)
         flow = (make or deployment.make_flow)(
-            deployment.plan if not request.outputs else deployment.plan_for(request.outputs),
+            plan,
             deployment.queues,
             tensors,
             self.clock(),
@@ -498,7 +505,7 @@ class Engine:
             request.priority,
             request.timeout_us * 1000,
         )
-        flow.wanted = request.outputs or deployment.validator.outputs
+        flow.wanted = wanted
         if self.observers:
             self._observe("queued", flow)
         admission = deployment.admission
@@ -692,6 +699,8 @@ def _own(error: FlowserveError, deployment: Deployment) -> FlowserveError:
     """An error of the caller's own: one failure may be raised in many tasks, and tracebacks must not pile up on it."""
     text = f"in ensemble '{deployment.name}', {error}{error.lineage}" if deployment.graph.is_ensemble else str(error)
     deployment.statistics.note_error(text, wall_clock_ms())
+    if isinstance(error, Internal):  # the server's side has to act, and the client may not be its operator's
+        log.error("a request to '%s' failed: %s", deployment.name, text)
     return type(error)(text)
 
 

@@ -28,6 +28,7 @@ class EngineOptions:
     `model_config_name`: the named configuration that is used for models that have it.
     `answers_at_timeout`: of deployments whose parameters do not say, as `AdmissionOptions` describes it.
     `server_name`: the name in server metadata.
+    `strict_outputs`: an output of a `model.py` that differs from its configuration, or is missing, is an error.
     `tells_names`: errors for a name that is unknown or not ready may contain other names and reasons.
     """
 
@@ -42,5 +43,6 @@ class EngineOptions:
     summaries: bool = False
     model_config_name: str = ""
     answers_at_timeout: bool = False
+    strict_outputs: bool = False
     tells_names: bool = True
     server_name: str = SERVER_NAME

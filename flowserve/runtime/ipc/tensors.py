@@ -7,17 +7,19 @@ the output of another worker process, or of a model whose outputs are placed the
 So a process reads the arena of its own model and the outputs of the models before it, never the inputs of others.
 
 Decides that nothing in a message of a process is trusted: every offset, length and shape must lie within a block of the
-process's own memory and match the configuration before a view of it is made. A violation raises `Garbled`, and the
-reader of the socket ends the process. Strings of up to 256 KiB are decoded into the server's own memory; everything
-else is a read-only view of the process's memory, which is free again when its last reader is gone. The lengths of more
-strings are checked by their reader (`EncodedBytes`), because the event loop would take too long for them.
+process's own memory before a view of it is made, and every data type and shape must match the configuration or belong
+to an output that the message reports to differ from it. A violation raises `Garbled`, and the reader of the socket ends
+the process. Strings of up to 256 KiB are decoded into the server's own memory; everything else is a read-only view of
+the process's memory, which is free again when its last reader is gone. The lengths of more strings are checked by their
+reader (`EncodedBytes`), because the event loop would take too long for them.
 
 Does not know sockets, nor when a batch runs. Used on the event loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -34,7 +36,7 @@ from flowserve.memory.column import scatter
 from flowserve.memory.raw import EncodedBytes
 from flowserve.memory.segment import Lease, Segment, locate
 from flowserve.memory.tensor import Tensor
-from flowserve.values import Array, DType, Request, TensorSpec, fits
+from flowserve.values import BY_NUMBER, Array, DType, Request, TensorSpec, fits
 
 # Why the descriptor that a process sent with a message is missing.
 NO_DESCRIPTOR: Final = "the server has as many files open as it may (RLIMIT_NOFILE)"
@@ -184,15 +186,16 @@ class OutputReader:
 
     def __init__(self, model: str, specs: Sequence[TensorSpec], *, batches: bool) -> None:
         self.model = model
+        self.names = frozenset(spec.name for spec in specs)
         self._specs = specs
         self._batches = batches
         self._free = {spec.name for spec in specs if set(spec.dims) == {-1}}  # outputs whose dims may all vary
 
     def read(
-        self, words: Sequence[int], at: int, block: Lease | None, rows: Sequence[int]
+        self, words: Sequence[int], at: int, block: Lease | None, rows: Sequence[int], unlike: Collection[str] = ()
     ) -> tuple[list[Members], Sequence[int]]:
         """The outputs that `words` describe from `at` on, and the bytes of each. `block` contains them, of members with
-        `rows`. Raises Garbled.
+        `rows`. `unlike`: the outputs that the process has reported to differ from the configuration. Raises Garbled.
         """
         memory = _NO_MEMORY if block is None else block
         columns: list[Members] = []
@@ -206,13 +209,13 @@ class OutputReader:
                     placed.append(nbytes)
                     shape_at = at + 3 + absent
                     at = shape_at + 1 + words[shape_at]
-                    array = self.array(spec, offset, nbytes, tuple(words[shape_at + 1 : at]), memory)
+                    array = self.array(spec, offset, nbytes, tuple(words[shape_at + 1 : at]), memory, unlike)
                     if absent:
                         column = self._with_gaps(spec, array, rows, frozenset(words[shape_at - absent : shape_at]))
                     else:
                         column = self._members(array, rows, spec)
                 elif kind == protocol.APART:
-                    column, nbytes, at = self._apart(spec, words, at, memory, rows)
+                    column, nbytes, at = self._apart(spec, words, at, memory, rows, unlike)
                     placed.append(nbytes)
                 elif kind == protocol.NOTHING:
                     column = [None] * len(rows)
@@ -257,30 +260,49 @@ class OutputReader:
         return [Tensor(array, 0, rows[0])] if len(rows) == 1 else [*scatter(array, rows)]
 
     def _apart(
-        self, spec: TensorSpec, words: Sequence[int], at: int, memory: Array, rows: Sequence[int]
+        self,
+        spec: TensorSpec,
+        words: Sequence[int],
+        at: int,
+        memory: Array,
+        rows: Sequence[int],
+        unlike: Collection[str],
     ) -> tuple[Members, int, int]:
         tensors: list[Tensor | None] = []
         total = 0
         for n in rows:
-            is_there = words[at]
+            form = words[at]
             at += 1
-            if not is_there:
+            if not form:
                 tensors.append(None)
                 continue
             offset, nbytes, dimensions = words[at], words[at + 1], words[at + 2]
             at += 3
-            array = self.array(spec, offset, nbytes, tuple(words[at : at + dimensions]), memory)
+            own = spec
+            if form > 1:
+                if spec.name not in unlike or form - 1 not in BY_NUMBER:
+                    raise Garbled(f"output '{spec.name}' has an unknown form: {form}")
+                own = replace(spec, dtype=BY_NUMBER[form - 1])
+            array = self.array(own, offset, nbytes, tuple(words[at : at + dimensions]), memory, unlike)
             at += dimensions
-            if self._batches and len(array) != n:
+            if self._batches and len(array) != n and array.size:
                 raise Garbled(f"output '{spec.name}' has {len(array)} rows for a member of {n}")
-            tensors.append(Tensor(array, 0, n) if self._batches else Tensor(array))
+            tensors.append(Tensor(array, 0, len(array)) if self._batches else Tensor(array))
             total += nbytes
         return tensors, total, at
 
-    def array(self, spec: TensorSpec, offset: int, nbytes: int, shape: tuple[int, ...], memory: Array) -> Array:
+    def array(
+        self,
+        spec: TensorSpec,
+        offset: int,
+        nbytes: int,
+        shape: tuple[int, ...],
+        memory: Array,
+        unlike: Collection[str] = (),
+    ) -> Array:
         """The tensor that is at `offset` of a block. Raises Garbled."""
         is_free = spec.name in self._free and len(shape) == len(spec.dims) + self._batches
-        if not is_free and not fits(shape[1:] if self._batches else shape, spec.dims):
+        if not (is_free or fits(shape[1:] if self._batches else shape, spec.dims) or spec.name in unlike):
             raise Garbled(f"output '{spec.name}' of shape {[*shape]} is not what the configuration promises")
         if offset + nbytes > len(memory) or offset % 8:
             raise Garbled(f"output '{spec.name}' is not within its block")

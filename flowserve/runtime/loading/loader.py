@@ -186,7 +186,12 @@ class Loader:
         backend = registry.find(config.backend)
         execution = execution_of(config, self._engine.options.python_execution)
         settings = self._engine.options.backend_settings.get(config.backend, {})
-        options = {**settings, "execution": execution, "runs_at_once": str(context.runs_at_once[config.backend])}
+        options = {
+            **settings,
+            "execution": execution,
+            "runs_at_once": str(context.runs_at_once[config.backend]),
+            "strict_outputs": str(self._engine.options.strict_outputs).lower(),
+        }
         state = None
         inner = config
         if config.sequence is not None:

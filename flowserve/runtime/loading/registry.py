@@ -202,7 +202,7 @@ class Registry:
                 self._engine.deployments.announce(self.known[name].read.config, *graphs, labels=labels)
                 seconds = built[name].seconds if name in built else 0.0
                 for version in built[name].loaded if name in built else ():
-                    self._engine.deployments.statistics_of(ModelKey(name, version)).load_s = seconds
+                    self._engine.deployments.statistics_of(ModelKey(name, version)).was_loaded(seconds)
                 self.report(LoadEvent(name, "ready", seconds=seconds))
                 continue
             error = self.failed[name] = resolution.failed[name]

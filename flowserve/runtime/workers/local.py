@@ -284,7 +284,7 @@ def pass_stages(
     passed = Passed([first])
     made = passed.made
     for i in range(1, len(route.nodes)):
-        if made[-1].errors or made[-1].parameters:
+        if made[-1].errors or made[-1].parameters or made[-1].notes:
             break  # the scheduler and the callers come first
         following = _following(route, i, work, made)
         if following is None:

@@ -27,7 +27,7 @@ import logging
 import os
 import pickle
 import select
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -45,6 +45,7 @@ from flowserve.backends.worker.protocol import (
     Job,
     Stage,
     decode_error,
+    decode_notes,
     encode_about,
     encode_run,
     pack,
@@ -480,11 +481,14 @@ class ProcessRun:
             if kind == protocol.DONE:
                 kept, gathered_ns, computed_ns, segment, offset, nbytes = words[at : at + 6]
                 block = self.channels[k].block(segment, offset, nbytes)
-                outputs, placed = worker.reader.read(words, at + 6, block, self.rows)
+                told: dict[str, Any] = json.loads(text) if text else {}
+                notes = decode_notes(told.pop("", None), worker.reader.names, len(self.rows)) if told else None
+                unlike: Collection[str] = () if notes is None else notes.unlike
+                outputs, placed = worker.reader.read(words, at + 6, block, self.rows, unlike)
                 copied, taken = ((), ()) if k else (self.packed.copied, self.packed.taken)
-                results = Results(outputs, _NONE, gathered_ns, computed_ns, copied, placed, _NONE, (), taken)
-                if text:
-                    self._add_members(results, {int(m): one for m, one in json.loads(text).items()})
+                results = Results(outputs, _NONE, gathered_ns, computed_ns, copied, placed, _NONE, (), taken, notes)
+                if told:
+                    self._add_members(results, {int(m): one for m, one in told.items()})
             elif kind == protocol.FAILED:
                 kept = words[at]
                 error = decode_error(json.loads(text))

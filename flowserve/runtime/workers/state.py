@@ -183,6 +183,9 @@ class SequenceAdapter(StateAdapter):
             results.outputs = [[column[m] for m in kept] for column in results.outputs]
             results.errors = {n: results.errors[m] for n, m in enumerate(kept) if m in results.errors}
             results.parameters = {n: results.parameters[m] for n, m in enumerate(kept) if m in results.parameters}
+            if results.notes is not None:
+                orders = results.notes.orders
+                results.notes.orders = {n: orders[m] for n, m in enumerate(kept) if m in orders}
 
 
 class IterativeAdapter(SequenceAdapter):

@@ -25,7 +25,7 @@ import trio
 from flowserve.backends.base import Sent
 from flowserve.backends.credit import CreditSender
 from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import Garbled, decode_error, pack
+from flowserve.backends.worker.protocol import Garbled, decode_error, decode_notes, pack
 from flowserve.errors import FlowserveError, Internal
 from flowserve.memory.devices import check_for_loss
 from flowserve.observe.statistics import BACKEND, Statistics
@@ -33,6 +33,7 @@ from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.ipc.channel import Channel, Unseen
 from flowserve.runtime.ipc.tensors import OutputReader
 from flowserve.runtime.workers.base import Outcome, Returned
+from flowserve.runtime.workers.outputs import in_order, record_notes, refusal
 from flowserve.runtime.workers.parameters import request_after
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Ticket, longer
@@ -97,6 +98,16 @@ class ResponseStreams:
             except FlowserveError as error:
                 self.over(source, error)
                 return
+        stream = source.flow.stream
+        wanted = stream.wanted
+        if sent.notes is not None:
+            record_notes(sent.notes, source.node.model.name, _statistics(source))
+            refused = refusal(source, outputs, sent.notes)
+            if refused is not None:
+                self.over(source, refused)
+                return
+            if sent.notes.orders:
+                stream.wanted = in_order(source, wanted, sent.notes.orders[0])
         infer_ns = min(sent.infer_ns, now_ns - source.last_ns)  # the model's code may have written it
         output_ns = min(sent.output_ns, now_ns - source.last_ns - infer_ns)
         statistics = _statistics(source)
@@ -106,6 +117,7 @@ class ResponseStreams:
         source.count += 1
         source.last_ns = now_ns
         self._streams.answer(source, outputs, now_ns, sent.parameters or None, request)
+        stream.wanted = wanted
         if self.observer is not None:
             self.observer.answered(source, now_ns)
         self._wake()
@@ -309,15 +321,18 @@ class ProcessSink:
         source = self._sources.get(key)
         if source is None:
             return  # it failed meanwhile
-        outputs, _ = self._reader.read(words, 9, block, [rows])
+        told = json.loads(text) if text else {}
+        parameters, noted = told if isinstance(told, list) and len(told) == 2 else (told, None)
+        notes = decode_notes(noted, self._reader.names, 1)
+        outputs, _ = self._reader.read(words, 9, block, [rows], () if notes is None else notes.unlike)
         if source.flow.done:
             return
         if not source.credit:
             raise Garbled(f"an answer to member {member} of batch {number}, which may not send one")
-        parameters = json.loads(text) if text else {}
         if not isinstance(parameters, dict):
             raise Garbled("parameters of a response that are no object")
-        self.streams.answered(source, Sent([column[0] for column in outputs], parameters, infer_ns, output_ns))
+        row = [column[0] for column in outputs]
+        self.streams.answered(source, Sent(row, parameters, infer_ns, output_ns, notes))
 
 
 class ProcessSender:

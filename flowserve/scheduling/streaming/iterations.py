@@ -234,7 +234,7 @@ class Iteration(Flow):
     def _write(self, node: PlanNode, row: Sequence[Facts | None]) -> None:
         for j, slot, _ in node.writes:
             if row[j] is None and self.plan.needed_by[slot]:
-                raise self._deadlock(node, slot)
+                raise self._missing_input(node, slot)
             self.tensors[slot] = row[j]
 
     def _release_consumers(self, node: PlanNode, hold: Hold | None, tickets: list[Ticket]) -> None:

@@ -249,15 +249,14 @@ class ModelConfig:
         return copy.deepcopy(self._model_config)
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Set the largest batch that the model takes. A smaller number that the user wrote is kept."""
+        """Set the largest batch that the model takes: at least what the user wrote."""
         written = self._model_config.get("max_batch_size", 0)
         if written > max_batch_size:
             raise ValueError(
                 f"configuration specified max_batch_size {written}, but in auto_complete_config function, model "
                 f"supports max_batch_size {max_batch_size}"
             )
-        if not written:
-            self._model_config["max_batch_size"] = max_batch_size
+        self._model_config["max_batch_size"] = max_batch_size
 
     def add_input(self, model_input: Mapping[str, Any]) -> None:
         """`model_input` has "name", "data_type", "dims", and optionally "optional" and other properties of an input."""

@@ -1,0 +1,116 @@
+"""Outputs that are not as their model's configuration says.
+
+Decides which steps take an output of another data type or shape (those whose own input has it), in which order the
+outputs of a plain model are returned (the model's), and what is logged and counted: one warning for each output of a
+model, and the number of missing outputs. A backend has noted the differences (`OutputNotes` in backends/base.py), and
+refuses the outputs that nothing could read.
+
+Does not know how a model ran. Called on the event loop: by the engine, and by streaming.py for decoupled models.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from flowserve.backends.base import OutputNotes
+from flowserve.errors import FlowserveError, Invalid, ModelFailed
+from flowserve.graph.types import GRAPH, Edge, Graph
+from flowserve.memory.tensor import Tensor
+from flowserve.observe.statistics import Statistics
+from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.flow import Ticket
+from flowserve.values import BY_NUMPY, fits, shape_text
+
+log = logging.getLogger("flowserve.runtime")
+
+
+def take_notes(
+    batch: Batch,
+    notes: OutputNotes,
+    outputs: Sequence[Sequence[Tensor | None]],
+    errors: Mapping[int, FlowserveError],
+) -> Mapping[int, FlowserveError]:
+    """Record the notes about a batch, and set the order of its members' outputs. `outputs[j][m]` as in `Results`.
+    Returns `errors` and the errors of members with an output that a following step does not take.
+    """
+    record_notes(notes, batch.queue.key.name, batch.queue.statistics)
+    found = {**errors}
+    for m, ticket in enumerate(batch.tickets):
+        if m in found:
+            continue
+        error = refusal(ticket, [column[m] for column in outputs], notes)
+        if error is not None:
+            found[m] = error
+        elif m in notes.orders:
+            ticket.flow.wanted = in_order(ticket, ticket.flow.wanted, notes.orders[m])
+    return found
+
+
+def record_notes(notes: OutputNotes, model: str, statistics: Statistics) -> None:
+    """Count missing outputs; log a difference of an output once for each version of a model."""
+    for name, text in notes.unlike.items():
+        if statistics.is_first(f"unlike {name}"):
+            what = "it is passed on as it is (--strict-outputs refuses it)"
+            log.warning("model '%s', output '%s': %s; %s", model, name, text, what)
+    for name, count in notes.left_out.items():
+        statistics.missing_outputs += count
+        if statistics.is_first(f"left out {name}"):
+            text = "model '%s' left out output '%s', which its configuration has and a request asked for; the response "
+            log.warning(text + "lacks it (--strict-outputs refuses that)", model, name)
+
+
+def refusal(ticket: Ticket, row: Sequence[Tensor | None], notes: OutputNotes) -> FlowserveError | None:
+    """The error of a step if an output that differs from the configuration cannot be used: by a step that follows it,
+    or as an output of the graph. `row`: its model's outputs.
+    """
+    flow, node = ticket.flow, ticket.node
+    graph = flow.plan.graph
+    for j, _, consumers in node.writes if notes.unlike else ():
+        tensor = row[j]
+        if tensor is None or graph.nodes[node.index].outputs[j].name not in notes.unlike:
+            continue
+        for edge in graph.edges:
+            if (edge.producer, edge.output) != (node.index, j):
+                continue
+            if edge.consumer in consumers and (why := _why_not_read(graph, edge, tensor)):
+                return flow.located(Invalid(why), flow.plan.nodes[edge.consumer])
+            if edge.consumer == GRAPH and edge.conversion is not None and _as_read(edge, tensor) is None:
+                what = f"output '{graph.outputs[edge.input].name}' cannot be made of shape {shape_text(tensor.shape)}"
+                return flow.located(ModelFailed(what), node)
+    return None
+
+
+def in_order(ticket: Ticket, wanted: tuple[str, ...], order: tuple[str, ...]) -> tuple[str, ...]:
+    """The requested outputs in the order in which a model returned its outputs. Unchanged in an ensemble."""
+    if ticket.flow.plan.graph.is_ensemble:
+        return wanted
+    return (*(name for name in order if name in wanted), *(name for name in wanted if name not in order))
+
+
+def _as_read(edge: Edge, tensor: Tensor) -> Tensor | None:
+    """The tensor as the edge's consumer reads it; None if it cannot have that shape."""
+    if edge.conversion is None:
+        return tensor
+    try:
+        return tensor.converted(edge.conversion)
+    except (ValueError, IndexError, RuntimeError):  # raised by numpy, and by a shape of another rank
+        return None
+
+
+def _why_not_read(graph: Graph, edge: Edge, tensor: Tensor) -> str:
+    """Why a step cannot read the tensor, in Triton's words; "" if it can."""
+    node = graph.nodes[edge.consumer]
+    spec = node.inputs[edge.input]
+    dtype = tensor.block.dtype
+    if dtype != spec.dtype.numpy:
+        wanted = f"but model '{node.model.name}' expects '{spec.dtype}'"
+        return f"inference input '{spec.name}' data-type is '{BY_NUMPY.get(dtype, dtype)}', {wanted}"
+    found = _as_read(edge, tensor)
+    shape = tensor.shape if found is None else found.shape
+    lead = 1 if node.max_batch_size else 0
+    if found is not None and len(shape) >= lead and fits(shape[lead:], spec.dims):
+        return ""
+    expected = shape_text((-1, *spec.dims) if lead else spec.dims)
+    where = f"unexpected shape for input '{spec.name}' for model '{node.model.name}'"
+    return f"{where}. Expected {expected}, got {shape_text(shape)}"
