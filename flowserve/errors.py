@@ -132,13 +132,14 @@ class Problem:
     """One mistake in a user's file or graph: message, place, number of the broken rule, hint.
 
     `rule` is the stable id ("M12", "G7") that docs and tests use for the rule; "" if a parser or the operating system
-    reported the problem.
+    reported the problem. `depends_on`: the deployment whose own problems are the cause, "" if there is none.
     """
 
     message: str
     place: Place | None = None
     rule: str = ""
     hint: str = ""
+    depends_on: str = ""
 
     def __str__(self) -> str:
         where = f"{self.place}: " if self.place else ""

@@ -10,9 +10,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TextIO
 
@@ -98,8 +98,26 @@ def _findings(reading: Reading) -> Iterator[Finding]:
         # All versions of an ensemble share one configuration, so they share the advice.
         for advice in advise(next(iter(resolution.graphs[name].values())), reading.configs):
             yield Finding("warning", name, advice)
-    for name, failure in sorted(resolution.failed.items()):
-        for problem in problems_of(failure):
+    shown: set[str] = set()
+    for name in sorted(resolution.failed):
+        yield from _failures(name, resolution.failed, shown)
+
+
+def _failures(name: str, failed: Mapping[str, FlowserveError], shown: set[str]) -> Iterator[Finding]:
+    """The problems of one deployment, after those of the deployments that it depends on; each is reported once. `shown`
+    are the deployments that were reported before.
+    """
+    if name in shown or name not in failed:
+        return
+    shown.add(name)
+    problems = problems_of(failed[name])
+    for problem in problems:
+        yield from _failures(problem.depends_on, failed, shown)
+    for problem in problems:
+        if problem.depends_on in shown and problem.depends_on != name:
+            text = f"ensemble '{name}' depends on '{problem.depends_on}' (above)"
+            yield Finding("error", name, replace(problem, message=text))
+        else:
             yield Finding("error", name, problem)
 
 

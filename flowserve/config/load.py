@@ -31,7 +31,7 @@ from flowserve.config.convert import to_config
 from flowserve.config.parse import Parsed, field_of, parse, read_text
 from flowserve.config.rules import RULES, RuleInput
 from flowserve.config.types import NO_GPUS, Completion, Gpus, ModelConfig, SourceMap
-from flowserve.config.unsupported import ignored_fields, refusals
+from flowserve.config.unsupported import OTHER_BACKEND, ignored_fields, refusals
 from flowserve.errors import Place, Problem, Problems
 
 log = logging.getLogger("flowserve.config")
@@ -136,7 +136,9 @@ def validate(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) 
     problems += find_problems(subject)
     problems += refusals(subject, draft.backends)
     broken = draft.parsed.broken | broken_fields(problems, source)
-    if draft.parsed.problems:
+    if refused := [problem for problem in problems if problem.rule == OTHER_BACKEND]:
+        problems = refused  # the user replaces the model: its other fields do not matter
+    elif draft.parsed.problems:
         problems = [*draft.parsed.problems, *independent_problems(problems, source, draft.parsed.broken)]
     ignored = [*ignored_fields(message, source)]
     fill_defaults(message, completion, gpus)

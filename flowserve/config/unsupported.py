@@ -22,6 +22,8 @@ from flowserve.config.rules import RuleInput
 from flowserve.config.types import ModelConfig, SourceMap
 from flowserve.errors import Place, Problem
 
+OTHER_BACKEND: Final = "N22"  # the rule that refuses a backend that is not installed
+
 
 def refusals(s: RuleInput, available: frozenset[str]) -> Iterator[Problem]:
     """The features that are refused; of Triton's backends those that are not `available`, each with an alternative."""
@@ -50,7 +52,7 @@ def refusals(s: RuleInput, available: frozenset[str]) -> Iterator[Problem]:
         yield not_yet("N21", "parameters[execution]", 'execution "ray"', 'use "process", "thread", "inline" or "auto"')
     if m.backend in OTHER_BACKENDS and m.backend not in available:
         path = "backend" if "backend" in s.source.places else "platform"
-        yield not_yet("N22", path, m.platform or m.backend, OTHER_BACKENDS[m.backend])
+        yield not_yet(OTHER_BACKEND, path, m.platform or m.backend, OTHER_BACKENDS[m.backend])
 
 
 # ---------------------------------------------------------------------------------------------- warnings

@@ -340,6 +340,7 @@ def _depends_on_failed(w: Wiring, step: WiredStep, reason: str) -> Problem:
     return Problem(
         f"ensemble '{w.name}' depends on '{name}' which is not valid. Model '{name}' failed with error: {reason}",
         w.place(f"{step.written.path}.model_name"),
+        depends_on=name,
     )
 
 
@@ -449,7 +450,7 @@ def _every_input_is_read(w: Wiring) -> Iterator[Problem]:
         if spec.name not in w.readers:
             orphans = [tensor for tensor in w.readers if tensor not in w.writers]
             yield Problem(
-                f"ensemble input '{spec.name}' for ensemble {w.name}' is not used",
+                f"ensemble input '{spec.name}' for ensemble '{w.name}' is not used",
                 w.place(f"input[{index}]"),
                 hint=did_you_mean(spec.name, orphans),
             )
@@ -568,7 +569,7 @@ def _step_text(w: Wiring, index: int) -> str:
 
 def _not_written(w: Wiring, tensor: str, readers: list[End]) -> str:
     if readers[0].step == GRAPH:
-        return f"ensemble output '{tensor}' for ensemble {w.name}' is not used: no step writes it"
+        return f"ensemble output '{tensor}' for ensemble '{w.name}' is not used: no step writes it"
     by = f"no step writes '{tensor}', which {_step_text(w, readers[0].step)} reads as '{readers[0].port}'"
     if readers[-1].step == GRAPH:
         return f"output '{tensor}' for ensemble '{w.name}' is not written: {by}"

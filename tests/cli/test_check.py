@@ -127,7 +127,21 @@ def test_an_unparsable_configuration_is_one_problem_among_others(
     status, _, err = checked()
     assert status == 1
     assert re.search(r"^same/config\.pbtxt:\d+:\d+: error: ", err, re.MULTILINE)
-    assert "depends on 'same' which is not valid" in err
+    lines = err.splitlines()
+    (above,) = [i for i, line in enumerate(lines) if line.startswith("same/config.pbtxt:")]
+    (below,) = [i for i, line in enumerate(lines) if "error: ensemble 'pipe' depends on 'same' (above)" in line]
+    assert above < below
+
+
+def test_a_backend_that_is_not_installed_is_the_only_problem_of_its_model(
+    checked: Callable[..., Checked], repository: Path
+) -> None:
+    (repository / "same" / "config.pbtxt").write_text('platform: "pytorch_libtorch"\nmax_batch_size: -1\n')
+    status, _, err = checked()
+    assert status == 1
+    assert [line for line in err.splitlines() if line.startswith("same")] == [
+        "same/config.pbtxt:1:1: error: model 'same': pytorch_libtorch is not supported yet [N22]"
+    ]
 
 
 @pytest.mark.fault("C12")

@@ -163,7 +163,7 @@ def test_an_ensemble_keeps_its_steps_in_order_with_their_places(draft: Read) -> 
 
 def test_all_problems_are_reported_at_once_in_the_order_of_the_file(draft: Read) -> None:
     text = """name: "other"
-platform: "pytorch_libtorch"
+parameters { key: "execution" value { string_value: "ray" } } platform: "onnxruntime_onnx"
 max_batch_size: -1
 model_repository_agents { agents { name: "checksum" } }
 output { name: "Y" data_type: TYPE_FP32 dims: [ 0 ] }
@@ -172,7 +172,7 @@ output { name: "Y" data_type: TYPE_FP32 dims: [ 0 ] }
         finish(draft(text), None)
     assert [(problem.rule, problem.place and problem.place.line) for problem in caught.value.problems] == [
         ("M2", 1),
-        ("N22", 2),
+        ("N21", 2),
         ("M8", 3),
         ("N19", 4),
         ("M23", 5),

@@ -281,7 +281,7 @@ def test_rule_G9_an_input_of_the_ensemble_must_be_read() -> None:
     (problem,) = refusals(config)
     assert problem.rule == "G9"
     # The unbalanced quote is Triton's, and clients match on it.
-    assert problem.message == "ensemble input 'spare' for ensemble pipe' is not used"
+    assert problem.message == "ensemble input 'spare' for ensemble 'pipe' is not used"
     assert problem.place == place_of(config, "input[1]")
 
 
@@ -306,7 +306,7 @@ def test_rule_G10_a_declared_output_without_a_writer_is_refused() -> None:
     config = replace(GOOD, outputs=tensors({"scores": "FP32[10]", "label": "BYTES[1]"}))
     (problem,) = refusals(config)
     assert problem.rule == "G10"
-    assert problem.message.startswith("ensemble output 'label' for ensemble pipe' is not used")
+    assert problem.message.startswith("ensemble output 'label' for ensemble 'pipe' is not used")
 
 
 @pytest.mark.fault("E3")

@@ -28,7 +28,7 @@ def zeros(*shape: int, dtype: Any = np.float32) -> Array:
 def refusal(validator: Validator, request: Request) -> str:
     with pytest.raises(Invalid) as caught:
         validator.validate(request)
-    return str(caught.value).removeprefix("[request id: <id_unknown>] ")
+    return str(caught.value)
 
 
 def test_a_fitting_request_becomes_slots_in_the_graphs_order() -> None:
@@ -61,7 +61,7 @@ def test_a_wrong_shape_error_shows_the_expected_shape(shape: tuple[int, ...]) ->
     text = refusal(validator_of(floats("INPUT0", 3)), Request({"INPUT0": zeros(*shape)}))
     shown = "[" + ",".join(map(str, shape)) + "]"
     assert text.startswith(f"unexpected shape for input 'INPUT0' for model 'idf'. Expected [-1,3], got {shown}")
-    assert "max_batch_size" in text
+    assert ("max_batch_size" in text) == (len(shape) != 2)
 
 
 def test_a_wrong_shape_error_without_a_batch_dimension_mentions_none() -> None:

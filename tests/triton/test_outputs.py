@@ -5,6 +5,7 @@ All expectations but those marked hold for Triton too.
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,6 +49,15 @@ def execute(self, requests):
         )
     raise RuntimeError("raised afterwards")
 """
+STREAMS = """
+def execute(self, requests):
+    for request in requests:
+        sender = request.get_response_sender()
+        for value in (3, 0):
+            outputs = [tensor("Z", np.ones(1, np.float32)), tensor("Y", np.arange(value))]
+            sender.send(pb_utils.InferenceResponse(outputs if value else outputs[::-1]))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
 COMPLETES = """
 @staticmethod
 def auto_complete_config(auto_complete_model_config):
@@ -81,6 +91,7 @@ MODELS: Mapping[str, Model] = {
     "tuple": Model(code=ANSWER.format(outputs="[tensor('Y', x)]").replace("return responses", "return (*responses,)")),
     "too_few": Model(code="def execute(self, requests):\n    return []"),
     "sends_and_raises": Model(code=SENDS, declared=[("Y", "FP32", "1")]),
+    "streams": Model(code=STREAMS, declared=[Y, ("Z", "FP32", "1")]),
     "takes_four": Model(inputs=[("X", "FP32", "4")]),
     "takes_any": Model(declared=[("Y", "FP32", "-1")]),
     "takes_integers": Model(inputs=[("X", "INT64", "-1")], declared=[("Y", "INT64", "-1")]),
@@ -94,6 +105,7 @@ ENSEMBLES: Mapping[str, tuple[int, str, Sequence[tuple[str, str]]]] = {
     "e_taken_out": (0, "-1", [("dtype", "Y")]),
     "e_refused_shape": (0, "4", [("any_four", "Y"), ("takes_four", "Y")]),
     "e_taken_shape": (0, "-1", [("any_four", "Y"), ("takes_any", "Y")]),
+    "e_streams": (0, "-1", [("streams", "Y"), ("takes_any", "Y")]),
     "e_missing": (0, "-1", [("missing", "Z"), ("takes_any", "Y")]),
     "r_refused": (8, "4", [("cut", "Y"), ("row_takes_four", "Y")]),
     "r_taken": (8, "-1", [("cut", "Y"), ("row_takes_any", "Y")]),
@@ -106,8 +118,10 @@ def write_models(repository: Path) -> None:
     for place in PLACES:
         for name, model in models.items():
             code = model.code or ANSWER.format(outputs=model.outputs)
-            config = f'backend: "python"\nparameters {{ key: "execution" value {{ string_value: "{place}" }} }}\n'
+            where = "thread" if (name, place) == ("streams", "inline") else place  # it may not run inline
+            config = f'backend: "python"\nparameters {{ key: "execution" value {{ string_value: "{where}" }} }}\n'
             config += "dynamic_batching { max_queue_delay_microseconds: 20000 }\n" if name == "mixed" else ""
+            config += "model_transaction_policy { decoupled: true }\n" if name == "streams" else ""
             config += "dynamic_batching { }\n" if model.rows and name != "mixed" else ""
             _write(repository, f"{name}_{place}", config, model, code)
         for name, (rows, dims, steps) in ENSEMBLES.items():
@@ -147,9 +161,13 @@ def _write(repository: Path, name: str, config: str, model: Model, code: str) ->
 
 
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def repository(tmp_path_factory: pytest.TempPathFactory, on_triton: bool) -> Path:
     folder = tmp_path_factory.mktemp("outputs") / "models"
     write_models(folder)
+    if not on_triton:  # it has no cache without an option
+        code = ANSWER.format(outputs="[tensor('B', np.arange(2)), tensor('A', x)]")
+        config = 'backend: "python"\nresponse_cache { enable: true }\n'
+        _write(folder, "cached", config, Model(declared=[("A", "FP32", "-1"), ("B", "FP32", "4")]), code)
     return folder
 
 
@@ -277,7 +295,8 @@ def test_a_model_may_raise_the_batch_size_of_its_file(base_url: str) -> None:
 def own(on_triton: bool, repository: Path) -> Iterator[Served]:
     if on_triton:
         pytest.skip("checks flowserve's log and metrics")
-    with serving(repository, "--allow-grpc", "true", "--grpc-port", "0") as served:
+    options = "--allow-grpc", "true", "--grpc-port", "0", "--cache-config", "local,size=1000000"
+    with serving(repository, *options) as served:
         yield served
 
 
@@ -333,6 +352,45 @@ def test_grpc_returns_outputs_as_http_does(own: Served, place: str) -> None:
         client.infer(f"e_refused_type_{place}", [given])
     assert refused.value.status() == "StatusCode.INVALID_ARGUMENT"
     client.close()
+
+
+@pytest.mark.server
+def test_responses_of_a_decoupled_model_are_passed_on_too(own: Served, place: str) -> None:
+    found, refused = (stream(own, f"{name}_{place}") for name in ("streams", "e_streams"))
+    assert [[(o.name, o.datatype, [*o.shape]) for o in one.get_response().outputs] for one, _ in found] == [
+        [("Z", "FP32", [1]), ("Y", "INT64", [3])],
+        [("Y", "INT64", [0]), ("Z", "FP32", [1])],
+    ]
+    ((_, error),) = refused
+    assert f"inference input 'X' data-type is 'INT64', but model 'takes_any_{place}' expects 'FP32'" in str(error)
+
+
+def stream(served: Served, model: str) -> list[tuple[Any, Any]]:
+    """The responses and errors of one request."""
+    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    given = tritonclient.grpc.InferInput("X", [1], "FP32")
+    given.set_data_from_numpy(np.ones(1, np.float32))
+    client = tritonclient.grpc.InferenceServerClient(served.grpc_address)
+    client.start_stream(lambda result, error: answers.put((result, error)))
+    client.async_stream_infer(model, [given], enable_empty_final_response=True)
+    found: list[tuple[Any, Any]] = []
+    while True:
+        result, error = answers.get(timeout=20)
+        is_empty = error is None and not result.get_response().outputs
+        if not is_empty:
+            found.append((result, error))
+        if error is not None or is_empty:
+            client.stop_stream()
+            client.close()
+            return found
+
+
+@pytest.mark.server
+def test_a_cached_response_has_the_types_and_the_order_of_the_first(own: Served) -> None:
+    made = [("B", "INT64", [2], [0, 1]), ("A", "FP32", [1], [5])]
+    assert [ask(own.base_url, "cached", [5]) for _ in range(2)] == [(200, made)] * 2
+    statistics = httpx.get(f"{own.base_url}/v2/models/cached/stats", verify=False).json()["model_stats"][0]
+    assert statistics["inference_stats"]["cache_hit"]["count"] == 1
 
 
 @pytest.mark.server

@@ -21,6 +21,8 @@ from flowserve.config.types import Completion, ModelConfig
 from flowserve.errors import Invalid, Problem, Problems, Unsupported
 from flowserve.values import DType, TensorSpec, fits, shape_text
 
+# The remedy where max_batch_size is above 0 and the file has no batch dimension.
+NO_BATCH_DIMENSION: Final = "set max_batch_size: 0, or export with a dynamic first axis"
 DEFAULT_MAX_BATCH_SIZE: Final = 4  # Triton's backend option default-max-batch-size
 
 _DTYPES: Final = {
@@ -97,8 +99,7 @@ def completion(config: ModelConfig, signature: Signature, file: str) -> Completi
             f"autofill failed for model '{config.name}': model does not support batching while non-zero max_batch_size "
             f"is specified: {', '.join(fixed)} in {file}"
         )
-        hint = "set max_batch_size to 0, or export the model with a dynamic first dimension"
-        raise Problems([Problem(message, config.source.place("max_batch_size"), hint=hint)])
+        raise Problems([Problem(message, config.source.place("max_batch_size"), hint=NO_BATCH_DIMENSION)])
     # If the user's dims include the first dimension of the file, it is no batch dimension.
     ranks = {port.name: len(port.shape) for port in ports}
     counts_batch_dim = any(ranks.get(spec.name) == len(spec.dims) for spec in (*config.inputs, *config.outputs))
@@ -139,6 +140,18 @@ def file_disagreements(config: ModelConfig, signature: Signature, file: str) -> 
             f"{len(required)}: {file} needs {_names(required)}, the configuration lacks {', '.join(missing)}",
             config.source.place("input"),
         )
+    without = [*_without_batch(config, "input", config.inputs, signature.inputs)]
+    without += _without_batch(config, "output", config.outputs, signature.outputs)
+    if without:  # one cause, however many tensors
+        *_, place = without[0]
+        names = ", ".join(f"'{name}'" for name, *_ in without)
+        shapes = ", ".join(dict.fromkeys(shape_text(shape) for _, shape, _ in without))
+        tensors = f"tensor{'s' if len(without) > 1 else ''} {names}"
+        text = (
+            f"model '{config.name}', {tensors}: for the model to support batching the shape should have at least 1 "
+            f"dimension and the first dimension must be -1; but shape expected by the model is {shapes}"
+        )
+        yield Problem(text, config.source.place(place), hint=f"{NO_BATCH_DIMENSION}; shape as in {file}")
     yield from _mismatches(config, "input", config.inputs, signature.inputs, file)
     yield from _mismatches(config, "output", config.outputs, signature.outputs, file)
 
@@ -154,6 +167,20 @@ def _unknown(
                 config.source.place(f"{kind}[{index}].name"),
                 hint=did_you_mean(spec.name, known) or f"these are the {kind}s of the model file of '{config.name}'",
             )
+
+
+def _without_batch(
+    config: ModelConfig, kind: str, specs: tuple[TensorSpec, ...], ports: tuple[Port, ...]
+) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """The tensors whose first dimension in the file is no batch dimension, although the configuration batches: name,
+    shape in the file, and field in the configuration.
+    """
+    by_name = {port.name: port for port in ports}
+    flat = {target for made in config.batch_outputs for target in made.targets} if kind == "output" else ()
+    for index, spec in enumerate(specs if config.max_batch_size > 0 else ()):
+        port = by_name.get(spec.name)
+        if port is not None and not (port.is_batchable or spec.ragged or spec.name in flat):
+            yield spec.name, port.shape, f"{kind}[{index}].dims"
 
 
 def _mismatches(
@@ -209,10 +236,7 @@ def _shape_mismatch(config: ModelConfig, spec: TensorSpec, port: Port) -> str:
     if not model and (not batches and dims == (1,)):
         return ""  # a scalar, or an unknown rank: onnxruntime shows both as []
     if batches and not port.is_batchable:
-        return (
-            f"for the model to support batching the shape should have at least 1 dimension and the first dimension "
-            f"must be -1; but shape expected by the model is {shape_text(model)}"
-        )
+        return ""  # reported once for all tensors
     batching = (
         f" (an initial batch dimension because max_batch_size > 0 followed by the explicit tensor shape, making "
         f"complete shape {shape_text(full)})"

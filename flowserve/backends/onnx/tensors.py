@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.backends.base import ClockNs, DeviceWork, Results, Work
-from flowserve.backends.onnx.signature import Signature
+from flowserve.backends.onnx.signature import NO_BATCH_DIMENSION, Signature
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Invalid, ModelFailed
 from flowserve.graph.types import inner_shape, outer_shape
@@ -37,7 +37,7 @@ from flowserve.values import Array, DType, TensorSpec, fits, shape_text
 AnyArray = Any  # a numpy array, or a DeviceArray
 Outputs = Sequence[Sequence[Tensor | None]]
 
-WRONG_ROWS: Final = "its first dimension is no batch dimension, so set max_batch_size to 0"
+WRONG_ROWS: Final = f"its first dimension is no batch dimension: {NO_BATCH_DIMENSION}"
 WRONG_RAGGED_ROWS: Final = (
     "its outputs need one row for each row of the batch: element counts are one for each request, and only "
     "BATCH_ITEM_SHAPE tells the rows of a request apart"

@@ -545,14 +545,9 @@ class Validator:
         batching = self._graph.max_batch_size > 0
         shape = array.shape[1:] if batching else array.shape
         if (batching and array.ndim == 0) or not fits(shape, spec.dims):
-            note = (
-                ". NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
-                "prepended to each input shape. If you want to specify the full shape including the batch dim in your "
-                "input dims config, try setting max_batch_size to zero"
-                if batching
-                else ""
-            )
             wanted = (-1, *spec.dims) if batching else spec.dims
+            has_batch = not batching or array.ndim == 1 + len(spec.dims)
+            note = "" if has_batch else "; the first dimension is the batch, since max_batch_size is above 0"
             _refuse(
                 request,
                 f"unexpected shape for input '{spec.name}' for model '{name}'. "
@@ -561,7 +556,7 @@ class Validator:
 
 
 def _refuse(request: Request, text: str) -> NoReturn:
-    raise Invalid(f"[request id: {request.id or '<id_unknown>'}] {text}")
+    raise Invalid(f"[request id: {request.id}] {text}" if request.id else text)
 
 
 def _names(names: Sequence[str]) -> str:
