@@ -18,6 +18,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from flowserve.backends.base import Remote, Results
 from flowserve.backends.worker.protocol import (
+    APART,
     DONE,
     READY,
     SEGMENT,
@@ -501,6 +502,41 @@ async def test_a_result_with_an_invalid_field_kills_its_process(
         assert process.child.why.startswith("its process sent an invalid message (")
         assert why in process.child.why
         assert not process.waiting
+
+
+# The same outputs as INT64, in the form of an output whose members are not one tensor.
+INTEGERS = [*VALID[:7], 96, APART, 10, 0, 32, 2, 1, 4, 10, 32, 64, 2, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "why"),
+    [
+        (INTEGERS, '{"": [{"OUT": "other"}, {}, {}]}', ""),
+        (INTEGERS, "", "has an unknown form: 10"),
+        ([*INTEGERS[:9], 100, *INTEGERS[10:]], '{"": [{"OUT": "other"}, {}, {}]}', "has an unknown form: 100"),
+        (VALID, '{"": [{"z": "other"}, {}, {}]}', "notes about an output that does not exist"),
+        (VALID, '{"": [{}, {"OUT": "many"}, {}]}', "notes about outputs that are none"),
+        (VALID, '{"": 5}', "notes about outputs that are none"),
+    ],
+)
+async def test_an_output_differs_from_the_configuration_only_if_that_is_reported(
+    ended_process: int, words: list[int], text: str, why: str
+) -> None:
+    segment = Segment.create(2 * PAGE)
+    async with batch_in_process(ended_process) as process:
+        socket.send_fds(process.theirs, [pack(SEGMENT, (OWN_SEGMENT,))], [segment.fd])
+        process.send(words, text)
+        if why:
+            assert why in process.child.why
+            return
+        ((_, outcome),) = process.waiting
+        assert isinstance(outcome, Results)
+        assert [(one.array.dtype.name, one.shape) for one in outcome.outputs[0] if one] == [
+            ("int64", (1, 4)),
+            ("int64", (2, 4)),
+        ]
+        assert process.worker.channel is not None
+        process.worker.channel.close()
 
 
 # ----------------------------------------------------------------------------------------------------------- messages

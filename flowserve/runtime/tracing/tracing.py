@@ -509,11 +509,12 @@ def _why_complete(batch: Batch, left: int) -> str:
 def _traced_tensors(
     activity: str, specs: Sequence[TensorSpec], tensors: Sequence[Tensor | None]
 ) -> Iterator[TensorSeen]:
-    """The tensors that are present, each with its spec."""
+    """The tensors that are present, each with the name of its spec."""
     for spec, tensor in zip(specs, tensors, strict=True):
         if tensor is not None:
             array = None if tensor.place.is_gpu else _copy(tensor.array)
-            yield TensorSeen(activity, spec.name, spec.dtype.wire, tensor.shape, array)
+            wire = BY_NUMPY.get(tensor.block.dtype, spec.dtype).wire  # a model may return another type than configured
+            yield TensorSeen(activity, spec.name, wire, tensor.shape, array)
 
 
 def _traced_inputs(request: Request) -> Iterator[TensorSeen]:

@@ -284,7 +284,8 @@ def pass_stages(
     passed = Passed([first])
     made = passed.made
     for i in range(1, len(route.nodes)):
-        if made[-1].errors or made[-1].parameters or made[-1].notes:
+        last = made[-1]
+        if last.errors or last.parameters or (last.notes is not None and (last.notes.unlike or last.notes.left_out)):
             break  # the scheduler and the callers come first
         following = _following(route, i, work, made)
         if following is None:

@@ -482,7 +482,7 @@ class ProcessRun:
                 kept, gathered_ns, computed_ns, segment, offset, nbytes = words[at : at + 6]
                 block = self.channels[k].block(segment, offset, nbytes)
                 told: dict[str, Any] = json.loads(text) if text else {}
-                notes = decode_notes(told.pop("", None), worker.reader.names, len(self.rows)) if told else None
+                notes = decode_notes(told.pop("", None), worker.reader.names, len(self.rows)) if text else None
                 unlike: Collection[str] = () if notes is None else notes.unlike
                 outputs, placed = worker.reader.read(words, at + 6, block, self.rows, unlike)
                 copied, taken = ((), ()) if k else (self.packed.copied, self.packed.taken)
