@@ -54,9 +54,10 @@ _AGREES: Final[Mismatch] = "", False
 class _Output:
     """One output of the configuration. `inner`: the shape that the model returns, without batch dimension; `one`: the
     shape of one row, with batch dimension. `is_state`: the next request of a sequence gets it, so it never differs.
+    `facts`: `j`, the data type, the rank, and the axes whose size is fixed, for the checks of most batches.
     """
 
-    __slots__ = ("fixed", "inner", "is_state", "j", "numpy", "one", "rank", "spec")
+    __slots__ = ("facts", "inner", "is_state", "j", "numpy", "one", "spec")
 
     def __init__(self, j: int, spec: TensorSpec, *, batches: bool, is_state: bool) -> None:
         self.j = j
@@ -65,8 +66,8 @@ class _Output:
         self.numpy = spec.dtype.numpy
         self.inner = spec.dims if spec.reshape is None else spec.reshape
         self.one = (1, *self.inner) if batches else self.inner
-        self.rank = len(self.one)
-        self.fixed = [(axis, size) for axis, size in enumerate(self.one) if size >= 0 and (axis or not batches)]
+        fixed = [(axis, size) for axis, size in enumerate(self.one) if size >= 0 and (axis or not batches)]
+        self.facts = j, self.numpy, len(self.one), fixed
 
 
 class AnswerReader:
@@ -85,6 +86,13 @@ class AnswerReader:
             spec.name: _Output(j, spec, batches=self._batches, is_state=spec.name in states)
             for j, spec in enumerate(config.outputs)
         }
+        self._all = [*self._outputs.values()]
+        # Those of numbers whose shape in a response is that of the configuration.
+        self._numbers = {
+            one.spec.name: one for one in self._all if one.spec.reshape is None and not one.numpy.hasobject
+        }
+        self._nothing = [None] * len(self._all)
+        self._no_bytes = [0] * len(self._all)
         self._is_strict = strict
         self._logged_unknown: set[str] = set()  # outputs that are not in the configuration, each logged once
         # Each response of a decoupled model may have other outputs, so that an absent one is not noted.
@@ -117,40 +125,37 @@ class AnswerReader:
         but for their rows, without errors or parameters. None for any other batch. Nearly every batch is of this kind,
         and this loop runs for each of its requests.
         """
-        count, rows = len(responses), work.rows
-        if (count > 1 and not self._batches) or rows[0] < 0:  # a response of a decoupled model has any number of rows
+        rows, names = work.rows, work.wanted
+        count, head, batches = len(rows), rows[0], self._batches
+        if (count > 1 and not batches) or head < 0:  # a response of a decoupled model has any number of rows
             return None
         for response in responses:
             if type(response) is not InferenceResponse or response._error is not None or response._parameters:
                 return None
         first = responses[0]._outputs
-        if not first:
-            return None
-        width, names = len(first), work.wanted
-        taken: list[list[Array] | None] = [None] * len(self._specs)
+        taken: list[list[Array] | None] = [*self._nothing]
         last, is_ordered = -1, True
         try:
             for k, answer in enumerate(first):
-                name = answer._name
-                output = self._outputs.get(name)
-                array = answer._array
-                if output is None or output.spec.reshape is not None or taken[output.j] is not None or array is None:
+                name, array = answer._name, answer._array
+                output = self._numbers.get(name)
+                if output is None or array is None or name not in names[0]:
                     return None
-                if output.j < last:
-                    is_ordered = False
-                last = output.j
-                dtype, shape = output.numpy, array.shape
-                if dtype.hasobject or (self._copies and array.nbytes * sum(rows) >= POOLED_BYTES_MIN * rows[0]):
+                j, dtype, rank, fixed = output.facts
+                shape = array.shape
+                if array.dtype is not dtype or len(shape) != rank or (batches and shape[0] != head):
                     return None
-                if len(shape) != output.rank or (self._batches and shape[0] != rows[0]):
-                    return None
-                for axis, size in output.fixed:
+                for axis, size in fixed:
                     if shape[axis] != size:
                         return None
-                inner = shape[1:]
-                if array.dtype is not dtype or name not in names[0]:
+                if taken[j] is not None or (self._copies and array.nbytes * sum(rows) >= POOLED_BYTES_MIN * head):
                     return None
-                arrays = taken[output.j] = [array]
+                is_ordered = is_ordered and j > last
+                last = j
+                arrays = taken[j] = [array]
+                if count == 1:
+                    continue
+                width, inner = len(first), shape[1:]
                 for m in range(1, count):
                     answers = responses[m]._outputs
                     if len(answers) != width:
@@ -169,32 +174,33 @@ class AnswerReader:
                     arrays.append(array)
         except AttributeError:  # an object that is no tensor: `_sort` reports it
             return None
+        if last < 0:  # without any output
+            return None
         outputs: list[Sequence[Tensor | None]] = []
-        placed = []
+        placed = [*self._no_bytes]
         notes: OutputNotes | None = None
         if not is_ordered:
             order = tuple([answer._name for answer in first])
             notes = OutputNotes(orders=dict.fromkeys(range(count), order))
-        for spec, found in zip(self._specs, taken, strict=True):
+        for j, found in enumerate(taken):
             if found is None:
-                missing = 0 if self._outputs[spec.name].is_state else sum([spec.name in wanted for wanted in names])
+                output = self._all[j]
+                name = output.spec.name
+                missing = 0 if output.is_state else sum([name in wanted for wanted in names])
                 if missing and self._answers_once:
                     if self._is_strict:
                         return None
                     notes = notes or OutputNotes()
-                    notes.left_out[spec.name] = missing
+                    notes.left_out[name] = missing
                 outputs.append([None] * count)
-                placed.append(0)
-            elif count == 1 and not self._copies:
-                outputs.append(Column(rows, found[0]) if self._batches else [Tensor(found[0])])
-                placed.append(0)
             elif self._copies:
                 block = np.concatenate(found) if count > 1 else found[0].copy()
-                outputs.append(Column(rows, block) if self._batches else [Tensor(block)])
-                placed.append(block.nbytes)
+                outputs.append(Column(rows, block) if batches else [Tensor(block)])
+                placed[j] = block.nbytes
+            elif count == 1:
+                outputs.append(Column(rows, found[0]) if batches else [Tensor(found[0])])
             else:
                 outputs.append(Column(rows, None, found))
-                placed.append(0)
         return Results(outputs, _NONE, placed=placed, parameters=_NONE, notes=notes)
 
     def _sort(self, responses: list[Any], work: Work, errors: Errors, notes: OutputNotes) -> list[list[Place]]:
