@@ -775,7 +775,8 @@ async def test_a_cancelled_call_ends_with_an_error_and_the_called_model_is_told(
     assert await served.ask("awaiting", 0) == [0, cancelled]
     assert await served.ask("elsewhere", 0) == [0, cancelled]
     await until(lambda: told.exists() and told.read_text() == "cancelled " * 3)
-    assert await served.ask("blocking", 1) == [1], "a final response with tensors is the last"
+    # The final flag follows the response: a cancellation between them ends with an error.
+    assert await served.ask("blocking", 1) in ([1], [1, cancelled])
 
 
 SAID = {"text": "ü", "number": -5, "share": 0.5, "sure": True}

@@ -175,7 +175,7 @@ def test_a_reshaped_tensor_reaches_the_model_in_its_shape_only(
 def test_a_wrong_shape_is_refused(server: Server, model: str, shape: list[int], text: str) -> None:
     reply = server.infer(model, shape, [0.0] * math.prod(shape))
     assert reply.status_code == 400
-    assert reply.json()["error"].startswith(f"[request id: <id_unknown>] {text}")
+    assert text in reply.json()["error"]
 
 
 def test_too_few_elements_are_refused(server: Server, on_triton: bool) -> None:
