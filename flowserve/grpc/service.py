@@ -8,10 +8,9 @@ engine's thread. Does not know how inference works (`inference`, `stream`). Call
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from typing import Any, Final
 
 from google.protobuf.json_format import ParseDict
@@ -29,11 +28,9 @@ from flowserve.runtime.model_calls.server_requests import allowed, one_of_severa
 from flowserve.runtime.protocol import Forwarding, model_metadata, server_metadata
 
 Json = dict[str, Any]
-RowsJson = dict[str, Iterator[Json]]
 SERVICE: Final = "inference.GRPCInferenceService"
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 HEALTH_POLL_S: Final = 0.25
-PORTION: Final = 16  # rows, some 0.5 ms of statistics
 ERROR_HEADER: Final = "triton_grpc_error"
 TRACEPARENT: Final = "traceparent"
 _TRACE_LISTS: Final = frozenset({"trace_level"})
@@ -84,12 +81,8 @@ class Service:
         """The response to one of CALLS."""
         method, _ = CALLS[name]
         response: Message = getattr(pb, f"{name}Response")()
-        for part in _portions(await method(self, request) or {}):
-            # Statistics have additional fields of flowserve that are not in Triton's message.
-            found = ParseDict(part, type(response)(), ignore_unknown_fields=name == "ModelStatistics")
-            response.MergeFrom(found)
-            await asyncio.sleep(0)
-        return response
+        # Statistics have additional fields of flowserve that are not in Triton's message.
+        return ParseDict(await method(self, request) or {}, response, ignore_unknown_fields=name == "ModelStatistics")
 
     async def live(self, request: pb.ServerLiveRequest) -> Json:
         return {"live": self._engine.deployments.is_live}
@@ -113,15 +106,15 @@ class Service:
     async def config(self, request: pb.ModelConfigRequest) -> Json:
         return {"config": self._engine.deployments.find(request.name, request.version).config.json}
 
-    async def statistics(self, request: pb.ModelStatisticsRequest) -> RowsJson:
-        return {"model_stats": self._engine.deployments.statistics_rows(request.name, request.version)}
+    async def statistics(self, request: pb.ModelStatisticsRequest) -> Json:
+        return {"model_stats": self._engine.deployments.statistics(request.name, request.version)}
 
-    async def index(self, request: pb.RepositoryIndexRequest) -> RowsJson:
+    async def index(self, request: pb.RepositoryIndexRequest) -> Json:
         _refuse_repository(request.repository_name)
         control = self._control
         if control is None:
-            return {"models": self._engine.deployments.index_rows(ready_only=request.ready)}
-        return {"models": iter(await self._access.run_in_trio(lambda: control.index(ready_only=request.ready)))}
+            return {"models": self._engine.deployments.index(ready_only=request.ready)}
+        return {"models": await self._access.run_in_trio(lambda: control.index(ready_only=request.ready))}
 
     async def load(self, request: pb.RepositoryModelLoadRequest) -> None:
         _refuse_repository(request.repository_name)
@@ -190,16 +183,6 @@ class Service:
     def _status(self) -> HealthCheckResponse.ServingStatus:
         is_ready = self._engine.deployments.is_ready
         return HealthCheckResponse.SERVING if is_ready else HealthCheckResponse.NOT_SERVING
-
-
-def _portions(document: Mapping[str, Any]) -> Iterator[Json]:
-    """`document` in parts with few rows each: thousands of models, converted at once, would hold the event loop."""
-    for key, value in document.items():
-        if not isinstance(value, Iterator):
-            yield {key: value}
-            continue
-        while rows := [*islice(value, PORTION)]:
-            yield {key: rows}
 
 
 def _trace_context(context: Any) -> str:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain
@@ -497,11 +497,9 @@ def summarising(clock: Callable[[], int]) -> Callable[[str, int], Statistics]:
     return partial(SummarisedStatistics, clock=clock)
 
 
-def rows_as_json(statistics: Iterable[Statistics], epoch_ns: int) -> Iterator[dict[str, Any]]:
-    """Rows sorted by name and version, as the endpoint returns them, each as it is then. `epoch_ns` is as in
-    `Statistics.as_json`.
-    """
-    return (one.as_json(epoch_ns) for one in sorted(statistics, key=lambda one: (one.name, one.version)))
+def rows_as_json(statistics: Sequence[Statistics], epoch_ns: int) -> list[dict[str, Any]]:
+    """Rows sorted by name and version, as the endpoint returns them. `epoch_ns` is as in `Statistics.as_json`."""
+    return [one.as_json(epoch_ns) for one in sorted(statistics, key=lambda one: (one.name, one.version))]
 
 
 def _sum(count: int, ns: int) -> dict[str, int]:

@@ -318,7 +318,7 @@ async def test_models_are_not_loaded_over_http(api: Any, verb: str) -> None:
 async def test_an_internal_error_is_500_without_details(
     api: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine.deployments, "index_rows", lambda **_: 1 // 0)
+    monkeypatch.setattr(engine.deployments, "index", lambda **_: 1 // 0)
     assert await ask(api, "POST", "/v2/repository/index") == (500, {"error": "internal server error"})
     assert "ZeroDivisionError" in caplog.text
 

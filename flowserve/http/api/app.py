@@ -8,9 +8,7 @@ observe/, what is ready in runtime/. Called by the command line.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from functools import partial
-from itertools import chain
 
 import trio
 from starlette.applications import Starlette
@@ -26,7 +24,7 @@ from flowserve.http.api.compression import expand, is_compressed
 from flowserve.http.api.extensions import repository_routes, settings_routes, shared_memory_routes
 from flowserve.http.api.generate import generate_routes
 from flowserve.http.api.infer import AppOptions, InferRoute, read_body
-from flowserve.http.api.json_bodies import error_response, json_response, rows_response, status_of
+from flowserve.http.api.json_bodies import error_response, json_response, status_of
 from flowserve.http.api.openapi import openapi
 from flowserve.http.api.request_target import PREFIX, SUFFIX, is_version
 from flowserve.http.api.restricted import restricted
@@ -95,7 +93,7 @@ def make_routes(engine: Engine, options: AppOptions, control: Control | None) ->
         return json_response(deployments.find(*_names(request)).config.json)
 
     async def statistics(request: Request) -> Response:
-        return await rows_response(b'{"model_stats":', deployments.statistics_rows(*_names(request)), b"}")
+        return json_response({"model_stats": deployments.statistics(*_names(request))})
 
     async def document(request: Request) -> Response:
         return json_response(openapi())
@@ -149,8 +147,14 @@ def _metrics_routes(engine: Engine, choice: MetricsChoice | None, budget: Budget
     gpus = GpuMeter() if choice.has_gpus else None
 
     async def metrics(request: Request) -> Response:
-        first = await trio.to_thread.run_sync(machine_text, machine, gpus, engine.server_requests.metrics)
-        return _Streamed(chain((_budget_text(budget) + first,), deployments.pieces(engine.deployments.counters())))
+        parts = [_budget_text(budget)]
+        parts.append(await trio.to_thread.run_sync(machine_text, machine, gpus, engine.server_requests.metrics))
+        # On the loop and not in a thread, which would keep the interpreter for half a millisecond each time that the
+        # loop lets go of it.
+        for part in deployments.pieces(engine.deployments.counters()):
+            parts.append(part)
+            await trio.lowlevel.checkpoint()
+        return _InParts(parts)
 
     return [Route("/metrics", metrics)]
 
@@ -169,22 +173,18 @@ def _budget_text(budget: Budget) -> bytes:
     return (bodies + connections + family("flowserve_http_refused_total", text, COUNTER, refused)).encode()
 
 
-class _Streamed(Response):
-    """The exposition, sent while it is produced: its whole text may be megabytes."""
+class _InParts(Response):
+    """The exposition, never copied into one piece: that alone would keep the loop for milliseconds."""
 
-    def __init__(self, pieces: Iterable[bytes]) -> None:
-        super().__init__(media_type=CONTENT_TYPE)
-        del self.headers["content-length"]  # of the empty body
-        self._pieces = pieces
+    def __init__(self, parts: list[bytes]) -> None:
+        self._parts = [part for part in parts if part]
+        length = str(sum(map(len, self._parts)))
+        super().__init__(headers={"content-length": length}, media_type=CONTENT_TYPE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        # On the loop and not in a thread, which would keep the interpreter for half a millisecond each time that the
-        # loop lets go of it.
-        for piece in self._pieces if scope["method"] != "HEAD" else ():
-            if piece:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await trio.lowlevel.checkpoint()
+        for part in self._parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 

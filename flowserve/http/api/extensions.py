@@ -28,7 +28,6 @@ from flowserve.http.api.json_bodies import (
     json_response,
     missing,
     object_of,
-    rows_response,
     string_of,
     uint_of,
 )
@@ -68,8 +67,8 @@ def repository_routes(engine: Engine, control: Control | None, body: ReadBody) -
         if not isinstance(ready, bool):
             raise Invalid('the body of a repository index request is {} or {"ready": true}')
         if control is None:
-            return await rows_response(b"", engine.deployments.index_rows(ready_only=ready), b"")
-        return await rows_response(b"", await control.index(ready_only=ready), b"")
+            return json_response(engine.deployments.index(ready_only=ready))
+        return json_response(await control.index(ready_only=ready))
 
     async def load(request: Request) -> Response:
         parameters = _parameters(await document(request, body))

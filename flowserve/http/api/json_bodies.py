@@ -10,14 +10,12 @@ by each endpoint.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from itertools import islice
 from typing import Any, Final, TypeVar
 
 import numpy as np
 import orjson
-import trio
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -45,7 +43,6 @@ STATUS: Final[Mapping[str, int]] = {
     "internal": 500,
     "unknown": 400,
 }
-PORTION: Final = 32  # rows, some 0.5 ms of statistics
 _UINT64_MAX: Final = 2**64 - 1
 _MARKS: Final = b",[{\\"
 _MARKS_MAX: Final = 1 << 20
@@ -99,19 +96,6 @@ def _parse_large(parse: Callable[[BytesLike], Parsed], text: BytesLike) -> Parse
 def json_response(value: Any, status: int = 200) -> Response:
     """`value` as JSON."""
     return Response(orjson.dumps(value), status, media_type="application/json")
-
-
-async def rows_response(before: bytes, rows: Iterable[Any], after: bytes) -> Response:
-    """A JSON list of rows between two parts of its document. The rows are taken in portions: thousands, made and
-    written at once, would hold the event loop.
-    """
-    taken = iter(rows)
-    parts: list[bytes] = []
-    while portion := [*islice(taken, PORTION)]:
-        if parts:
-            await trio.lowlevel.checkpoint()
-        parts.append(orjson.dumps(portion)[1:-1])
-    return Response(before + b"[" + b",".join(parts) + b"]" + after, media_type="application/json")
 
 
 def error_response(text: str, status: int, headers: dict[str, str] | None = None) -> Response:

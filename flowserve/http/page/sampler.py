@@ -19,7 +19,6 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import orjson
-import trio
 
 from flowserve.config.types import ModelConfig
 from flowserve.graph.types import ModelKey
@@ -160,7 +159,6 @@ def _mean(old_sum: int, new_sum: int, old_count: int, new_count: int) -> float |
     return rounded(_grown(old_sum, new_sum) / count) if count else None
 
 
-PORTION: Final = 16  # deployments that are read, or listed, without leaving the event loop: some 0.3 ms
 INTERVAL_S: Final = 1.0
 WINDOW_S: Final = 5.0  # figures cover this period
 _FRESH_NS: Final = round(0.9 * INTERVAL_S * SECOND_NS)
@@ -196,28 +194,20 @@ class Sampler:
         self._listed = 0  # the number of the reading since which the list has the same names
         self._graphs: dict[ModelKey, dict[str, Any]] = {}  # of this reading, shared by all viewers of a graph
         self._pictures: WeakKeyDictionary[Deployment, str] = WeakKeyDictionary()
-        self._one_reading = trio.Lock()
 
-    async def look(self) -> None:
-        """Read the counters, unless the last reading is recent. Viewers who ask meanwhile wait for the same reading."""
-        async with self._one_reading:
-            now_ns = self._engine.clock()
-            if self._readings and now_ns - self._readings[-1].at_ns < _FRESH_NS:
-                return
-            counters = {ModelKey(one.name, one.version): one for one, _ in self._engine.deployments.counters()}
-            before = self._readings[-1].readings if self._readings else {}
-            found = {}
-            for number, (key, one) in enumerate(counters.items(), 1):
-                one.add_up()
-                found[key] = read(one, before.get(key))
-                if number % PORTION == 0:
-                    await trio.lowlevel.checkpoint()
-            self._readings.append(_Reading(now_ns, found))
-            while now_ns - self._readings[0].at_ns > _WINDOW_NS:
-                self._readings.popleft()
-            self.number += 1
-            self._graphs.clear()
-            await self._list(counters)
+    def look(self) -> None:
+        """Read the counters, unless the last reading is recent."""
+        now_ns = self._engine.clock()
+        if self._readings and now_ns - self._readings[-1].at_ns < _FRESH_NS:
+            return
+        counters = {ModelKey(one.name, one.version): one for one, _ in self._engine.deployments.counters()}
+        before = self._readings[-1].readings if self._readings else {}
+        self._readings.append(_Reading(now_ns, {key: read(one, before.get(key)) for key, one in counters.items()}))
+        while now_ns - self._readings[0].at_ns > _WINDOW_NS:
+            self._readings.popleft()
+        self.number += 1
+        self._graphs.clear()
+        self._list(counters)
 
     def frame(self, watched: Deployment | None, seen: int) -> dict[str, Any]:
         """The changes since reading number `seen` (0: all), and the figures of `watched`. `names`: all names, None if
@@ -249,20 +239,16 @@ class Sampler:
 
     # ------------------------------------------------------------------ the list
 
-    async def _list(self, counters: Mapping[ModelKey, Statistics]) -> None:
+    def _list(self, counters: Mapping[ModelKey, Statistics]) -> None:
         rows: dict[tuple[str, str], _Row] = {}
-        for number, row in enumerate(self._engine.deployments.index_rows(), 1):
+        for row in self._engine.deployments.index():
             counted = counters.get(ModelKey(row["name"], int(row.get("version", 0))))
-            if counted is None and row["state"] == "READY":
-                continue  # loaded since the reading: it is in the next one
             key = (row["name"], "" if counted is None else row["version"])  # versions that do not serve are one row
             shown = {"name": key[0], "version": key[1], "state": row["state"], "reason": row.get("reason", "")}
             if counted is not None:
                 shown |= self._figures(counted)
             former = self._rows.get(key)
             rows[key] = former if former is not None and former.shown == shown else _Row(shown, self.number)
-            if number % PORTION == 0:
-                await trio.lowlevel.checkpoint()
         if rows.keys() != self._rows.keys():
             self._listed = self.number
         self._rows = rows

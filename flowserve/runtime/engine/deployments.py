@@ -15,7 +15,7 @@ front ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -148,33 +148,25 @@ class Deployments:
     def index(self, ready_only: bool = False) -> list[dict[str, str]]:
         """Rows of the repository index: one per version that serves, or that did before its name was withdrawn,
         and one per name that never served."""
-        return [*self.index_rows(ready_only)]
-
-    def index_rows(self, ready_only: bool = False) -> Iterator[dict[str, str]]:
-        """The same, each read when it is taken: thousands at once would hold the event loop."""
+        rows: list[dict[str, str]] = []
         for name, entry in sorted(self.entries.items()):
             reason = {"reason": entry.reason} if entry.reason else {}
-            versions = sorted(entry.ready.items())
-            for version, deployment in versions:
-                outage = self.outage(deployment)
+            for version in entry.versions:
+                outage = self.outage(entry.ready[version])
                 if not outage:
-                    yield {"name": name, "version": str(version), "state": "READY", **reason}
+                    rows.append({"name": name, "version": str(version), "state": "READY", **reason})
                 elif not ready_only:
-                    yield {"name": name, "version": str(version), "state": "UNAVAILABLE", "reason": outage}
-            if not versions and not ready_only:
-                former: list[dict[str, str]] = [{"version": str(version)} for version in entry.former] or [{}]
-                for one in former:
-                    yield {"name": name, **one, "state": entry.state, "reason": entry.reason}
+                    rows.append({"name": name, "version": str(version), "state": "UNAVAILABLE", "reason": outage})
+            if not entry.versions and not ready_only:
+                versions: list[dict[str, str]] = [{"version": str(version)} for version in entry.former] or [{}]
+                rows += ({"name": name, **one, "state": entry.state, "reason": entry.reason} for one in versions)
+        return rows
 
     def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
         """Rows of the statistics extension: of one name, one version, or of everything that is ready."""
-        return [*self.statistics_rows(name, version)]
-
-    def statistics_rows(self, name: str = "", version: str = "") -> Iterator[dict[str, Any]]:
-        """The same, each read when it is taken."""
         epoch_ns = wall_clock_ns() - self._clock()
         if not name:
-            return rows_as_json(self._statistics.values(), epoch_ns)
+            return rows_as_json(list(self._statistics.values()), epoch_ns)
         entry = self.entries.get(name)
         if entry is None or not entry.ready:
             raise Invalid(f"requested model '{name}' is not available")
@@ -185,10 +177,10 @@ class Deployments:
         return rows_as_json([entry.ready[int(version)].statistics], epoch_ns)
 
     def counters(self) -> list[tuple[Statistics, int]]:
-        """Every deployment version's counters, and how many requests wait in its model's queue (0 for an ensemble). A
-        reader calls `Statistics.add_up` first.
-        """
+        """Every deployment version's counters, and how many requests wait in its model's queue (0 for an ensemble)."""
         waiting = self._scheduler.waiting()
+        for one in self._statistics.values():
+            one.add_up()
         return [(statistics, waiting.get(key, 0)) for key, statistics in self._statistics.items()]
 
     # ------------------------------------------------------------------ changing
