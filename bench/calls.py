@@ -125,10 +125,10 @@ def _served(work: Work, execution: str) -> list[Calls]:
             with socket.create_connection(("127.0.0.1", server.port), _TIMEOUT_S) as sock:
                 for _ in range(_WARM_UP):
                     _exchange(sock, request)
-                before = _report(control)
+                before = report(control)
                 for _ in range(REQUESTS):
                     _exchange(sock, request)
-                after = _report(control)
+                after = report(control)
         counts = {name: count - before.get(name, 0) for name, count in after.items()}
         where = "in a process" if execution == "process" else execution
         found = [Calls(f"{work.name}, {where}: the server, a request", _rounded(counts, REQUESTS))]
@@ -146,7 +146,8 @@ def _exchange(sock: socket.socket, request: bytes) -> None:
         raise BenchFailed(f"the traced server answered {received[:200]!r}")
 
 
-def _report(control: str) -> dict[str, int]:
+def report(control: str) -> Any:
+    """The counts so far of the server with this control socket."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(_TIMEOUT_S)
         sock.connect(control)

@@ -24,10 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import CodeType, FrameType
-from typing import Any, Final
+from typing import Final
 
 SAMPLE_S: Final = 0.004
-_TIMEOUT_S: Final = 30.0
 _WARM_UP_S: Final = 0.5
 # Of a package that is not shown by itself.
 _SMALL: Final = 0.01
@@ -106,8 +105,8 @@ def measure_packages(
             for concurrency in concurrencies:
                 for name, root in servers.items():
                     say(f"round {number + 1} of {rounds}, {name}, concurrency {concurrency}")
-                    calls, _, _ = _run(root, repository, requests, "calls", concurrency, seconds)
-                    cpu_us, kernel_us, _ = _run(root, repository, requests, "cpu", concurrency, seconds)
+                    calls, _ = _run(root, repository, requests, "calls", concurrency, seconds)
+                    cpu_us, kernel_us = _run(root, repository, requests, "cpu", concurrency, seconds)
                     profile = Profile(name, concurrency, calls, cpu_us, kernel_us)
                     found.setdefault((name, concurrency), []).append(profile)
     return [_middle(profiles) for profiles in found.values()]
@@ -128,10 +127,11 @@ def _middle(profiles: Sequence[Profile]) -> Profile:
 
 def _run(
     root: Path, repository: Path, requests: Path, what: str, concurrency: int, seconds: float
-) -> tuple[dict[str, float], float, int]:
-    """One run of a server: for each request by package the calls, or the CPU time in microseconds; that of the kernel;
-    and the number of requests.
+) -> tuple[dict[str, float], float]:
+    """One run of a server: for each request by package the calls, or the CPU time in microseconds; and that of the
+    kernel.
     """
+    from bench.calls import report
     from bench.servers import BenchFailed, run_load, serving
 
     with tempfile.TemporaryDirectory(prefix="bench-packages-") as folder:
@@ -140,9 +140,9 @@ def _run(
         command += ["--http-port", "0", "--python-execution", "inline"]
         with serving("flowserve", command, Path(folder, "log"), environment={}, folder=root) as server:
             run_load(requests, server, concurrency, 0.0, _WARM_UP_S)
-            before = _report(control)
+            before = report(control)
             measured = run_load(requests, server, concurrency, 0.0, seconds)
-            after = _report(control)
+            after = report(control)
     if not measured.requests:
         raise BenchFailed("no request was answered")
     counts: Counter[str] = Counter()
@@ -152,16 +152,7 @@ def _run(
     scale = 1 / measured.requests
     if what == "cpu":  # the samples divide the CPU time between the packages
         scale *= (after["cpu_s"] - before["cpu_s"]) * 1e6 / max(1, sum(counts.values()))
-    return {name: count * scale for name, count in counts.items() if count}, kernel_us, measured.requests
-
-
-def _report(control: str) -> dict[str, Any]:
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(_TIMEOUT_S)
-        sock.connect(control)
-        with sock.makefile("rb") as file:
-            found: dict[str, Any] = json.load(file)
-    return found
+    return {name: count * scale for name, count in counts.items() if count}, kernel_us
 
 
 # ---------------------------------------------------------------------- the server's program

@@ -157,10 +157,11 @@ class Engine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._on_asyncio is None:
+        on_asyncio, self._on_asyncio = self._on_asyncio, None  # it may be opened again, under trio too
+        if on_asyncio is None:
             await self._embedding.__aexit__(kind, error, trace)
         else:
-            await self._on_asyncio.close()
+            await on_asyncio.close()
 
     def _find(self) -> tuple[list[Path], object]:
         """The repositories, and the owners of the private folders among them, which exist as long as these. Blocks."""

@@ -2,7 +2,8 @@
 
 Decides the commands and the form of usage errors: one line on standard error, exit status 2. Does not know what a
 command does: each has its module of that name with `execute(arguments, parser)`, which returns the exit status. It is
-imported when the command runs, so that `--help` is fast.
+imported when the command runs, so that `--help` is fast. Only `completion` is here: it prints what this module
+declares.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import trio
 
 from flowserve import Engine, Graph, Problems, model
 from flowserve.errors import Invalid, NotFound, Unavailable, Unsupported
+from tests.support.held import HeldModel
 from tests.support.onnx_files import onnx_identity
 
 ROWS = np.arange(8, dtype=np.float32).reshape(2, 4)
@@ -190,13 +191,7 @@ def test_a_closed_engine_raises(engine: Engine) -> None:
 
 
 def test_callers_that_wait_while_it_closes_get_an_error() -> None:
-    entered, go_on = threading.Event(), threading.Event()
-
-    @model({"X": "FP32[4]"}, {"Y": "FP32[4]"}, max_batch_size=1)
-    def slow(x: Any) -> Any:
-        entered.set()
-        go_on.wait(30)
-        return x
+    held = HeldModel()
 
     errors: list[Exception] = []
 
@@ -206,36 +201,30 @@ def test_callers_that_wait_while_it_closes_get_an_error() -> None:
         except Exception as error:
             errors.append(error)
 
-    with Engine(one_step(slow, "queued"), exit_timeout_s=0.05) as engine:
+    with Engine(one_step(held.part, "queued"), exit_timeout_s=0.05) as engine:
         threads = [threading.Thread(target=ask, args=(engine,)) for _ in range(3)]
         for thread in threads:
             thread.start()
-        assert entered.wait(30)
-    go_on.set()
+        assert held.entered.wait(30)
+    held.go_on.set()
     for thread in threads:
         thread.join(30)
     assert [type(error) for error in errors] == [Unavailable] * 3
 
 
 def test_ctrl_c_withdraws_the_request_of_a_blocked_caller() -> None:
-    entered, go_on = threading.Event(), threading.Event()
-
-    @model({"X": "FP32[4]"}, {"Y": "FP32[4]"}, max_batch_size=1)
-    def slow(x: Any) -> Any:
-        entered.set()
-        go_on.wait(30)
-        return x
+    held = HeldModel()
 
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        with Engine(one_step(slow, "queued")) as engine:
+        with Engine(one_step(held.part, "queued")) as engine:
             first = threading.Thread(target=engine.infer, args=("queued", {"X": ROWS[:1]}))
             first.start()
-            assert entered.wait(30)
+            assert held.entered.wait(30)
             signal.setitimer(signal.ITIMER_REAL, 0.1)
             with pytest.raises(KeyboardInterrupt):
                 engine.infer("queued", {"X": ROWS[:1]})
-            go_on.set()
+            held.go_on.set()
             first.join(30)
             np.testing.assert_array_equal(engine.infer("queued", {"X": ROWS[:1]})["Y"], ROWS[:1])
             (statistics,) = engine.statistics("queued")

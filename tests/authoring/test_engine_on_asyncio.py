@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import trio
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from flowserve import Engine, Graph, model
 from flowserve.errors import Invalid, NotFound, Unavailable
+from tests.support.held import HeldModel
 
 ROWS = np.arange(8, dtype=np.float32).reshape(2, 4)
 
@@ -71,7 +72,21 @@ def test_infer_takes_and_returns_arrays_and_raises_the_engines_errors() -> None:
             await engine.infer("doubled", {"X": ROWS})
         with pytest.raises(Unavailable, match="closed"):
             await engine.index()
+        with pytest.raises(Unavailable, match="closed"):
+            engine.statistics("doubled")
 
+    run(work)
+
+
+def test_an_engine_may_be_opened_again_under_another_loop() -> None:
+    engine = Engine(one_step(double, "doubled"))
+
+    async def work() -> None:
+        async with engine as opened:
+            np.testing.assert_array_equal((await opened.infer("doubled", {"X": ROWS}))["Y"], ROWS * 2)
+
+    run(work)
+    trio.run(work)
     run(work)
 
 
@@ -97,18 +112,12 @@ def test_concurrent_requests_of_a_web_application_run_as_batches() -> None:
 
 
 def test_a_cancelled_caller_withdraws_its_request() -> None:
-    entered, go_on = threading.Event(), threading.Event()
-
-    @model({"X": "FP32[4]"}, {"Y": "FP32[4]"}, max_batch_size=1)
-    def slow(x: Any) -> Any:
-        entered.set()
-        go_on.wait(30)
-        return x
+    held = HeldModel()
 
     async def work() -> None:
-        async with Engine(one_step(slow, "queued")) as engine:
+        async with Engine(one_step(held.part, "queued")) as engine:
             first = asyncio.create_task(engine.infer("queued", {"X": ROWS[:1]}))
-            assert await asyncio.to_thread(entered.wait, 30)
+            assert await asyncio.to_thread(held.entered.wait, 30)
             second = asyncio.create_task(engine.infer("queued", {"X": ROWS[:1]}))
             await asyncio.sleep(0)
             await engine.index()  # the engine has it: its thread has done what was posted before
@@ -118,7 +127,7 @@ def test_a_cancelled_caller_withdraws_its_request() -> None:
             third = asyncio.create_task(engine.infer("queued", {"X": ROWS[:1]}))
             await asyncio.sleep(0)
             third.cancel()  # it has perhaps not begun
-            go_on.set()
+            held.go_on.set()
             await first
             (statistics,) = engine.statistics("queued")
             assert statistics["inference_stats"]["success"]["count"] == 1
@@ -152,19 +161,13 @@ def test_a_failure_to_open_is_raised_and_a_second_engine_opens(tmp_path: Path) -
 
 
 def test_requests_in_flight_fail_when_the_engine_closes() -> None:
-    entered, go_on = threading.Event(), threading.Event()
-
-    @model({"X": "FP32[4]"}, {"Y": "FP32[4]"}, max_batch_size=1)
-    def slow(x: Any) -> Any:
-        entered.set()
-        go_on.wait(30)
-        return x
+    held = HeldModel()
 
     async def work() -> None:
-        async with Engine(one_step(slow, "queued"), exit_timeout_s=0.05) as engine:
+        async with Engine(one_step(held.part, "queued"), exit_timeout_s=0.05) as engine:
             tasks = [asyncio.create_task(engine.infer("queued", {"X": ROWS[:1]})) for _ in range(3)]
-            assert await asyncio.to_thread(entered.wait, 30)
-        go_on.set()
+            assert await asyncio.to_thread(held.entered.wait, 30)
+        held.go_on.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(one) for one in results] == [Unavailable] * 3
 

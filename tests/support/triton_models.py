@@ -50,3 +50,12 @@ def write_model(
     (repository / name / "config.pbtxt").write_text(config)
     for file, text in files.items():
         (repository / name / file.replace("__", ".")).write_text(text)
+
+
+def write_source(folder: Path, name: str, config: str, source: str = "") -> None:
+    """A model's folder with a whole model.py. An ensemble has none; it has a version folder, which Triton wants."""
+    version = folder / name / "1"
+    version.mkdir(parents=True)
+    (folder / name / "config.pbtxt").write_text(config)
+    if source:
+        (version / "model.py").write_text(source)

@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.triton_models import write_source
+
 IN_OUT = """
 input [ { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] } ]
 output [ { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] } ]
@@ -81,25 +83,16 @@ def shown(response):
 """
 
 
-def write_model(folder: Path, name: str, config: str, source: str = "") -> None:
-    """An ensemble has no source. Its folder has a version all the same, which Triton wants."""
-    version = folder / name / "1"
-    version.mkdir(parents=True)
-    (folder / name / "config.pbtxt").write_text(config)
-    if source:
-        (version / "model.py").write_text(source)
-
-
 def write_repository(folder: Path) -> None:
     python = 'backend: "python"\n' + IN_OUT
-    write_model(folder, "doubles", python, MODEL + DOUBLES)
-    write_model(folder, "fails", python, MODEL + FAILS)
+    write_source(folder, "doubles", python, MODEL + DOUBLES)
+    write_source(folder, "fails", python, MODEL + FAILS)
     final = STREAMS.replace("FINAL", "pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL")
-    write_model(folder, "ends_apart", python + DECOUPLED, final.replace("WITH_LAST", "False"))
-    write_model(folder, "ends_with_last", python + DECOUPLED, final.replace("WITH_LAST", "True"))
-    write_model(folder, "caller", CALLER, MODEL + CALLS)
+    write_source(folder, "ends_apart", python + DECOUPLED, final.replace("WITH_LAST", "False"))
+    write_source(folder, "ends_with_last", python + DECOUPLED, final.replace("WITH_LAST", "True"))
+    write_source(folder, "caller", CALLER, MODEL + CALLS)
     for name, model in (("around_doubles", "doubles"), ("around_ends_apart", "ends_apart")):
-        write_model(folder, name, ENSEMBLE.replace("MODEL", model))
+        write_source(folder, name, ENSEMBLE.replace("MODEL", model))
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.triton_models import write_source
+
 CACHE_BYTES = 1 << 20
 OPTIONS = (f"--cache-config=local,size={CACHE_BYTES}",)
 CACHE = "response_cache { enable: true }\n"
@@ -35,25 +37,16 @@ class TritonPythonModel:
 """
 
 
-def write_model(folder: Path, name: str, config: str, source: str = "") -> None:
-    """An ensemble has no source. Its folder has a version all the same, which Triton wants."""
-    version = folder / name / "1"
-    version.mkdir(parents=True)
-    (folder / name / "config.pbtxt").write_text(config)
-    if source:
-        (version / "model.py").write_text(source)
-
-
 def write_repository(folder: Path) -> None:
     python = 'backend: "python"\ninstance_group [ { kind: KIND_CPU } ]\n' + TENSORS
     for name, more in (("plain", ""), ("cached", CACHE), ("last", "")):
-        write_model(folder, name, python + more, MODEL)
+        write_source(folder, name, python + more, MODEL)
     for name, first, more in (
         ("only_ensemble", "plain", CACHE),
         ("only_step", "cached", ""),
         ("both", "cached", CACHE),
     ):
-        write_model(folder, name, STEPS.replace("FIRST", first).replace("LAST", "last") + TENSORS + more)
+        write_source(folder, name, STEPS.replace("FIRST", first).replace("LAST", "last") + TENSORS + more)
 
 
 @pytest.fixture(scope="module")

@@ -84,6 +84,7 @@ MODELS: Mapping[str, Model] = {
     "scalar": Model("[tensor('Y', np.array(3.5, np.float32))]"),
     "nothing": Model("[tensor('Y', np.array([]))]"),
     "nothing_of_rows": Model("[tensor('Y', np.array([]))]", rows=8),
+    "no_rows": Model("[tensor('Y', np.array([], np.float32))]", rows=8),
     "narrow": Model("[tensor('Y', x[:, :2].astype(np.int32))]", rows=8),
     "mixed": Model("[tensor('Y', x if x[0, 0] else x.astype(np.float64))]", rows=8),
     "missing": Model("[tensor('Y', x)]", declared=[Y, ("Z", "FP32", "-1")]),
@@ -108,6 +109,7 @@ ENSEMBLES: Mapping[str, tuple[int, str, Sequence[tuple[str, str]]]] = {
     "e_streams": (0, "-1", [("streams", "Y"), ("takes_any", "Y")]),
     "e_missing": (0, "-1", [("missing", "Z"), ("takes_any", "Y")]),
     "r_refused": (8, "4", [("cut", "Y"), ("row_takes_four", "Y")]),
+    "r_no_rows": (8, "-1", [("no_rows", "Y"), ("row_takes_any", "Y")]),
     "r_taken": (8, "-1", [("cut", "Y"), ("row_takes_any", "Y")]),
 }
 
@@ -240,6 +242,18 @@ def test_a_step_that_cannot_use_an_output_refuses_the_request(
         assert status == 400
         assert error.startswith(f"in ensemble '{model}_{place}', ")
         assert [text for text in texts if text not in error] == []
+
+
+@pytest.mark.server
+def test_an_output_without_the_batch_dimension_is_refused_with_a_remedy(
+    base_url: str, place: str, on_triton: bool
+) -> None:
+    if on_triton:
+        pytest.skip("the remedy is flowserve's")
+    status, error = ask(base_url, f"r_no_rows_{place}", [[1, 2]])
+    assert status == 400
+    assert "got [0]; the first dimension is the batch" in error
+    assert "max_batch_size: 0" in error
 
 
 @pytest.mark.server

@@ -242,7 +242,7 @@ class BlockingEngine:
         call = self._thread.submit(name, inputs, version, options, is_pending.release)
         try:
             is_pending.acquire()
-        except KeyboardInterrupt:
+        except BaseException:  # Ctrl-C, or what another signal handler raises
             with suppress(Unavailable):
                 self._thread.post(call.leave)
             raise
@@ -361,8 +361,13 @@ class AsyncioEngine:
         return await self.run(self._thread.engine.index)
 
     def statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
-        """As `flowserve.Engine.statistics`. Blocks for some microseconds, in which the engine reads them."""
-        return trio.from_thread.run_sync(self._thread.engine.statistics, name, version, trio_token=self._thread.token)
+        """As `flowserve.Engine.statistics`. Blocks until the engine's thread has read them, after its current step."""
+        try:
+            return trio.from_thread.run_sync(
+                self._thread.engine.statistics, name, version, trio_token=self._thread.token
+            )
+        except trio.RunFinishedError:
+            raise Unavailable("the engine is closed") from None
 
     async def close(self) -> None:
         """Close every instance; requests in flight fail. May be called again."""

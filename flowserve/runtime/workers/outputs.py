@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from flowserve.backends.base import OutputNotes
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
@@ -23,6 +24,10 @@ from flowserve.scheduling.flow import Ticket
 from flowserve.values import BY_NUMPY, fits, shape_text
 
 log = logging.getLogger("flowserve.runtime")
+_BATCH_DIMENSION: Final = (
+    "the first dimension is the batch: return one row for each row of the request, or set max_batch_size: 0 for the "
+    "model that reads it"
+)
 
 
 def take_notes(
@@ -39,7 +44,7 @@ def take_notes(
     for m, ticket in enumerate(batch.tickets):
         if m in found:
             continue
-        error = refusal(ticket, [column[m] for column in outputs], notes)
+        error = unusable_output(ticket, [column[m] for column in outputs], notes)
         if error is not None:
             found[m] = error
         elif m in notes.orders:
@@ -60,7 +65,7 @@ def record_notes(notes: OutputNotes, model: str, statistics: Statistics) -> None
             log.warning(text + "lacks it (--strict-outputs refuses that)", model, name)
 
 
-def refusal(ticket: Ticket, row: Sequence[Tensor | None], notes: OutputNotes) -> FlowserveError | None:
+def unusable_output(ticket: Ticket, row: Sequence[Tensor | None], notes: OutputNotes) -> FlowserveError | None:
     """The error of a step if an output that differs from the configuration cannot be used: by a step that follows it,
     or as an output of the graph. `row`: its model's outputs.
     """
@@ -113,4 +118,5 @@ def _why_not_read(graph: Graph, edge: Edge, tensor: Tensor) -> str:
         return ""
     expected = shape_text((-1, *spec.dims) if lead else spec.dims)
     where = f"unexpected shape for input '{spec.name}' for model '{node.model.name}'"
-    return f"{where}. Expected {expected}, got {shape_text(shape)}"
+    note = "" if not lead or len(shape) == lead + len(spec.dims) else f"; {_BATCH_DIMENSION}"
+    return f"{where}. Expected {expected}, got {shape_text(shape)}{note}"

@@ -33,7 +33,7 @@ from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.ipc.channel import Channel, Unseen
 from flowserve.runtime.ipc.tensors import OutputReader
 from flowserve.runtime.workers.base import Outcome, Returned
-from flowserve.runtime.workers.outputs import in_order, record_notes, refusal
+from flowserve.runtime.workers.outputs import in_order, record_notes, unusable_output
 from flowserve.runtime.workers.parameters import request_after
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Ticket, longer
@@ -102,7 +102,7 @@ class ResponseStreams:
         wanted = stream.wanted
         if sent.notes is not None:
             record_notes(sent.notes, source.node.model.name, _statistics(source))
-            refused = refusal(source, outputs, sent.notes)
+            refused = unusable_output(source, outputs, sent.notes)
             if refused is not None:
                 self.over(source, refused)
                 return
