@@ -8,29 +8,36 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import platform
 import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, NoReturn
 
 import trio
 from rich.table import Table
 
-from bench import acceptance, servers, wrk
+from bench import acceptance, open_loop, servers, wrk
 from bench.calls import measure_calls
 from bench.devices import measure_device
+from bench.growth.growth import PARTS, Growth, Part, measure_growth
+from bench.growth.loads import Load
+from bench.growth.report import tables
+from bench.growth.report import write_plot as write_growth_plot
 from bench.in_process import measure_in_process
 from bench.measure import measure_echo, measure_work
 from bench.packages import measure_packages
 from bench.reliability.figures import FIGURES, measure_figures, run_chaos
 from bench.reliability.soak import soak
 from bench.report import Results, open_console, print_tables, write_json, write_plot
-from bench.runs import Limit, Plan, Run
+from bench.runs import WARMUP_S, Limit, Plan, Run
 from bench.sequences import measure_sequences
 from bench.servers import BenchFailed
 from bench.start import measure_start
+from bench.tables import replace_part
 from bench.works import WORKS
 
 RESULTS: Final = Path(__file__).parent / "results"
@@ -41,7 +48,11 @@ ROUNDS_AGAINST: Final = 9
 ROUNDS_ACCEPTANCE: Final = 5
 
 CONCURRENCY: Final = (1, 2, 4, 8, 32, 128)
-OPEN_LOOP: Final = ("30%", "60%", "85%")
+SECONDS: Final = 2.0
+SECONDS_GROWTH: Final = 1.0
+
+# The largest size of --growth: a mistyped number should not fill the memory.
+MOST_OF_A_PART: Final = 100_000
 
 # A load average above which other programs clearly use the machine.
 BUSY: Final = 0.7
@@ -97,6 +108,14 @@ def _figures(text: str) -> tuple[str, ...]:
     return names
 
 
+def _part(text: str) -> Part:
+    """Reads "steps" or "steps=1,2,5"."""
+    name, given, sizes = text.partition("=")
+    if name not in PARTS:
+        raise argparse.ArgumentTypeError(f"nothing named {name!r} grows; there are {', '.join(PARTS)}")
+    return replace(PARTS[name], sizes=_numbers(MOST_OF_A_PART)(sizes)) if given else PARTS[name]
+
+
 def _rounds(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 50:
         raise argparse.ArgumentTypeError(f"expected 1 to 50, got {text!r}")
@@ -123,6 +142,10 @@ def _arrivals(text: str) -> tuple[str, ...]:
     return values
 
 
+def _with_sizes(part: Part) -> str:
+    return f"{part.name}={','.join(map(str, part.sizes))}"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
@@ -140,9 +163,8 @@ def _parser() -> argparse.ArgumentParser:
         "--work",
         "--only",
         type=_works,
-        default=tuple(WORKS),
         metavar="A,B",
-        help="; ".join(f"{work.name}: {work.about}" for work in WORKS.values()),
+        help="default all; " + "; ".join(f"{work.name}: {work.about}" for work in WORKS.values()),
     )
     parser.add_argument(
         "--concurrency",
@@ -150,7 +172,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N,M",
         help="connections of the closed loop; default 1,2,4,8,32,128, with --acceptance, --echo and --grpc 1,8,32",
     )
-    parser.add_argument("--seconds", type=_seconds, default=2.0, help="measured in each run; default 2")
+    parser.add_argument(
+        "--seconds",
+        type=_seconds,
+        help=f"measured in each run; default {SECONDS:g}, {SECONDS_GROWTH:g} with --growth",
+    )
     parser.add_argument(
         "--rounds",
         type=_rounds,
@@ -187,16 +213,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--client",
         type=_chosen("own", "wrk"),
-        default=("own",),
         metavar="own|wrk|both",
-        help="of the closed loop: the own load generator (default), or wrk where it is installed",
+        help="of the closed loop: the own load generator (default), or wrk where it is installed (default of --growth)",
     )
     parser.add_argument(
         "--open-loop",
         type=_arrivals,
         nargs="?",
         default=(),
-        const=OPEN_LOOP,
+        const=open_loop.SHARES,
         metavar="A,B",
         help="Poisson arrivals besides, at rates such as 60%% of each server's measured capacity or 1500/s; "
         "without a value 30%%,60%%,85%%",
@@ -215,6 +240,20 @@ def _parser() -> argparse.ArgumentParser:
         type=_numbers(1000),
         metavar="N,M",
         help="measure the time until a server of N Python models in processes is ready and its memory, instead",
+    )
+    parser.add_argument(
+        "--growth",
+        type=_part,
+        nargs="*",
+        metavar="PART[=N,M]",
+        help="measure how the cost grows with steps, deployments, connections and sequences, instead; "
+        f"default {' '.join(_with_sizes(part) for part in PARTS.values())}",
+    )
+    parser.add_argument(
+        "--latency",
+        action="store_true",
+        help="measure the open loop at shares of each server's own capacity, in processes and inline, and write one "
+        f"table; default works {','.join(open_loop.WORKS)}",
     )
     parser.add_argument(
         "--grpc",
@@ -280,13 +319,19 @@ def _parser() -> argparse.ArgumentParser:
         help="a mix of ordinary work, mistakes and control for a long time, instead; default 60 minutes",
     )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of --chaos and --soak; default 1")
+    parser.add_argument(
+        "--page",
+        type=Path,
+        metavar="FILE",
+        help="put the tables of --growth or --latency between the comments `<!-- growth: begin -->` or `<!-- latency: "
+        "begin -->` and `end` of that page as well",
+    )
     parser.add_argument("--json", type=Path, default=RESULTS / "bench.json", metavar="FILE", help="default %(default)s")
     parser.add_argument(
         "--plot",
         type=Path,
-        default=RESULTS / "bench.svg",
         metavar="FILE",
-        help=".svg or .png; default %(default)s",
+        help=f".svg or .png; default {RESULTS / 'bench.svg'}, with --growth {RESULTS / 'growth.svg'}",
     )
     return parser
 
@@ -310,21 +355,25 @@ def _terminated(number: int, frame: object) -> NoReturn:
 
 def _plan(options: argparse.Namespace) -> Plan:
     """The options, with the defaults of what is measured."""
-    rounds = ROUNDS_ACCEPTANCE if options.acceptance else ROUNDS_AGAINST if options.against else ROUNDS
+    growth = options.growth is not None
+    both = options.acceptance or options.latency
+    rounds = ROUNDS_ACCEPTANCE if both else ROUNDS_AGAINST if options.against else ROUNDS
     short = options.acceptance or options.echo or options.grpc
-    clients = tuple(client for client in options.client if client != "wrk" or wrk.installed())
-    if clients != options.client:
+    concurrency = acceptance.CONCURRENCY if short else open_loop.CONCURRENCY if options.latency else CONCURRENCY
+    asked = options.client or (("wrk",) if growth else ("own",))
+    clients = tuple(client for client in asked if client != "wrk" or wrk.installed())
+    if clients != asked:
         _say("wrk is not installed: only the own load generator is used")
     return Plan(
-        concurrency=options.concurrency or (acceptance.CONCURRENCY if short else CONCURRENCY),
-        seconds=options.seconds,
+        concurrency=options.concurrency or concurrency,
+        seconds=options.seconds or (SECONDS_GROWTH if growth else SECONDS),
         rounds=options.rounds or rounds,
-        executions=options.python_execution or (("process", "inline") if options.acceptance else ("inline",)),
+        executions=options.python_execution or (("process", "inline") if both else ("inline",)),
         dims=options.dims or (("varying", "fixed") if options.acceptance else ("varying",)),
         shapes=options.shapes,
         heads=options.heads,
         clients=clients or ("own",),
-        arrivals=options.open_loop,
+        arrivals=options.open_loop or (open_loop.SHARES if options.latency else ()),
         against=options.against,
     )
 
@@ -356,7 +405,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     limits: list[Limit] = []
     failure = ""
     try:
-        if options.figures or options.chaos or options.soak:
+        if options.growth is not None:
+            parts = options.growth or list(PARTS.values())
+            load = Load(plan.seconds, min(WARMUP_S, plan.seconds), plan.clients[0])
+            growths = measure_growth(parts, load, plan.rounds, _say)
+            _save_growth(growths, plan, load_before, options.page, options.plot or RESULTS / "growth.svg")
+        elif options.figures or options.chaos or options.soak:
             failure = _measure_reliability(options)
         elif options.start:
             measure_start(options.start, _say)
@@ -383,10 +437,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not os.environ.get("TRITONSERVER"):
                 _say("TRITONSERVER is not set: no Triton is measured")
             if options.acceptance:
-                runs += acceptance.measure_acceptance(plan, options.work, _say)
+                runs += acceptance.measure_acceptance(plan, options.work or tuple(WORKS), _say)
                 failure = "" if runs else "bench: no load with targets was selected"
+            elif options.latency:
+                _measure(plan, options.work or open_loop.WORKS, runs, limits)
             else:
-                _measure(plan, options.work, runs, limits)
+                _measure(plan, options.work or tuple(WORKS), runs, limits)
     except BenchFailed as error:
         failure = f"bench: {error}"
     except KeyboardInterrupt:
@@ -400,9 +456,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
             lines = acceptance.compared(runs)
             open_console().print(acceptance.table(lines, plan))
             print(*acceptance.verdict(lines), sep="\n")
-        _save(results, options.json, options.plot)
+        if options.latency:
+            how = _how(plan, load_before, "python -m bench --latency")
+            if servers.TRITON in measured:
+                how += f" Triton's allocator: {servers.triton_allocator() or 'its own'}."
+            _save_tables("latency", f"{how}\n\n{open_loop.latencies(runs)}", options.page)
+        _save(results, options.json, options.plot or RESULTS / "bench.svg")
     if failure:
         sys.exit(failure)
+
+
+def _how(plan: Plan, load_before: float, command: str) -> str:
+    """The sentence above measured tables."""
+    return (
+        f"Written by `{command}`: medians of {plan.rounds} rounds of {plan.seconds:g} s (lowest to highest), "
+        f"{os.cpu_count()} cores, Python {platform.python_version()}, load average {load_before:.1f} before."
+    )
+
+
+def _save_growth(growths: Sequence[Growth], plan: Plan, load_before: float, page: Path | None, plot: Path) -> None:
+    how = _how(plan, load_before, "python -m bench --growth") + f" Client: {plan.clients[0]}."
+    _save_tables("growth", f"{how}\n\n{tables(growths)}", page)
+    if importlib.util.find_spec("matplotlib"):
+        write_growth_plot(growths, plot)
+        print(f"plot: {plot}")
+    else:
+        print("no plot: matplotlib is not installed")
+
+
+def _save_tables(name: str, text: str, page: Path | None) -> None:
+    """Print the Markdown, and write it as a file of the results and into the page."""
+    print(text)
+    path = RESULTS / f"{name}.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+    print(f"tables: {path}")
+    if page:
+        replace_part(page, name, text)
+        print(f"tables: {page}")
 
 
 def _save(results: Results, json_path: Path, plot_path: Path) -> None:

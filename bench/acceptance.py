@@ -17,6 +17,7 @@ from bench.measure import measure_work
 from bench.ratios import THROUGHPUT
 from bench.runs import Plan, Run, Say, Variant
 from bench.servers import BEFORE, FLOWSERVE, TRITON
+from bench.tables import Spread
 from bench.works import WORKS
 
 CONCURRENCY: Final = (1, 8, 32)
@@ -28,18 +29,6 @@ FIXED_OVER_VARYING: Final = 1.15  # requests/s: at most
 FIXED: Final = {1: 0.9 * 1.89, 8: 0.9 * 1.94, 32: 0.9 * 2.40}
 
 Read = Callable[[Run], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A ratio of two servers, or of two variants: median, lowest and highest of all rounds."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +47,7 @@ class Check:
         return self.spread.median <= self.target if self.most else self.spread.median >= self.target
 
     def __str__(self) -> str:
-        return f"{self.spread} {self.limit}".strip()
+        return f"{_text(self.spread)} {self.limit}".strip()
 
     @property
     def limit(self) -> str:
@@ -167,7 +156,7 @@ def verdict(lines: Sequence[Line]) -> list[str]:
     """How many targets were reached, and each that was missed."""
     checks = [(line, check) for line in lines for check in line.checks if check.target is not None]
     missed = [
-        f"missed: {line.place}: {check.what} {check.spread}, target {check.limit}"
+        f"missed: {line.place}: {check.what} {_text(check.spread)}, target {check.limit}"
         for line, check in checks
         if not check.reached
     ]
@@ -186,7 +175,11 @@ def _throughput_target(work: str, variant: Variant, concurrency: int) -> float |
 def _spread(ours: Mapping[int, Run], theirs: Mapping[int, Run], read: Read) -> Spread:
     """The ratio of each round that both have."""
     ratios = [read(run) / read(theirs[number]) for number, run in ours.items() if number in theirs]
-    return Spread(statistics.median(ratios), min(ratios), max(ratios))
+    return Spread.of(ratios)
+
+
+def _text(spread: Spread) -> str:
+    return f"{spread.median:.2f} ({spread.low:.2f}–{spread.high:.2f})"
 
 
 def _median(group: Mapping[int, Run], read: Read) -> float:

@@ -1,9 +1,9 @@
 """The load generator: a closed or an open loop over a fixed number of connections, in a process of its own.
 
 `python -m bench.load FOLDER --port P ...` sends the bytes of FOLDER/<i>.request, checks the responses and prints one
-JSON object at the end. Connection i repeats request i, or with `--cycle` sends all requests in turn, beginning with
-request i. Every response must have status 200 and a Content-Length, and its body must end with the FP32 numbers in
-FOLDER/<i>.answer; the first that does not ends the run with status 1.
+JSON object at the end. Connection i repeats request i, or with `--cycle` sends all requests in turn, each connection
+from a place of its own. Every response must have status 200 and a Content-Length, and its body must end with the FP32
+numbers in FOLDER/<i>.answer; the first that does not ends the run with status 1.
 
 * Closed loop: each connection sends its next request when the previous one is answered.
 * Open loop (`--rate`): requests are due at the times of a Poisson process and wait for a free connection. The latency
@@ -288,7 +288,8 @@ def measure(
     with contextlib.ExitStack() as stack:
         connections = []
         for i in range(concurrency):
-            first = i % len(samples)
+            # In turn, connections that began with neighbours would soon all send the same request at the same time.
+            first = i * (len(samples) // concurrency | 1 if cycle else 1) % len(samples)
             own = samples[first:] + samples[:first] if cycle else samples[first : first + 1]
             connections.append(Connection(port, own))
             stack.enter_context(connections[-1].socket)

@@ -90,6 +90,11 @@ def triton_environment() -> dict[str, str]:
     return {}
 
 
+def triton_allocator() -> str:
+    """The file name of the library that is preloaded, "" for none."""
+    return Path(triton_environment().get("LD_PRELOAD") or os.environ.get("LD_PRELOAD", "")).name
+
+
 def configuration(against: str = "") -> list[str]:
     """One line for each server that is measured: the Python that runs it, its origin, its allocator."""
     lines = [f"{FLOWSERVE}: {_described([sys.executable], None)}"]

@@ -14,7 +14,7 @@ import subprocess
 from pathlib import Path
 from typing import Any, Final
 
-from bench.load import LoadFailed, Measured
+from bench.load import SILENCE_LIMIT_S, LoadFailed, Measured
 from bench.processes import cpu_seconds
 
 # Called as `wrk -s SCRIPT URL -- FOLDER COUNT`. The requests are complete HTTP messages, read before the first is sent.
@@ -51,7 +51,8 @@ def installed() -> bool:
 
 def measure(folder: Path, port: int, server_pid: int, concurrency: int, warmup_s: float, seconds: float) -> Measured:
     """Run the closed loop of `wrk` with one thread; both times are rounded up to seconds. Raises LoadFailed."""
-    _run(folder, port, concurrency, warmup_s)
+    if warmup_s:
+        _run(folder, port, concurrency, warmup_s)
     server_before, load_before = cpu_seconds(server_pid), _children_cpu_s()
     found = _run(folder, port, concurrency, seconds)
     server_after, load_after = cpu_seconds(server_pid), _children_cpu_s()
@@ -70,7 +71,8 @@ def _run(folder: Path, port: int, concurrency: int, seconds: float) -> dict[str,
     script.write_text(_SCRIPT)
     count = len(list(folder.glob("*.request")))
     duration = math.ceil(seconds)
-    command = ["wrk", "-t1", f"-c{concurrency}", f"-d{duration}s", "-s", str(script), f"http://127.0.0.1:{port}"]
+    options = ["-t1", f"-c{concurrency}", f"-d{duration}s", "--timeout", f"{SILENCE_LIMIT_S:.0f}s", "-s", str(script)]
+    command = ["wrk", *options, f"http://127.0.0.1:{port}"]
     try:
         finished = subprocess.run(
             [*command, "--", str(folder), str(count)], capture_output=True, text=True, timeout=duration + 30.0
