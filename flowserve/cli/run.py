@@ -65,6 +65,7 @@ from flowserve.http.server.server import Server, open_listeners, open_unix_liste
 from flowserve.http.server.tls import tls_context
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.memory.devices import devices
+from flowserve.memory.garbage import FrozenHeap
 from flowserve.memory.heap import tune_malloc
 from flowserve.memory.pool import HOST
 from flowserve.observe.settings import LogSettings
@@ -151,7 +152,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
             return _failed(f"model repository '{repository}' {what}")
     exit_timeout_s, restrictions = arguments.exit_timeout_secs, tuple(arguments.http_restricted_api)
     metrics_shown = metrics_choice(arguments)
-    with Shutdown(exit_timeout_s, arguments.repositories) as shutdown:
+    with Shutdown(exit_timeout_s, arguments.repositories) as shutdown, FrozenHeap() as heap:
         traced = arguments.trace_config
         trace = TraceOptions(trace_choice(traced), opentelemetry_settings(traced), trace_api_max_bytes(traced))
         try:
@@ -207,7 +208,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
                 deadline=lambda: shutdown.deadline,
                 on_close=_must_be_closed,
             ) as engine,
-            open_control(engine, arguments.repositories, control_options) as control,
+            open_control(engine, arguments.repositories, control_options, heap.changed) as control,
         ):
             app = make_app(engine, app_options, control)
             limits = Limits(max_body_bytes=arguments.http_max_input_size)
@@ -225,7 +226,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
                     await nursery.start(
                         grpc_server.serve, engine, control, app_options.client_memory, log_settings, budget
                     )
-                status = await _load(arguments.exit_on_error, engine, control, shutdown, where)
+                status = await _load(arguments.exit_on_error, engine, control, shutdown, where, heap)
                 if status == 0:
                     await shutdown.asked.wait()
                 control.stop()
@@ -254,7 +255,9 @@ def _metrics_listeners(arguments: argparse.Namespace) -> list[socket.socket]:
     return listeners
 
 
-async def _load(exit_on_error: bool, engine: Engine, control: Control, shutdown: Shutdown, where: str) -> int:
+async def _load(
+    exit_on_error: bool, engine: Engine, control: Control, shutdown: Shutdown, where: str, heap: FrozenHeap
+) -> int:
     """Load all models and print the progress. Returns 0 if the server should continue (or was asked to stop)."""
     progress = TerminalProgress(sys.stdout) if sys.stdout.isatty() else Progress(sys.stdout)
     try:
@@ -268,6 +271,7 @@ async def _load(exit_on_error: bool, engine: Engine, control: Control, shutdown:
         _report_failures(failures, len(engine.deployments.entries))
         if exit_on_error:
             return _failed("not serving; --exit-on-error false serves the models that did load")
+    heap.settle()  # before the requests: it blocks
     progress.served(engine.deployments.entries, where)
     say(f"listening on {where}")
     return 0

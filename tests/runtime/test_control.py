@@ -73,6 +73,26 @@ async def ask(engine: Engine, name: str) -> float:
     return float(response.outputs["OUT"][0])
 
 
+async def test_each_load_and_unload_that_has_ended_is_a_change(tmp_path: Path) -> None:
+    write(tmp_path, "m", 1.0)
+    write(tmp_path, "broken", 1.0, "raise ValueError('broken')")
+    changes: list[str] = []
+    async with (
+        open_engine(EngineOptions()) as engine,
+        open_control(
+            engine, [tmp_path], ControlOptions("explicit", ("m",)), lambda: changes.append("change")
+        ) as control,
+    ):
+        assert await control.start(lambda event: None) == {}
+        assert len(changes) == 1
+        with pytest.raises(Invalid, match="broken"):
+            await control.load("broken")
+        assert len(changes) == 2
+        await control.unload("m")
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(changes) == 3
+
+
 @pytest.mark.fault("C14")
 async def test_a_model_whose_files_change_while_it_loads_is_loaded_from_a_consistent_state(tmp_path: Path) -> None:
     change = """

@@ -117,3 +117,49 @@ def test_the_memory_of_bursts_is_returned_within_fifteen_seconds(served: Served)
             assert time.monotonic() - ended < WITHIN_S, (before, held, memory(served))
             time.sleep(0.2)
         burst(1000, 4)  # it serves on
+
+
+COUNTING = """
+import gc
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([self.count(request)]) for request in requests]
+
+    def count(self, request):
+        if pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()[0, 0]:
+            gc.collect()
+        return pb_utils.Tensor("OUT", np.full((1, 1), gc.get_freeze_count(), np.float32))
+"""
+
+
+def test_the_garbage_collector_examines_what_is_loaded_only_after_a_load_or_unload(
+    tmp_path: Path, add_model: Callable[..., Path]
+) -> None:
+    config = CONFIG.replace("EXECUTION", "inline")
+    add_model(tmp_path, "counting", config, {"1/model.py": COUNTING})
+    add_model(tmp_path, "other", config, {"1/model.py": MODEL})
+    with (
+        serving(tmp_path, "--model-control-mode", "explicit", "--load-model", "counting") as served,
+        triton.InferenceServerClient(served.base_url.removeprefix("http://")) as client,
+    ):
+
+        def frozen(*, after_collection: bool = False) -> float:
+            tensor = triton.InferInput("IN", [1, 1], "FP32")
+            tensor.set_data_from_numpy(np.full((1, 1), after_collection, np.float32))
+            output = client.infer("counting", [tensor]).as_numpy("OUT")
+            assert output is not None
+            return float(output[0, 0])
+
+        assert frozen() > 10_000
+        client.load_model("other")
+        assert frozen() == 0
+        assert frozen(after_collection=True) > 10_000
+        client.unload_model("other")
+        deadline = time.monotonic() + WITHIN_S
+        while frozen() and time.monotonic() < deadline:  # unloaded once its last request has ended
+            time.sleep(0.05)
+        assert frozen() == 0

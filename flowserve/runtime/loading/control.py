@@ -46,8 +46,15 @@ class ControlOptions:
 
 
 @asynccontextmanager
-async def open_control(engine: Engine, repositories: Sequence[Path], options: ControlOptions) -> AsyncIterator[Control]:
-    """Loads into `engine` from `repositories`. Leaving the block cancels all loads in progress."""
+async def open_control(
+    engine: Engine,
+    repositories: Sequence[Path],
+    options: ControlOptions,
+    on_change: Callable[[], None] = lambda: None,
+) -> AsyncIterator[Control]:
+    """Loads into `engine` from `repositories`. `on_change` is called after each load, failed load and unload. Leaving
+    the block cancels all loads in progress.
+    """
 
     async def work(task_status: trio.TaskStatus[trio.Nursery]) -> None:
         # A separate nursery: stopping cancels the operations, but not the block's own tasks.
@@ -56,7 +63,9 @@ async def open_control(engine: Engine, repositories: Sequence[Path], options: Co
             await trio.sleep_forever()
 
     async with trio.open_nursery() as nursery:
-        control = engine.server_requests.control = Control(engine, repositories, options, await nursery.start(work))
+        control = engine.server_requests.control = Control(
+            engine, repositories, options, await nursery.start(work), on_change
+        )
         try:
             yield control
         finally:
@@ -67,7 +76,12 @@ class Control:
     """Created by `open_control`. Used on the engine's thread only."""
 
     def __init__(
-        self, engine: Engine, repositories: Sequence[Path], options: ControlOptions, nursery: trio.Nursery
+        self,
+        engine: Engine,
+        repositories: Sequence[Path],
+        options: ControlOptions,
+        nursery: trio.Nursery,
+        on_change: Callable[[], None],
     ) -> None:
         self.is_explicit = options.mode == "explicit"  # whether clients may load and unload models
         self._engine = engine
@@ -75,7 +89,9 @@ class Control:
         self._nursery = nursery
         loader = Loader(engine)
         repositories = [path.absolute() for path in repositories]  # models may change the working directory
-        self._registry = Registry(engine, loader, _log_event)
+        self._report: Report = _log_event
+        self._on_change = on_change
+        self._registry = Registry(engine, loader, self._happened)
         self._operations = Operations(engine, self._registry, loader, repositories, options.mode)
 
     async def start(self, report: Report) -> dict[str, str]:
@@ -98,11 +114,11 @@ class Control:
             self._registry.loading(name, is_wanted=True)
         if self._options.mode == "poll":  # started before the load, so that a model that hangs does not stop polling
             self._nursery.start_soon(self._poll, watch, name="poll the repository")
-        self._registry.report = report
+        self._report = report
         try:
             errors = await self._operations.bring_up(dict.fromkeys(names))
         finally:
-            self._registry.report = _log_event
+            self._report = _log_event
         self._engine.deployments.is_loaded = True
         return {name: str(error) for name, error in sorted(errors.items())}
 
@@ -171,6 +187,11 @@ class Control:
     def stop(self) -> None:
         """The server ends: all loads in progress fail, and later ones are refused."""
         self._nursery.cancel_scope.cancel()
+
+    def _happened(self, event: LoadEvent) -> None:
+        self._report(event)
+        if event.state != "loading":
+            self._on_change()
 
     async def _find(self) -> FoundModels:
         found = await self._operations.find()
