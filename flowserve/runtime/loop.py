@@ -2,7 +2,8 @@
 
 Decides when `step` is called: at the end of a batch of events that were taken in together (`begin_events` to
 `end_events`), else in the loop iteration after `wake`, so that everything that happened in one iteration is scheduled
-together; and at the time that the last step returned. Does not know the work of a step. Called by the engine, by its
+together: in the loop's own task, or in a task that would wait for it (`take_part`); and at the time that the last step
+returned. Does not know the work of a step. Called by the engine, by its
 workers and by front ends, on the event loop's thread.
 """
 
@@ -24,6 +25,7 @@ class StepLoop:
         self._clock = clock
         self._task: Task | None = None  # the loop's own task, while it is parked and not woken yet
         self._at_ns: int | None = None  # until when it is parked
+        self._steps = 0  # that have begun
         self._depth = 0  # of batches of events that are being taken in
         self._parked: Task | None = None  # the value of `_task` when the outermost of them began
 
@@ -45,6 +47,7 @@ class StepLoop:
         self._depth -= 1
         if self._depth:
             return
+        self._steps += 1
         try:
             at_ns = self._step()
         finally:  # an exception is the caller's; the task goes on with the next event
@@ -52,9 +55,26 @@ class StepLoop:
         if at_ns is not None and (self._at_ns is None or at_ns < self._at_ns):
             self.wake()
 
+    def put_off_events(self) -> None:
+        """All of them are taken in, and `take_part` follows."""
+        self._depth -= 1
+        if not self._depth:
+            self._task, self._parked = self._parked, None
+
+    async def take_part(self) -> None:
+        """Return after a step of the next loop iteration, together with all tasks that wait for one. The first of them
+        that continues runs it, so that no task has to be woken for it. If this is cancelled, a caller calls `wake`.
+        """
+        steps = self._steps
+        await checkpoint()
+        if steps == self._steps:
+            self.begin_events()
+            self.end_events()
+
     async def run(self) -> None:
         """Run steps for ever. Ends only by cancellation."""
         while True:
+            self._steps += 1
             at_ns = self._at_ns = self._step()
             if at_ns is None:
                 await self._park()

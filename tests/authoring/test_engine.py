@@ -95,6 +95,20 @@ async def test_requests_of_several_tasks_run_as_one_batch() -> None:
         assert (row["inference_count"], row["execution_count"]) == (4, 1)
 
 
+async def test_tasks_that_ask_again_at_once_stay_one_batch() -> None:
+    async with Engine(one_step(double, "doubled")) as engine:
+
+        async def ask() -> None:
+            for _ in range(10):
+                await engine.infer("doubled", {"X": ROWS[:1]})
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                nursery.start_soon(ask)
+        [row] = engine.statistics("double")
+        assert (row["inference_count"], row["execution_count"]) == (40, 10)
+
+
 async def test_an_exception_of_the_block_propagates_unchanged() -> None:
     with pytest.raises(KeyError, match="mine"):
         async with Engine(one_step(double, "doubled")):

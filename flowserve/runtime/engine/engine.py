@@ -408,7 +408,24 @@ class Engine:
         Raises Invalid for a request that does not fit the deployment, and the errors of its steps. If the
         caller is cancelled, its queued steps are withdrawn and its running steps finish.
         """
-        flow = self.submit(deployment, request, make, is_accepted=is_accepted)
+        loop = self.loop
+        loop.begin_events()
+        flow: Flow | None = None
+        try:
+            flow = self.submit(deployment, request, make, is_accepted=is_accepted)
+        finally:
+            loop.put_off_events()
+            # Tasks that keep an order are woken one after the other.
+            takes_part = flow is not None and not flow.done and not deployment.keeps_order
+            if not takes_part:
+                loop.wake()
+        if takes_part:
+            try:
+                await loop.take_part()  # if its models compute on the event loop, it is done afterwards
+            except BaseException:
+                if not flow.done:
+                    self.withdraw(flow)
+                raise
         if not flow.done:
             task = current_task()
             wake = self._wake_in_order.send_nowait if deployment.keeps_order else reschedule
