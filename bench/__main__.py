@@ -476,12 +476,15 @@ def _how(plan: Plan, load_before: float, command: str) -> str:
 
 def _save_growth(growths: Sequence[Growth], plan: Plan, load_before: float, page: Path | None, plot: Path) -> None:
     how = _how(plan, load_before, "python -m bench --growth") + f" Client: {plan.clients[0]}."
-    _save_tables("growth", f"{how}\n\n{tables(growths)}", page)
+    text = f"{how}\n\n{tables(growths)}"
     if importlib.util.find_spec("matplotlib"):
         write_growth_plot(growths, plot)
         print(f"plot: {plot}")
+        if page:
+            text += f"\n\n![The figures as a plot]({Path(os.path.relpath(plot, page.parent)).as_posix()})"
     else:
         print("no plot: matplotlib is not installed")
+    _save_tables("growth", text, page)
 
 
 def _save_tables(name: str, text: str, page: Path | None) -> None:

@@ -44,6 +44,7 @@ def write_plot(growths: Sequence[Growth], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")  # draws without a display
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text as text, and not as curves
     from matplotlib import pyplot
 
     columns = max(len(growth.part.plotted) for growth in growths)

@@ -112,7 +112,8 @@ def test_every_part_is_measured_with_checked_responses(
     text = (tmp_path / "growth.md").read_text()
     assert text in capsys.readouterr().out
     assert text.strip() in page.read_text()
-    assert "<svg" in (tmp_path / "growth.svg").read_text()
+    assert "requests/s" in (tmp_path / "growth.svg").read_text()
+    assert "](growth.svg)" in page.read_text()
     found = {
         (title, load, figure): cells
         for title, table in re.findall(r"### (.+)\n\n((?:\|.*\n)+)", text)
