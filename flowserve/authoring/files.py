@@ -26,16 +26,18 @@ from flowserve.config.convert import to_config
 from flowserve.config.load import CONFIG_FILE, note_author
 from flowserve.config.parse import config_fields, config_message, config_text, read_text
 from flowserve.config.suggest import did_you_mean
-from flowserve.config.types import EnsembleStep, SourceMap
+from flowserve.config.types import ITEMS_MAX, EnsembleStep, SourceMap
 from flowserve.errors import Invalid, Place, Problem, Problems
 from flowserve.graph.builder import (
     DeclaredPart,
     FunctionModel,
     GraphBuilder,
     GraphOutput,
+    Items,
     Part,
     StepCall,
     Tensor,
+    TensorTest,
     calling_line,
 )
 from flowserve.repository.layout import KEEP, is_model_folder, model_folder_at, scan
@@ -290,7 +292,15 @@ class _Loader(Generic[G]):
         if step.model not in self._parts:
             self._parts[step.model] = self._part(step.model, source.place(f"{step.path}.model_name"))
         inputs: dict[str, Tensor | str] = {**step.input_map}
-        return StepCall(self._parts[step.model], inputs, {**step.output_map}, source.place(step.path), step.version)
+        call = StepCall(self._parts[step.model], inputs, {**step.output_map}, source.place(step.path), step.version)
+        call.when = tuple(
+            TensorTest(one.tensor, one.negate, one.above, one.below, one.equals, one.otherwise) for one in step.when
+        )
+        if step.each is not None:
+            at_most = step.each.at_most if step.each.at_most != ITEMS_MAX else 0
+            call.each = Items(step.each.tensors, step.each.count, at_most)
+        call.name = step.name
+        return call
 
     def _part(self, name: str, place: Place) -> G | FolderModel:
         home = self._folder / name

@@ -203,11 +203,33 @@ def _ensemble(message: pb.ModelConfig) -> records.Ensemble | None:
                 input_map=dict(step.input_map),
                 output_map=dict(step.output_map),
                 path=f"ensemble_scheduling.step[{index}]",
+                when=tuple(map(_row_test, step.when)),
+                each=_each_item(step.each) if step.HasField("each") else None,
+                name=step.name,
             )
             for index, step in enumerate(scheduling.step)
         ),
         max_inflight_requests=scheduling.max_inflight_requests,
+        fills=tuple(
+            records.Fill(fill.tensor, fill.value, fill.string_value, fill.present, f"ensemble_scheduling.fill[{index}]")
+            for index, fill in enumerate(scheduling.fill)
+        ),
     )
+
+
+def _row_test(test: pb.ModelEnsembling.Test) -> records.RowTest:
+    return records.RowTest(
+        tensor=test.tensor,
+        negate=getattr(test, "not"),
+        above=test.above if test.HasField("above") else None,
+        below=test.below if test.HasField("below") else None,
+        equals=tuple(test.equals),
+        otherwise=test.otherwise,
+    )
+
+
+def _each_item(each: pb.ModelEnsembling.Each) -> records.EachItem:
+    return records.EachItem(tuple(each.tensor), each.count, each.at_most or records.ITEMS_MAX)
 
 
 def _instance_group(group: pb.ModelInstanceGroup) -> records.InstanceGroup:

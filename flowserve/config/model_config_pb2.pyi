@@ -459,9 +459,43 @@ class ModelSequenceBatching(_message.Message):
     def __init__(self, max_sequence_idle_microseconds: _Optional[int] = ..., control_input: _Optional[_Iterable[_Union[ModelSequenceBatching.ControlInput, _Mapping[str, object]]]] = ..., direct: _Optional[_Union[ModelSequenceBatching.StrategyDirect, _Mapping[str, object]]] = ..., oldest: _Optional[_Union[ModelSequenceBatching.StrategyOldest, _Mapping[str, object]]] = ..., state: _Optional[_Iterable[_Union[ModelSequenceBatching.State, _Mapping[str, object]]]] = ..., iterative_sequence: _Optional[bool] = ...) -> None: ...
 
 class ModelEnsembling(_message.Message):
-    __slots__ = ("step", "max_inflight_requests")
+    __slots__ = ("step", "max_inflight_requests", "fill")
+    class Test(_message.Message):
+        __slots__ = ("tensor", "above", "below", "equals", "otherwise")
+        TENSOR_FIELD_NUMBER: _ClassVar[int]
+        NOT_FIELD_NUMBER: _ClassVar[int]
+        ABOVE_FIELD_NUMBER: _ClassVar[int]
+        BELOW_FIELD_NUMBER: _ClassVar[int]
+        EQUALS_FIELD_NUMBER: _ClassVar[int]
+        OTHERWISE_FIELD_NUMBER: _ClassVar[int]
+        tensor: str
+        above: float
+        below: float
+        equals: _containers.RepeatedScalarFieldContainer[int]
+        otherwise: bool
+        def __init__(self, tensor: _Optional[str] = ..., above: _Optional[float] = ..., below: _Optional[float] = ..., equals: _Optional[_Iterable[int]] = ..., otherwise: _Optional[bool] = ..., **kwargs: object) -> None: ...
+    class Each(_message.Message):
+        __slots__ = ("tensor", "count", "at_most")
+        TENSOR_FIELD_NUMBER: _ClassVar[int]
+        COUNT_FIELD_NUMBER: _ClassVar[int]
+        AT_MOST_FIELD_NUMBER: _ClassVar[int]
+        tensor: _containers.RepeatedScalarFieldContainer[str]
+        count: str
+        at_most: int
+        def __init__(self, tensor: _Optional[_Iterable[str]] = ..., count: _Optional[str] = ..., at_most: _Optional[int] = ...) -> None: ...
+    class Fill(_message.Message):
+        __slots__ = ("tensor", "value", "string_value", "present")
+        TENSOR_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        STRING_VALUE_FIELD_NUMBER: _ClassVar[int]
+        PRESENT_FIELD_NUMBER: _ClassVar[int]
+        tensor: str
+        value: float
+        string_value: str
+        present: str
+        def __init__(self, tensor: _Optional[str] = ..., value: _Optional[float] = ..., string_value: _Optional[str] = ..., present: _Optional[str] = ...) -> None: ...
     class Step(_message.Message):
-        __slots__ = ("model_name", "model_version", "input_map", "output_map", "model_namespace")
+        __slots__ = ("model_name", "model_version", "input_map", "output_map", "model_namespace", "when", "each", "name")
         class InputMapEntry(_message.Message):
             __slots__ = ("key", "value")
             KEY_FIELD_NUMBER: _ClassVar[int]
@@ -481,17 +515,25 @@ class ModelEnsembling(_message.Message):
         INPUT_MAP_FIELD_NUMBER: _ClassVar[int]
         OUTPUT_MAP_FIELD_NUMBER: _ClassVar[int]
         MODEL_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+        WHEN_FIELD_NUMBER: _ClassVar[int]
+        EACH_FIELD_NUMBER: _ClassVar[int]
+        NAME_FIELD_NUMBER: _ClassVar[int]
         model_name: str
         model_version: int
         input_map: _containers.ScalarMap[str, str]
         output_map: _containers.ScalarMap[str, str]
         model_namespace: str
-        def __init__(self, model_name: _Optional[str] = ..., model_version: _Optional[int] = ..., input_map: _Optional[_Mapping[str, str]] = ..., output_map: _Optional[_Mapping[str, str]] = ..., model_namespace: _Optional[str] = ...) -> None: ...
+        when: _containers.RepeatedCompositeFieldContainer[ModelEnsembling.Test]
+        each: ModelEnsembling.Each
+        name: str
+        def __init__(self, model_name: _Optional[str] = ..., model_version: _Optional[int] = ..., input_map: _Optional[_Mapping[str, str]] = ..., output_map: _Optional[_Mapping[str, str]] = ..., model_namespace: _Optional[str] = ..., when: _Optional[_Iterable[_Union[ModelEnsembling.Test, _Mapping[str, object]]]] = ..., each: _Optional[_Union[ModelEnsembling.Each, _Mapping[str, object]]] = ..., name: _Optional[str] = ...) -> None: ...
     STEP_FIELD_NUMBER: _ClassVar[int]
     MAX_INFLIGHT_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FILL_FIELD_NUMBER: _ClassVar[int]
     step: _containers.RepeatedCompositeFieldContainer[ModelEnsembling.Step]
     max_inflight_requests: int
-    def __init__(self, step: _Optional[_Iterable[_Union[ModelEnsembling.Step, _Mapping[str, object]]]] = ..., max_inflight_requests: _Optional[int] = ...) -> None: ...
+    fill: _containers.RepeatedCompositeFieldContainer[ModelEnsembling.Fill]
+    def __init__(self, step: _Optional[_Iterable[_Union[ModelEnsembling.Step, _Mapping[str, object]]]] = ..., max_inflight_requests: _Optional[int] = ..., fill: _Optional[_Iterable[_Union[ModelEnsembling.Fill, _Mapping[str, object]]]] = ...) -> None: ...
 
 class ModelParameter(_message.Message):
     __slots__ = ("string_value",)

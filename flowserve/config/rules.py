@@ -312,6 +312,38 @@ def ensemble(s: RuleInput) -> Iterator[Problem]:
                     text = f"{field} entry without '{'value' if port else 'key'}' {where}"
                     hint = "key is the model's tensor, value the ensemble's"
                     yield s.problem("M85", f"{path}.{field}[{port}]", text, hint)
+        for number, test in enumerate(step.when):
+            if text := _wrong_test(test):
+                yield s.problem("M86", f"{path}.when[{number}]", f"when: {text} {where}", TEST_FORMS)
+        if step.HasField("each") and not (step.each.tensor and all(step.each.tensor)):
+            yield s.problem("M87", f"{path}.each", f"each: must specify 'tensor' {where}", "the tensors to take apart")
+    seen: set[str] = set()
+    for index, fill in enumerate(scheduling.fill):
+        path = f"{SCHEDULING}.fill[{index}]"
+        if not fill.tensor:
+            yield s.problem("M88", path, f"fill: must specify 'tensor' in ensemble '{m.name}'")
+        elif fill.tensor in seen:
+            yield s.problem("M88", path, f"tensor '{fill.tensor}' of ensemble '{m.name}' is filled twice")
+        seen.add(fill.tensor)
+
+
+TEST_FORMS: Final = (
+    'a test is `when { tensor: "T" }` for a BOOL tensor, `above`, `below` or both, `equals`, or `otherwise: true`'
+)
+
+
+def _wrong_test(test: pb.ModelEnsembling.Test) -> str:
+    """Why a test cannot be understood, "" if it can."""
+    compares = test.HasField("above") or test.HasField("below")
+    if not test.tensor:
+        return "must specify 'tensor'"
+    if compares + bool(test.equals) + test.otherwise > 1:
+        return f"the test of '{test.tensor}' must be one of a comparison, 'equals' and 'otherwise'"
+    if test.otherwise and getattr(test, "not"):
+        return f"the test of '{test.tensor}' cannot be both 'not' and 'otherwise'"
+    if (test.HasField("above") and test.above != test.above) or (test.HasField("below") and test.below != test.below):
+        return f"the test of '{test.tensor}' compares with NaN, which no number passes"
+    return ""
 
 
 # ---------------------------------------------------------------------------------------------- tensors

@@ -8,7 +8,7 @@ instances on each of them. Does not read files, nor detect GPUs (`memory/devices
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -63,10 +63,80 @@ LATEST: Final = -1  # a step's `version`: the highest available
 
 
 @dataclass(frozen=True, slots=True)
+class RowTest:
+    """A test of the one number that an ensemble tensor has in each row: of a BOOL tensor whether it is true; else
+    whether it is `above` and `below` these numbers, or one of `equals`. `negate` reverses the test; NaN passes neither.
+    `otherwise`: it passes no other test of this tensor among the same rows.
+    """
+
+    tensor: str
+    negate: bool = False
+    above: float | None = None
+    below: float | None = None
+    equals: tuple[int, ...] = ()
+    otherwise: bool = False
+
+    def passes(self, number: float) -> bool:
+        """Whether a number passes; not defined for `otherwise`."""
+        if number != number:  # NaN
+            return False
+        if self.above is None and self.below is None and not self.equals:
+            found = bool(number)
+        else:
+            found = (self.above is None or number > self.above) and (self.below is None or number < self.below)
+            found = found and (not self.equals or number in self.equals)
+        return found is not self.negate
+
+    def __str__(self) -> str:
+        if self.otherwise:
+            return f"{self.tensor} otherwise"
+        parts = []
+        if self.above is not None:
+            parts.append(f"{self.tensor} > {self.above:g}")
+        if self.below is not None:
+            parts.append(f"{self.tensor} < {self.below:g}")
+        if self.equals:
+            parts.append(f"{self.tensor} = {' or '.join(map(str, self.equals))}")
+        text = " and ".join(parts) or self.tensor
+        return f"not {text}" if self.negate else text
+
+
+ITEMS_MAX: Final = 10_000  # of one request, where `each` gives no limit
+
+
+@dataclass(frozen=True, slots=True)
+class EachItem:
+    """The items of ensemble tensors: their first dimension after the batch dimension. The tensor `count`, "" for none,
+    has the number of real items of each row. A request may have `at_most` items.
+    """
+
+    tensors: tuple[str, ...]
+    count: str = ""
+    at_most: int = ITEMS_MAX
+
+    def __str__(self) -> str:
+        return ", ".join(self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """The value of an ensemble tensor in rows and items that no step wrote: `value`, or `string` for a BYTES tensor.
+    The BOOL tensor `present`, "" for none, is true where a step wrote. `path`: as of a step.
+    """
+
+    tensor: str
+    value: float = 0.0
+    string: str = ""
+    present: str = ""
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class EnsembleStep:
     """One step: `input_map` is model input -> ensemble tensor, `output_map` is model output -> ensemble tensor.
 
-    `path` is the step's path in the file, for `SourceMap.place`.
+    `path` is the step's path in the file, for `SourceMap.place`. It runs for the items of `each`, for those rows that
+    pass all tests of `when`. `name` replaces the model's name in the names of nodes, "" for none.
     """
 
     model: str
@@ -74,12 +144,24 @@ class EnsembleStep:
     input_map: Mapping[str, str]
     output_map: Mapping[str, str]
     path: str = ""
+    when: tuple[RowTest, ...] = ()
+    each: EachItem | None = None
+    name: str = ""
+
+    def row_reads(self) -> Iterator[tuple[str, str]]:
+        """The tensors that decide for which rows it runs, each with its path below the step."""
+        if self.each is not None:
+            yield from ((tensor, "each") for tensor in self.each.tensors)
+            if self.each.count:
+                yield self.each.count, "each.count"
+        yield from ((test.tensor, f"when[{number}]") for number, test in enumerate(self.when))
 
 
 @dataclass(frozen=True, slots=True)
 class Ensemble:
     steps: tuple[EnsembleStep, ...]
     max_inflight_requests: int = 0
+    fills: tuple[Fill, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -110,6 +111,88 @@ class Tensor:
     def __repr__(self) -> str:
         return f"<tensor {self.graph.name_of(self)!r} of graph {self.graph.name!r}>"
 
+    # Comparisons with a number make the test of a condition.
+
+    def __eq__(self, number: object) -> Any:
+        return _equals(self, number) if isinstance(number, int) else self is number
+
+    def __ne__(self, number: object) -> Any:
+        return ~_equals(self, number) if isinstance(number, int) else self is not number
+
+    def __gt__(self, number: float) -> TensorTest:
+        return TensorTest(self, above=number)
+
+    def __lt__(self, number: float) -> TensorTest:
+        return TensorTest(self, below=number)
+
+    __hash__ = object.__hash__
+
+    def is_in(self, *numbers: int) -> TensorTest:
+        """The test whether the tensor's number is one of these."""
+        return TensorTest(self, equals=numbers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorTest:
+    """A test of a tensor that has one number in each row, as `RowTest`. `tensor`: the tensor, or its name."""
+
+    tensor: Tensor | str
+    negate: bool = False
+    above: float | None = None
+    below: float | None = None
+    equals: tuple[int, ...] = ()
+    otherwise: bool = False
+
+    def __invert__(self) -> TensorTest:
+        return replace(self, negate=not self.negate)
+
+    def __and__(self, other: TensorTest) -> TensorTest:
+        """Above one number and below another."""
+        is_range = self.tensor is other.tensor and not (self.negate or other.negate or self.equals or other.equals)
+        if (
+            not is_range
+            or (self.above is None) == (other.above is None)
+            or (self.below is None) == (other.below is None)
+        ):
+            raise Invalid(
+                "`&` joins `tensor > number` and `tensor < number`; conditions in each other test two tensors"
+            )
+        above = self.above if self.above is not None else other.above
+        return replace(self, above=above, below=self.below if self.below is not None else other.below)
+
+    def __bool__(self) -> bool:
+        raise Invalid("a test has no value before a request is there; `with graph.when(test):` runs steps under it")
+
+    def as_json(self) -> dict[str, Any]:
+        """The field `when` of a step; the tensor's name is that in its graph."""
+        name = self.tensor if isinstance(self.tensor, str) else self.tensor.graph.name_of(self.tensor)
+        options = {"not": self.negate, "equals": [*self.equals], "otherwise": self.otherwise}
+        limits = {"above": self.above, "below": self.below}
+        return {"tensor": name, **{key: value for key, value in options.items() if value}} | {
+            key: value for key, value in limits.items() if value is not None
+        }
+
+
+def _equals(tensor: Tensor, number: int) -> TensorTest:
+    return TensorTest(tensor, negate=not number) if isinstance(number, bool) else TensorTest(tensor, equals=(number,))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Items:
+    """The tensors, or their names, whose items some steps run for, as `EachItem`."""
+
+    tensors: tuple[Tensor | str, ...]
+    count: Tensor | str = ""
+    at_most: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """The field `each` of a step."""
+        named = [one if isinstance(one, str) else one.graph.name_of(one) for one in (*self.tensors, self.count)]
+        made: dict[str, Any] = {"tensor": named[:-1]}
+        if named[-1]:
+            made["count"] = named[-1]
+        return made | ({"at_most": self.at_most} if self.at_most else {})
+
 
 class Outputs:
     """The result of a call: its tensors by name (`made["SCORES"]`, `made.SCORES`) or in order (`a, b = part(x)`).
@@ -138,6 +221,24 @@ class Outputs:
 
     def __len__(self) -> int:
         return len(self._part.output_names)
+
+    def __eq__(self, number: object) -> Any:
+        return self._graph._one(self) == number if isinstance(number, int) else self is number
+
+    def __ne__(self, number: object) -> Any:
+        return self._graph._one(self) != number if isinstance(number, int) else self is not number
+
+    def __gt__(self, number: float) -> TensorTest:
+        return self._graph._one(self) > number
+
+    def __lt__(self, number: float) -> TensorTest:
+        return self._graph._one(self) < number
+
+    __hash__ = object.__hash__
+
+    def is_in(self, *numbers: int) -> TensorTest:
+        """As `Tensor.is_in`, of the only output."""
+        return self._graph._one(self).is_in(*numbers)
 
     def __repr__(self) -> str:
         return f"<outputs {', '.join(self._part.output_names)} of {self._part.name!r}>"
@@ -207,13 +308,20 @@ class DeclaredPart(Part, ABC):
 
 @dataclass(slots=True, eq=False)
 class StepCall:
-    """One step. An input is a tensor, or the name of one; `named` maps outputs to the tensor names given to them."""
+    """One step. An input is a tensor, or the name of one; `named` maps outputs to the tensor names given to them. It
+    runs for the rows that pass the tests of `when`, of the items of `each`; `depth` is how many levels of items its
+    rows are.
+    """
 
     part: Part
     inputs: dict[str, Tensor | str]
     named: dict[str, str]
     place: Place
     version: int = LATEST
+    when: tuple[TensorTest, ...] = ()
+    each: Items | None = None
+    name: str = ""
+    depth: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -243,6 +351,9 @@ class GraphBuilder(DeclaredPart):
         # An input was used directly as an output: the mistake to fix first, whatever else is missing.
         self.outputs_an_input = False
         self.depth = 1  # of nested graphs, this one included
+        self._rows: list[TensorTest | Items] = []  # the blocks of `when` and `each` that are open, outermost first
+        self._merged: dict[tuple[int, str], tuple[tuple[int, str], ...]] = {}  # as `_merged_with`
+        self._fills: dict[tuple[int, str], dict[str, Any]] = {}  # of tensors, by the first output that they are
 
     # Building
 
@@ -275,6 +386,80 @@ class GraphBuilder(DeclaredPart):
         named = {port: require(one, str, "the name of a tensor is a text") for port, one in outputs.items()}
         self._add(StepCall(part, given, named, calling_line()))
 
+    @contextmanager
+    def when(self, test: TensorTest | Tensor | Outputs) -> Iterator[None]:
+        """The steps that are added in this block run only for the rows that pass the test: `kind == 0`, `score > 0.5`,
+        `~test`, or a BOOL tensor, which is true. `merge` makes their outputs known for every row.
+        """
+        if not isinstance(test, TensorTest):
+            test = TensorTest(self._one(test))
+        self._rows.append(test)
+        try:
+            yield
+        finally:
+            self._rows.pop()
+
+    def otherwise(self, tensor: Tensor | Outputs) -> AbstractContextManager[None]:
+        """As `when`, for the rows that pass no other test of this tensor."""
+        return self.when(TensorTest(self._one(tensor), otherwise=True))
+
+    @contextmanager
+    def each(
+        self, *tensors: Tensor | Outputs, count: Tensor | Outputs | None = None, at_most: int = 0
+    ) -> Iterator[Any]:
+        """The steps that are added in this block run for each item of the tensors, which are their first dimension
+        without the batch dimension. The block has the items: a tensor for one, a tuple for several. Outside, what the
+        steps wrote is a tensor with a dimension of items. `count`: a tensor with the number of items in each row.
+        `at_most`: items in one request, 0 for 10,000.
+        """
+        taken = tuple(self._one(tensor) for tensor in tensors)
+        if not taken:
+            raise Problems([Problem("`each` takes at least one tensor apart", calling_line(), "B1")])
+        self._rows.append(Items(taken, "" if count is None else self._one(count), at_most))
+        try:
+            yield taken[0] if len(taken) == 1 else taken
+        finally:
+            self._rows.pop()
+
+    def merge(self, *tensors: Tensor | Outputs, otherwise: Tensor | Outputs | float | str | None = None) -> Tensor:
+        """One tensor of what several conditions wrote, each for other rows. `otherwise`: the value of rows that none of
+        them wrote, or a tensor that has all rows. The tensors are that one from now on.
+        """
+        default = otherwise if isinstance(otherwise, (Tensor, Outputs)) else None
+        merged = [self._one(tensor) for tensor in (*tensors, *([] if default is None else [default]))]
+        for tensor in merged:
+            if tensor.call == GRAPH:
+                self._problem(f"input '{tensor.port}' cannot be merged; a step that copies it can write it")
+                return tensor
+        keys = dict.fromkeys(key for tensor in merged for key in self._merged_with(tensor))
+        names = {self.calls[call].named[port] for call, port in keys if port in self.calls[call].named}
+        if len(names) > 1:
+            self._problem(f"a tensor has one name: {' and '.join(sorted(names))} cannot be merged")
+        self._merged.update(dict.fromkeys(keys, tuple(keys)))
+        for name in names:
+            self._give_name(merged[0], name)
+        if otherwise is not None and default is None:
+            self._fill(merged[0])["string_value" if isinstance(otherwise, str) else "value"] = otherwise
+        return merged[0]
+
+    def present(self, tensor: Tensor | Outputs, name: str) -> None:
+        """Name a BOOL tensor that is true in the rows and items in which `tensor` was written; `output(name)` makes it
+        an output.
+        """
+        self._fill(self._one(tensor))["present"] = name
+
+    def _merged_with(self, tensor: Tensor) -> tuple[tuple[int, str], ...]:
+        """The outputs, as call and port, that are one tensor with this one."""
+        key = (tensor.call, tensor.port)
+        return self._merged.get(key, (key,))
+
+    def _fill(self, tensor: Tensor) -> dict[str, Any]:
+        """How a tensor is filled; an existing one if it is already."""
+        return self._fills.setdefault(self._merged_with(tensor)[0], {})
+
+    def _level(self, call: int) -> int:
+        return 0 if call == GRAPH else self.calls[call].depth
+
     def call(self, part: Part, tensors: tuple[Tensor | Outputs, ...], named: Mapping[str, Tensor | Outputs]) -> Outputs:
         names = [spec.name for spec in part.inputs]
         if len(tensors) > len(names):
@@ -303,6 +488,12 @@ class GraphBuilder(DeclaredPart):
             if isinstance(part, GraphBuilder) and id(part) not in seen:
                 seen.add(id(part))
                 parts += [one.part for one in part.calls]
+        call.when = tuple(one for one in self._rows if isinstance(one, TensorTest))
+        levels = [one for one in self._rows if isinstance(one, Items)]
+        call.each, call.depth = levels[-1] if levels else None, len(levels)
+        for tensor in call.inputs.values():  # read outside of its items: gathered
+            if isinstance(tensor, Tensor) and tensor.graph is self and self._level(tensor.call) > call.depth:
+                self._fill(tensor)
         depth = 1 + call.part.depth if isinstance(call.part, GraphBuilder) else 1
         if depth > DEPTH_LIMIT:
             text = f"graph '{self.name}' nests graphs {depth} deep; at most {DEPTH_LIMIT} are allowed"
@@ -325,12 +516,14 @@ class GraphBuilder(DeclaredPart):
         return tensor
 
     def _give_name(self, tensor: Tensor, name: str) -> None:
-        named = self.calls[tensor.call].named if tensor.graph is self else {}
-        if named.setdefault(tensor.port, name) != name:
-            self._problem(
-                f"a tensor has one name: output '{name}' is '{named[tensor.port]}' already",
-                hint="a step that copies it can write the other",
-            )
+        for call, port in self._merged_with(tensor) if tensor.graph is self else ():
+            named = self.calls[call].named
+            if named.setdefault(port, name) != name:
+                self._problem(
+                    f"a tensor has one name: output '{name}' is '{named[port]}' already",
+                    hint="a step that copies it can write the other",
+                )
+                return
 
     def _spec(self, name: str, text: str, *, is_output: bool = False) -> TensorSpec:
         try:
@@ -383,11 +576,12 @@ class GraphBuilder(DeclaredPart):
         """A tensor's name: that of the graph's output, else derived from its step: "read.SCORES", "read#2.SCORES"."""
         if tensor.call == GRAPH:
             return tensor.port
-        call = self.calls[tensor.call]
-        if tensor.port in call.named:
-            return call.named[tensor.port]
-        before = sum(1 for other in self.calls[: tensor.call] if other.part.name == call.part.name)
-        return f"{call.part.name}{f'#{before + 1}' if before else ''}.{tensor.port}"
+        number, port = self._merged_with(tensor)[0]
+        call = self.calls[number]
+        if port in call.named:
+            return call.named[port]
+        before = sum(1 for other in self.calls[:number] if other.part.name == call.part.name)
+        return f"{call.part.name}{f'#{before + 1}' if before else ''}.{port}"
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:  # type: ignore[override]
@@ -411,11 +605,19 @@ class GraphBuilder(DeclaredPart):
             for port in call.part.output_names:
                 if self.name_of(Tensor(self, number, port)) == output.name:
                     spec = call.part.output_spec(port)
-                    return TensorSpec(output.name, spec.dtype, spec.dims)
+                    return TensorSpec(output.name, spec.dtype, (*[-1] * call.depth, *spec.dims))
+        for (number, _), fill in self._fills.items():
+            if fill.get("present") == output.name:
+                return TensorSpec(output.name, BY_WIRE["BOOL"], (*[-1] * self.calls[number].depth, 1))
         return parse_tensor(output.name, _UNKNOWN)
 
     def config(self) -> dict[str, Any]:
-        scheduling = {"step": [self._step(number, call) for number, call in enumerate(self.calls)]}
+        scheduling: dict[str, Any] = {"step": [self._step(number, call) for number, call in enumerate(self.calls)]}
+        if self._fills:
+            scheduling["fill"] = [
+                *self.options.get("ensemble_scheduling", {}).get("fill", ()),
+                *({"tensor": self.name_of(Tensor(self, *key)), **fill} for key, fill in self._fills.items()),
+            ]
         return {
             "name": self.name,
             "platform": "ensemble",
@@ -435,14 +637,27 @@ class GraphBuilder(DeclaredPart):
                 for port, tensor in call.inputs.items()
             },
             "output_map": {port: self.name_of(Tensor(self, number, port)) for port in self._used(number)},
+            **({"when": [test.as_json() for test in call.when]} if call.when else {}),
+            **({"each": call.each.as_json()} if call.each is not None else {}),
+            **({"name": call.name} if call.name else {}),
         }
+
+    def _reads(self) -> Iterator[Tensor | str]:
+        """The tensors, or their names, that the steps read, and those that decide for which rows they run."""
+        for call in self.calls:
+            yield from call.inputs.values()
+            yield from (test.tensor for test in call.when)
+            if call.each is not None:
+                yield from (*call.each.tensors, call.each.count)
 
     def _used(self, number: int) -> list[str]:
         """The outputs of a call that are read or named, in the part's order."""
         call = self.calls[number]
-        read = [tensor for other in self.calls for tensor in other.inputs.values() if isinstance(tensor, Tensor)]
-        ports = [tensor.port for tensor in read if tensor.graph is self and tensor.call == number]
-        by_name = {tensor for other in self.calls for tensor in other.inputs.values() if isinstance(tensor, str)}
+        read = [tensor for tensor in self._reads() if isinstance(tensor, Tensor)]
+        keys = {key for tensor in read if tensor.graph is self for key in self._merged_with(tensor)}
+        keys |= {key for one in self._fills for key in self._merged.get(one, (one,))}
+        ports = [port for number_of, port in keys if number_of == number]
+        by_name = {tensor for tensor in self._reads() if isinstance(tensor, str)}
         by_name |= {output.name for output in self.declared_outputs if output.tensor is None}
         own = call.part.output_names
         ports += [port for port in own if self.name_of(Tensor(self, number, port)) in by_name]

@@ -14,12 +14,37 @@ from typing import Final, NamedTuple
 
 import networkx as nx
 
-from flowserve.config.types import ModelConfig
+from flowserve.config.types import Fill, ModelConfig
 from flowserve.errors import Problem, Problems
 from flowserve.graph import rules
 from flowserve.graph.nesting import are_nested, origins, written_by
-from flowserve.graph.types import DEPTH_LIMIT, GRAPH, Edge, Graph, Node, conversion, inside, node_of
-from flowserve.values import TensorSpec
+from flowserve.graph.spaces import Arrangement, arrange
+from flowserve.graph.types import (
+    DEPTH_LIMIT,
+    DERIVED,
+    GRAPH,
+    Derivation,
+    Derived,
+    Edge,
+    Graph,
+    Node,
+    Ref,
+    Space,
+    conversion,
+    inside,
+    node_of,
+)
+from flowserve.graph.wiring import (
+    AvailableModels,
+    Declaration,
+    WiredStep,
+    Wiring,
+    ensembles_below,
+    port_index,
+    shapes_meet,
+    wire,
+)
+from flowserve.values import DType, TensorSpec
 
 # Nested ensembles grow exponentially if each uses the inner one twice: twenty such levels are a million nodes.
 NODE_LIMIT: Final = 10_000
@@ -28,21 +53,21 @@ SCOPE: Final = "max_inflight_scope"
 
 
 def compile_ensemble(
-    config: ModelConfig, version: int, available: rules.AvailableModels, failed: Mapping[str, str] | None = None
+    config: ModelConfig, version: int, available: AvailableModels, failed: Mapping[str, str] | None = None
 ) -> Graph:
     """An ensemble as one flat graph. Raises Problems with every violation of every rule.
 
     `available`: every known deployment by name and version, nested ensembles included. `failed`: the reasons of known
     deployments that are not available, for the messages of ensembles that need them.
     """
-    wiring = rules.wire(config, available, failed or {})
-    problems = rules.ensemble_problems(wiring) or list(_too_large(wiring))
+    wired = wire(config, available, failed or {})
+    problems = rules.ensemble_problems(wired) or list(_too_large(wired))
     if problems:
         raise Problems(problems)
     folding = _Folding(config, available)
     graph = folding.graph(version)
     problems = [*_disagreements_across_folds(config, folding)]
-    problems += [*mismatched_iterations(graph), *deadlocking_limits(graph, available)]
+    problems += [*mismatched_iterations(graph), *deadlocking_limits(graph, available), *iterations_in_spaces(graph)]
     if problems:
         raise Problems(problems)
     return graph
@@ -52,7 +77,9 @@ def compile_ensemble(
 class _Source:
     """The origin of a tensor: a call's number (or GRAPH), the index of its output (or of the graph's input), its name.
 
-    `spec` is its declaration after the `reshapes` of the ensembles whose inputs and outputs it passed through.
+    `spec` is its declaration after the `reshapes` of the ensembles whose inputs and outputs it passed through. It is a
+    tensor of `space`. If it is derived from others, `derived` is its number, and `makers` are the calls (or GRAPH) with
+    their outputs that it is made from; `call` is the first. `fill`: how it is filled outside of its space.
     """
 
     call: int
@@ -60,6 +87,19 @@ class _Source:
     tensor: str
     spec: TensorSpec
     reshapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    space: int = 0
+    derived: int = -1
+    makers: tuple[tuple[int, int], ...] = ()
+    fill: Fill | None = None
+    batches: bool = False
+
+    @property
+    def ref(self) -> Ref:
+        return (self.call, self.output) if self.derived < 0 else (DERIVED, self.derived)
+
+    @property
+    def made_by(self) -> tuple[tuple[int, int], ...]:
+        return self.makers or ((self.call, self.output),)
 
     def entering(self, port: TensorSpec) -> _Source:
         """The source as seen by the steps of an ensemble that it enters through an input."""
@@ -88,25 +128,31 @@ class _Call:
     sources: tuple[_Source | None, ...]
 
 
-@dataclass(slots=True)
+@dataclass
 class _Scope:
     """One ensemble while it is folded in.
 
     `prefix` precedes the names of its nodes and tensors, "" for the outermost.
     """
 
-    wiring: rules.Wiring
+    wiring: Wiring
     tensors: dict[str, _Source]
     prefix: str = ""
     path: tuple[str, ...] = ()
     order: tuple[int, ...] = ()
     seen: dict[str, int] = field(default_factory=dict)
     max_inflight: int = 0  # the smallest limit of this ensemble and those around it, 0 if there is none
+    spaces: dict[int, int] = field(default_factory=dict)  # the number in the graph of each local space
+    branches: dict[str, list[_Source]] = field(default_factory=dict)  # of tensors that several steps write
 
-    def name_step(self, step: rules.WiredStep) -> str:
-        """The model's name, "name#2" for its second step in this ensemble."""
-        count = self.seen[step.written.model] = self.seen.get(step.written.model, 0) + 1
-        return f"{self.prefix}{step.written.model}" + (f"#{count}" if count > 1 else "")
+    def __post_init__(self) -> None:
+        self.arrangement: Arrangement = arrange(self.wiring)
+
+    def name_step(self, step: WiredStep) -> str:
+        """The step's name or the model's, "name#2" for the second of that name in this ensemble."""
+        name = step.written.name or step.written.model
+        count = self.seen[name] = self.seen.get(name, 0) + 1
+        return f"{self.prefix}{name}" + (f"#{count}" if count > 1 else "")
 
 
 class _Joint(NamedTuple):
@@ -124,13 +170,17 @@ class _Joint(NamedTuple):
 class _Folding:
     """Traverses a well-formed ensemble and those inside it, and collects model calls, each after its sources."""
 
-    def __init__(self, config: ModelConfig, available: rules.AvailableModels) -> None:
+    def __init__(self, config: ModelConfig, available: AvailableModels) -> None:
         self.config = config
         self.available = available
         self.calls: list[_Call] = []
-        inputs = {spec.name: _Source(GRAPH, i, spec.name, spec).entering(spec) for i, spec in enumerate(config.inputs)}
+        self.borders = _Borders(config.max_batch_size > 0)
+        inputs = {
+            spec.name: _Source(GRAPH, i, spec.name, spec, batches=config.max_batch_size > 0).entering(spec)
+            for i, spec in enumerate(config.inputs)
+        }
         self.outputs = self._fold(
-            _Scope(rules.wire(config, available, {}), inputs, max_inflight=config.max_inflight_requests)
+            _Scope(wire(config, available, {}), inputs, max_inflight=config.max_inflight_requests, spaces={0: 0})
         )
 
     def _fold(self, scope: _Scope) -> list[_Source]:
@@ -145,35 +195,87 @@ class _Folding:
                 else self._call(scope, step, names[index])
             )
             for port, tensor in step.written.output_map.items():
-                source = made[rules.port_index(step.model.outputs, port)]
-                scope.tensors[tensor] = replace(source, tensor=scope.prefix + tensor)
-        return [scope.tensors[spec.name].leaving(spec) for spec in scope.wiring.config.outputs]
+                source = made[port_index(step.model.outputs, port)]
+                self._write(scope, tensor, replace(source, tensor=scope.prefix + tensor))
+        outside = scope.spaces[0]
+        return [
+            self.borders.seen_from(outside, scope.tensors[spec.name]).leaving(spec)
+            for spec in scope.wiring.config.outputs
+        ]
 
-    def _fold_nested(self, scope: _Scope, step: rules.WiredStep, name: str) -> list[_Source]:
+    def _write(self, scope: _Scope, tensor: str, source: _Source) -> None:
+        """A step wrote a tensor: as the only one, or as the last of several, whose tensors are then merged."""
+        arrangement = scope.arrangement
+        fill = arrangement.fills.get(tensor)
+        ends = [end for end in scope.wiring.writers[tensor] if not end.field]
+        if len(ends) > 1:
+            branches = scope.branches.setdefault(tensor, [])
+            branches.append(source)
+            if len(branches) < len(ends):
+                return
+            home = scope.spaces[arrangement.homes[tensor]]
+            scope.tensors[tensor] = self.borders.merged(home, branches, fill)
+        else:
+            scope.tensors[tensor] = replace(source, fill=fill)
+        if fill is not None and fill.present:
+            sources = scope.branches.get(tensor, [source])
+            scope.tensors[fill.present] = self.borders.present(
+                scope.prefix + fill.present, sources, scope.tensors[tensor]
+            )
+
+    def _enter(self, scope: _Scope, local: int) -> int:
+        """The number in the graph of a space of an ensemble, which is added if no step has named it before."""
+        if local not in scope.spaces:
+            space = scope.arrangement.spaces[local]
+            parent = self._enter(scope, space.parent)
+            names = [space.test.tensor] if space.test else [*space.each.tensors] if space.each else []
+            if space.each is not None and space.each.count:
+                names.append(space.each.count)
+            opens = tuple([self.borders.seen_from(parent, scope.tensors[name]) for name in names])
+            others = scope.arrangement.tests_beside(space) if space.test and space.test.otherwise else []
+            place = scope.wiring.place(space.path)
+            made = Space(0, parent, "", (), space.test, tuple(others), space.each, place=place, depth=len(scope.path))
+            scope.spaces[local] = self.borders.open(made, opens, scope.prefix)
+        return scope.spaces[local]
+
+    def _inputs(self, scope: _Scope, step: WiredStep) -> dict[str, _Source]:
+        """What a step reads, by the port of its model, as tensors of the step's space."""
+        space = self._enter(scope, scope.arrangement.of_step[step.index])
+        found = {port: scope.tensors.get(tensor) for port, tensor in step.written.input_map.items()}
+        return {port: self.borders.seen_from(space, one) for port, one in found.items() if one is not None}
+
+    def _fold_nested(self, scope: _Scope, step: WiredStep, name: str) -> list[_Source]:
         assert step.model is not None
-        given = {port: scope.tensors.get(tensor) for port, tensor in step.written.input_map.items()}
+        given = self._inputs(scope, step)
         ports = {spec.name: spec for spec in step.model.inputs}
         inner = _Scope(
-            rules.wire(step.model, self.available, {}),
-            {port: source.entering(ports[port]) for port, source in given.items() if source is not None},
+            wire(step.model, self.available, {}),
+            {port: source.entering(ports[port]) for port, source in given.items()},
             prefix=f"{name}/",
             path=(*scope.path, step.model.name),
             order=(*scope.order, step.index),
             max_inflight=min(filter(None, (step.model.max_inflight_requests, scope.max_inflight)), default=0),
+            spaces={0: self._enter(scope, scope.arrangement.of_step[step.index])},
         )
         return self._fold(inner)
 
-    def _call(self, scope: _Scope, step: rules.WiredStep, name: str) -> list[_Source]:
+    def _call(self, scope: _Scope, step: WiredStep, name: str) -> list[_Source]:
         config, version = step.model, step.version
         assert config is not None
         assert version is not None
         # An omitted optional input of a nested ensemble has no source, and neither have the inputs it feeds.
-        sources = tuple(scope.tensors.get(step.written.input_map.get(spec.name, "")) for spec in config.inputs)
+        given = self._inputs(scope, step)
+        sources = tuple(given.get(spec.name) for spec in config.inputs)
         call = len(self.calls)
         node = node_of(config, version, call, name, scope.wiring.place(step.written.path))
-        node = replace(node, path=scope.path, max_inflight=scope.max_inflight)
+        space = self._enter(scope, scope.arrangement.of_step[step.index])
+        node = replace(node, path=scope.path, max_inflight=scope.max_inflight, space=space)
         self.calls.append(_Call(node, config, (*scope.order, step.index), sources))
-        return [_Source(call, j, f"{name}/{spec.name}", spec) for j, spec in enumerate(config.outputs)]
+        batches = config.max_batch_size > 0 or self.is_divided(call)
+        return [
+            _Source(call, j, f"{name}/{spec.name}", spec, space=space, batches=batches)
+            for j, spec in enumerate(config.outputs)
+        ]
 
     def graph(self, version: int) -> Graph:
         """Number the calls and join them by edges."""
@@ -182,9 +284,13 @@ class _Folding:
         nodes = {number[made.node.index]: made.node for made in self.calls}
         edges: list[Edge] = []
         for source, reader, port, spec, config in self.joints():
-            batches, wants_batches = self.producer(source).max_batch_size > 0, config.max_batch_size > 0
+            wants_batches = config.max_batch_size > 0
+            batches = wants_batches if self.is_divided(reader) else source.batches
             change = conversion(source.reshapes, source.spec.dims, batches, spec.dims, wants_batches)
-            edges.append(Edge(source.tensor, number[source.call], source.output, number[reader], port, change))
+            edges += [
+                Edge(source.tensor, number[call], output, number[reader], port, change, source.derived)
+                for call, output in dict.fromkeys(source.made_by)
+            ]
         edges.sort(key=lambda edge: (edge.producer, edge.output, edge.consumer == GRAPH, edge.consumer, edge.input))
         return Graph(
             name=self.config.name,
@@ -196,13 +302,22 @@ class _Folding:
             edges=tuple(edges),
             is_ensemble=True,
             shares_limits=shares_limits(self.config),
+            spaces=tuple(replace(one, opens=_renumbered(one.opens, number)) for one in self.borders.spaces[1:]),
+            derived=tuple(replace(one, reads=_renumbered(one.reads, number)) for one in self.borders.derived),
         )
+
+    def is_divided(self, reader: int) -> bool:
+        """Whether a call runs in a space with a batch dimension: its rows are divided as the model needs them."""
+        space = 0 if reader == GRAPH else self.calls[reader].node.space
+        return space > 0 and self.borders.has_rows(space)
 
     def _topological(self) -> Iterator[int]:
         joined: nx.DiGraph[int] = nx.DiGraph()
         joined.add_nodes_from(range(len(self.calls)))
         for consumer, call in enumerate(self.calls):
-            joined.add_edges_from((source.call, consumer) for source in call.sources if source and source.call != GRAPH)
+            needs = {one for source in call.sources if source for one, _ in source.made_by}
+            needs |= self.borders.openers(call.node.space)
+            joined.add_edges_from((one, consumer) for one in needs if one != GRAPH)
         yield from nx.lexicographical_topological_sort(joined, key=lambda call: self.calls[call].order)
 
     def joints(self) -> Iterator[_Joint]:
@@ -218,18 +333,137 @@ class _Folding:
         return self.config if source.call == GRAPH else self.calls[source.call].config
 
 
+class _Borders:
+    """The spaces of the graph, and the tensors that are derived where they begin and end. `batches`: whether the graph
+    does.
+    """
+
+    def __init__(self, batches: bool) -> None:
+        self.spaces = [Space(0, 0, "", (), has_rows=batches)]
+        self.derived: list[Derived] = []
+        self._openers: list[set[int]] = [set()]  # of each space: the calls that decide its rows
+        self._known: dict[tuple[object, ...], _Source] = {}
+
+    def has_rows(self, space: int) -> bool:
+        return self.spaces[space].has_rows
+
+    def openers(self, space: int) -> set[int]:
+        """The calls that decide which rows a space and those around it have."""
+        return self._openers[space]
+
+    def open(self, space: Space, opens: tuple[_Source, ...], prefix: str) -> int:
+        index = len(self.spaces)
+        name = f"{prefix}{space.title}"
+        if any(one.name == name for one in self.spaces):
+            name += f"#{1 + sum(one.name.partition('#')[0] == name for one in self.spaces)}"
+        has_rows = space.each is not None or self.has_rows(space.parent)
+        refs = tuple(source.ref for source in opens)
+        self.spaces.append(replace(space, index=index, name=name, opens=refs, has_rows=has_rows))
+        makers = {call for source in opens for call, _ in source.made_by}
+        self._openers.append(self._openers[space.parent] | makers)
+        return index
+
+    def path(self, space: int) -> list[int]:
+        """The spaces from the outermost to this one."""
+        found = [space]
+        while found[-1]:
+            found.append(self.spaces[found[-1]].parent)
+        return found[::-1]
+
+    def seen_from(self, space: int, source: _Source) -> _Source:
+        """The tensor of `space` that a tensor of another space is there. What is read outside of a condition has a
+        `fill`, or is left out of a response.
+        """
+        path = self.path(space)
+        while source.space not in path:
+            source = self._leave(source)
+        for inner in path[path.index(source.space) + 1 :]:
+            source = self._take(inner, source)
+        return source
+
+    def merged(self, space: int, branches: list[_Source], fill: Fill | None) -> _Source:
+        """The tensor of `space` that several conditions write, each for other rows."""
+        first = branches[0]
+        dims = tuple(
+            sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*(one.spec.dims for one in branches), strict=True)
+        )
+        spec = replace(first.spec, dims=dims)
+        return self._derive(Derivation.MERGE, space, replace(first, spec=spec, fill=fill), branches)
+
+    def present(self, tensor: str, written: list[_Source], source: _Source) -> _Source:
+        """Whether rows or items of `source`, which these tensors are merged into, were written: a tensor of the space
+        around theirs.
+        """
+        home = source.space if len(written) > 1 else self.spaces[source.space].parent
+        inner = [one for one in written if one.space != home]
+        is_all = len(inner) < len(written)  # written for every row
+        spec = TensorSpec(tensor, DType.BOOL, (1,))
+        like = replace(inner[0], tensor=tensor, spec=spec, fill=Fill(tensor), reshapes=())
+        made = Derived(
+            Derivation.PRESENT,
+            home,
+            replace(spec, dims=(-1, 1)) if self.spaces[inner[0].space].each else spec,
+            (),
+            tuple(one.space for one in inner),
+            1.0 if is_all else 0.0,
+        )
+        self.derived.append(made)
+        makers = tuple(dict.fromkeys(maker for one in inner for maker in one.made_by))
+        batches = self.has_rows(home)
+        return replace(like, spec=made.spec, space=home, derived=len(self.derived) - 1, makers=makers, batches=batches)
+
+    def _take(self, inner: int, source: _Source) -> _Source:
+        """A tensor of the space around `inner` as one of `inner`."""
+        space = self.spaces[inner]
+        each = space.each
+        if each is None or source.ref not in space.opens[: len(each.tensors)]:
+            return self._derive(Derivation.TAKE, inner, source, [source])
+        spec = replace(source.spec, dims=source.spec.dims[1:])
+        return self._derive(Derivation.ITEMS, inner, replace(source, spec=spec), [source])
+
+    def _leave(self, source: _Source) -> _Source:
+        """A tensor as one of the space around its own."""
+        space = self.spaces[source.space]
+        if space.each is None:
+            return self._derive(Derivation.MERGE, space.parent, source, [source])
+        spec = replace(source.spec, dims=(-1, *source.spec.dims))
+        return self._derive(Derivation.GATHER, space.parent, replace(source, spec=spec), [source])
+
+    def _derive(self, how: Derivation, space: int, like: _Source, reads: list[_Source]) -> _Source:
+        """The tensor of `space` derived from `reads`, each of which enters or leaves a space; `like` is its source
+        apart from that. The reshapes of nested ensembles on the way are applied where it is read.
+        """
+        key = (how, space, like.spec, like.reshapes, *(one.ref for one in reads))
+        if key not in self._known:
+            inner = tuple(space if how in (Derivation.TAKE, Derivation.ITEMS) else one.space for one in reads)
+            fill = like.fill
+            value = None if fill is None else fill.string.encode() if like.spec.dtype is DType.BYTES else fill.value
+            if how is Derivation.GATHER and value is None:
+                value = b"" if like.spec.dtype is DType.BYTES else 0.0
+            self.derived.append(Derived(how, space, like.spec, tuple(one.ref for one in reads), inner, value))
+            makers = tuple(dict.fromkeys(maker for one in reads for maker in one.made_by))
+            made = replace(like, space=space, derived=len(self.derived) - 1, makers=makers)
+            batches = self.has_rows(space) or (like.batches and how in (Derivation.TAKE, Derivation.MERGE))
+            self._known[key] = replace(made, call=makers[0][0], output=makers[0][1], batches=batches)
+        return self._known[key]
+
+
+def _renumbered(refs: tuple[Ref, ...], number: Mapping[int, int]) -> tuple[Ref, ...]:
+    return tuple(ref if ref[0] == DERIVED else (number[ref[0]], ref[1]) for ref in refs)
+
+
 def shares_limits(config: ModelConfig) -> bool:
     """Whether an ensemble's `max_inflight_requests` applies to all its requests together."""
     return config.parameters.get(SCOPE) == "shared"
 
 
-def _too_large(wiring: rules.Wiring) -> Iterator[Problem]:
+def _too_large(wiring: Wiring) -> Iterator[Problem]:
     """Size limits, checked by counting the nodes of all nested ensembles, innermost first, before folding."""
-    below = rules.ensembles_below(wiring.config, wiring.available)
+    below = ensembles_below(wiring.config, wiring.available)
     sizes: dict[str, int] = {}
     depths: dict[str, int] = {}
     for name in reversed(list(nx.topological_sort(below))):
-        inside = rules.wire(below.nodes[name]["config"], wiring.available, {})
+        inside = wire(below.nodes[name]["config"], wiring.available, {})
         sizes[name] = sum(sizes.get(step.written.model, 1) for step in inside.steps)
         depths[name] = 1 + max((depths.get(step.written.model, 0) for step in inside.steps), default=0)
     name = wiring.name
@@ -246,8 +480,10 @@ def _disagreements_across_folds(config: ModelConfig, folding: _Folding) -> Itera
     """A -1 in a nested ensemble's inputs and outputs matches everything; the tensors on both sides must match too."""
     for source, consumer, port, spec, reader in folding.joints():
         place = config.source.place(f"output[{port}]") if consumer == GRAPH else folding.calls[consumer].node.place
-        first, second = rules.Declaration(folding.producer(source), source.spec), rules.Declaration(reader, spec)
-        if not rules.shapes_meet(first, second):
+        is_divided = folding.is_divided(consumer)
+        first = Declaration(folding.producer(source), source.spec, source.batches or is_divided)
+        second = Declaration(reader, spec, True if is_divided else None)
+        if not shapes_meet(first, second):
             text = rules.inconsistent_shape(config.name, source.tensor, first, second)
             yield Problem(text, place, "G15", "a dimension of -1 in a nested ensemble hides this")
 
@@ -271,6 +507,21 @@ def mismatched_iterations(graph: Graph) -> Iterator[Problem]:
             hint="each sends any number of responses, and nothing tells which of them belong together",
         )
         return  # later steps fail for the same reason
+
+
+def iterations_in_spaces(graph: Graph) -> Iterator[Problem]:
+    """Decoupled steps and shared limits in a graph whose steps run for some rows or for items."""
+    if not graph.spaces:
+        return
+    hint = "a model that answers once in their place, or limits of each request, can be used"
+    for node in graph.nodes:
+        if node.decoupled:
+            text = f"in ensemble {graph.name}, step '{node.name}' is decoupled, and `when` and `each` need one response"
+            yield Problem(text, node.place, "G33", hint)
+            return
+    if graph.shares_limits:
+        text = f'in ensemble {graph.name}, {SCOPE} is "shared", and `when` and `each` need limits of each request'
+        yield Problem(text, graph.spaces[0].place, "G33", hint)
 
 
 def deadlocking_limits(graph: Graph, available: Mapping[str, Mapping[int, ModelConfig]]) -> Iterator[Problem]:

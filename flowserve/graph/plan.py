@@ -13,9 +13,23 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from flowserve.graph.nesting import Nesting, nesting
-from flowserve.graph.types import GRAPH, Conversion, Edge, Graph, ModelKey, Node
+from flowserve.graph.types import (
+    DERIVED,
+    GRAPH,
+    Conversion,
+    Derivation,
+    Derived,
+    Edge,
+    Graph,
+    ModelKey,
+    Node,
+    Ref,
+    Space,
+)
 
 NO_SLOT: Final = -1  # an optional input without a producer, or an output without a reader
+_INWARD: Final = (Derivation.TAKE, Derivation.ITEMS)
+_SPREAD: Final = -3  # as the first number of a `Ref`: the rows of a space
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +74,36 @@ class PlanNode:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Operation:
+    """A step without a model at the border of a space. When the slots `reads` are written, the space `opens` begins, or
+    the tensor `derived` is made. The result is written to `slot`; of a space that is its *spread*, which rows it has.
+
+    `index` continues the numbers of the nodes, among the consumers of a slot. `tensors` are the slots of the tensors
+    that it uses, in the order of the record, and `spreads` those of the spaces of `derived`, NO_SLOT for the space of
+    the tensor itself.
+    """
+
+    index: int
+    reads: tuple[int, ...]
+    slot: int
+    tensors: tuple[int, ...]
+    spreads: tuple[int, ...] = ()
+    opens: Space | None = None
+    derived: Derived | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpacePlan:
+    """What a graph with spaces adds to its plan. `spreads[n]`: the slot of the spread of node n's space, NO_SLOT for
+    the request's own rows; `slots[s]`: that of space s. `inputs`: the graph's inputs that operations read, by slot.
+    """
+
+    operations: tuple[Operation, ...]
+    spreads: tuple[int, ...]
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """`first`: the nodes that need no other node. `missing[n]`: how many distinct slots of other nodes node n waits
     for. `consumers[s]`: the nodes that read slot s; `needed_by[s]`: the name of the first that cannot run without it,
@@ -68,7 +112,8 @@ class Plan:
     are the graph's optional inputs that some step cannot run without: (slot, the step's input, its node). `nesting`:
     how often each step runs, None if each runs once. `runs[n]`: the nodes, n first, that one batch may pass one after
     the other without returning to the scheduler in between, as far as the graph allows it (`_run`); () if there is
-    only n. `routes`: what scheduling derives from `runs`; written by scheduling only.
+    only n. `routes`: what scheduling derives from `runs`; written by scheduling only. `spaces`: None if every step runs
+    for the request's own rows; else `missing` and `consumers` include its operations.
     """
 
     graph: Graph
@@ -84,6 +129,7 @@ class Plan:
     lacking: tuple[tuple[int, str, int], ...]
     nesting: Nesting | None
     runs: tuple[tuple[int, ...], ...]
+    spaces: SpacePlan | None = None
     routes: dict[int, Any] = field(default_factory=dict)
 
 
@@ -97,8 +143,12 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
     wires = _Wires(graph, edges)
     made_by_nodes = range(len(graph.inputs), wires.count)
     missing = tuple(sum(slot in made_by_nodes for slot in dict.fromkeys(reads)) for reads in wires.reads)
+    spaces = wires.space_plan(graph) if graph.spaces else None
+    if spaces is not None:
+        missing += tuple(len(operation.reads) for operation in spaces.operations)
     nested = nesting(graph, edges, wires.slot_of)
-    nodes = tuple(_plan_node(graph, node, wires, missing, is_nested=nested is not None) for node in graph.nodes)
+    is_apart = nested is not None or spaces is not None
+    nodes = tuple(_plan_node(graph, node, wires, missing, is_apart=is_apart) for node in graph.nodes)
     consumers = tuple(map(tuple, wires.consumers))
     return Plan(
         graph=graph,
@@ -113,10 +163,8 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
         converted=wires.count,
         lacking=tuple(_lacking(graph, edges)),
         nesting=nested,
-        runs=tuple(
-            () if nested is not None else _run(graph, nodes, n, consumers, wires.output_slots)
-            for n in range(len(nodes))
-        ),
+        runs=tuple(() if is_apart else _run(graph, nodes, n, consumers, wires.output_slots) for n in range(len(nodes))),
+        spaces=spaces,
     )
 
 
@@ -171,6 +219,15 @@ class _Wires:
         self.slot_of = {(GRAPH, i): i for i in range(len(graph.inputs))}  # of each (producer, output)
         for edge in graph.edges:
             self.slot_of.setdefault((edge.producer, edge.output), len(self.slot_of))
+        read = [ref for space in graph.spaces for ref in space.opens]
+        read += [ref for derived in graph.derived for ref in derived.reads]
+        for ref in read:
+            if ref[0] != DERIVED:
+                self.slot_of.setdefault(ref, len(self.slot_of))
+        for k in range(len(graph.derived)):
+            self.slot_of[DERIVED, k] = len(self.slot_of)
+        for space in graph.spaces:
+            self.slot_of[_SPREAD, space.index] = len(self.slot_of)
         self.count = count = len(self.slot_of)
         own: dict[tuple[int, int], int] = {}  # the slot of each converted (node, input)
         for edge in graph.edges:
@@ -187,14 +244,68 @@ class _Wires:
         self.needed_by = [""] * count
         self.read: set[int] = set()  # all slots that have a reader
         self.output_slots = [NO_SLOT] * len(graph.outputs)
+        self._refs: dict[Ref, None] = {}  # of the tensors that are read, and of the spaces of nodes
         for edge in edges:
-            slot = self.slot_of[edge.producer, edge.output]
+            ref = (edge.producer, edge.output) if edge.derived < 0 else (DERIVED, edge.derived)
+            slot = self.slot_of[ref]
+            self._refs[ref] = None
             self.read.add(slot)
             if edge.consumer == GRAPH:
+                self.readers[slot] += self.output_slots[edge.input] != slot  # a derived tensor may have several edges
                 self.output_slots[edge.input] = slot
-                self.readers[slot] += 1
-            else:
+            elif (edge.consumer, edge.input) not in self.fed:
                 self._add_input(graph, edge, slot, own.get((edge.consumer, edge.input), slot))
+        for n in dict.fromkeys(edge.producer for edge in edges if edge.producer != GRAPH):
+            if space_index := graph.nodes[n].space:
+                self._refs[_SPREAD, space_index] = None
+                slot = self.slot_of[_SPREAD, space_index]
+                self.reads[n].append(slot)
+                self.consumers[slot].append(n)
+                self.readers[slot] += 1
+
+    def space_plan(self, graph: Graph) -> SpacePlan:
+        """The operations that the nodes and outputs need, and those that these need in turn."""
+        operations: list[Operation] = []
+        waiting = [*self._refs]
+        seen = set(waiting)
+        while waiting:
+            ref = waiting.pop()
+            if ref[0] not in (DERIVED, _SPREAD):
+                continue
+            index, slot = len(graph.nodes) + len(operations), self.slot_of[ref]
+            space = graph.spaces[ref[1] - 1] if ref[0] == _SPREAD else None
+            derived = graph.derived[ref[1]] if ref[0] == DERIVED else None
+            refs: tuple[Ref, ...] = space.opens if space else derived.reads if derived else ()
+            below = (
+                [] if derived is None else [one for one in derived.spaces if one != derived.space or not derived.reads]
+            )
+            if derived is not None and derived.how in _INWARD:
+                below = [derived.space]
+            around = space.parent if space else derived.space if derived else 0
+            if around and around not in below:  # it says whether there is a row at all
+                below.append(around)
+            needed = [*refs, *((_SPREAD, one) for one in below)]
+            spreads: tuple[int, ...] = ()
+            if derived is not None:
+                is_inward = derived.how in _INWARD
+                spreads = tuple(
+                    self.slot_of[_SPREAD, one] if is_inward or one != derived.space else NO_SLOT
+                    for one in derived.spaces
+                )
+            tensors = tuple(self.slot_of[one] for one in refs)
+            reads = tuple(dict.fromkeys(self.slot_of[one] for one in needed))
+            operations.append(Operation(index, reads, slot, tensors, spreads, space, derived))
+            for read in reads:
+                self.read.add(read)
+                self.consumers[read].append(index)
+                self.readers[read] += 1
+            waiting += [one for one in needed if one not in seen]
+            seen.update(needed)
+        spreads_of = tuple(self.slot_of[_SPREAD, node.space] if node.space else NO_SLOT for node in graph.nodes)
+        inputs = tuple(
+            slot for slot in range(len(graph.inputs)) if any(n >= len(graph.nodes) for n in self.consumers[slot])
+        )
+        return SpacePlan(tuple(operations), spreads_of, inputs)
 
     def _add_input(self, graph: Graph, edge: Edge, slot: int, read_slot: int) -> None:
         """Add an edge that a node reads: the tensor in `slot`, which this input finds in `read_slot`."""
@@ -213,14 +324,14 @@ class _Wires:
             self.readers[slot] += 1
 
 
-def _plan_node(graph: Graph, node: Node, wires: _Wires, missing: Sequence[int], *, is_nested: bool) -> PlanNode:
+def _plan_node(graph: Graph, node: Node, wires: _Wires, missing: Sequence[int], *, is_apart: bool) -> PlanNode:
     inputs = tuple(wires.fed.get((node.index, i), NO_SLOT) for i in range(len(node.inputs)))
     made = [wires.slot_of.get((node.index, j), NO_SLOT) for j in range(len(node.outputs))]
     written = tuple(slot if slot in wires.read else NO_SLOT for slot in made)
     writes = tuple((j, slot, tuple(wires.consumers[slot])) for j, slot in enumerate(written) if slot != NO_SLOT)
     converted = [slot for slot in inputs if slot >= wires.count]
     sole = tuple(
-        not is_nested and 0 <= slot < wires.count and wires.readers[slot] == inputs.count(slot) == 1 for slot in inputs
+        not is_apart and 0 <= slot < wires.count and wires.readers[slot] == inputs.count(slot) == 1 for slot in inputs
     )
     then = _then(writes, wires.readers, missing)
     goes_on = then is not None and sole == (True,) and _is_plain(graph.nodes[then[2]], wires)
@@ -276,6 +387,8 @@ def _may_disagree(graph: Graph, edge: Edge) -> bool:
     writer = graph if edge.producer == GRAPH else graph.nodes[edge.producer]
     dims, rows = graph.written(edge).dims, writer.max_batch_size
     wanted, promised = _full(spec.dims, reader.max_batch_size), _full(dims, rows)
+    if edge.derived >= 0 or reader.space:
+        wanted, promised = spec.dims, dims
     if edge.conversion is not None:
         if edge.conversion.batch < 0:
             return True
@@ -297,7 +410,7 @@ def _needed(graph: Graph, outputs: Collection[str] | None) -> Sequence[Edge]:
     only those of its outputs that have no reader in this graph.
     """
     wanted = {i for i, spec in enumerate(graph.outputs) if outputs is None or spec.name in outputs}
-    feeding: dict[int, set[int]] = {node.index: set() for node in graph.nodes}
+    feeding: dict[int, set[int]] = {node.index: openers(graph, node.space) for node in graph.nodes}
     nodes: set[int] = set()
     for edge in graph.edges:
         if edge.consumer != GRAPH:
@@ -310,6 +423,22 @@ def _needed(graph: Graph, outputs: Collection[str] | None) -> Sequence[Edge]:
     return [
         edge for edge in graph.edges if (edge.input in wanted if edge.consumer == GRAPH else edge.consumer in nodes)
     ]
+
+
+def openers(graph: Graph, space: int) -> set[int]:
+    """The nodes whose outputs decide which rows a space has, and GRAPH if an input does."""
+    found: set[int] = set()
+    waiting: list[Ref] = []
+    while space:
+        waiting += graph.spaces[space - 1].opens
+        space = graph.spaces[space - 1].parent
+    while waiting:
+        producer, output = waiting.pop()
+        if producer == DERIVED:
+            waiting += graph.derived[output].reads
+        else:
+            found.add(producer)
+    return found
 
 
 def _full(dims: tuple[int, ...], max_batch_size: int) -> tuple[int, ...]:

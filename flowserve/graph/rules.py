@@ -1,11 +1,7 @@
-"""Rules for ensembles before folding, one function per numbered rule; and the wiring of one ensemble that they read.
+"""Rules for ensembles before folding, one function per numbered rule.
 
 Decides which mistakes are reported, their text (Triton's, if it has one, because clients match on it), their place in
 the user's file and a hint. Every rule always runs; a rule skips cases that another rule refuses.
-
-The wiring has the steps, the tensors, the writer and the readers of each. Decides the model and version of each step,
-when two ends of a tensor match, which steps lead to an output and which are on a cycle. A step with an unknown model
-stays, with `model` None, so that other mistakes are still found.
 
 Does not compile (`compile`, which also has the rules that need the folded graph). Callers: `compile`, `repository`.
 """
@@ -13,281 +9,35 @@ Does not compile (`compile`, which also has the rules that need the folded graph
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 import networkx as nx
 
 from flowserve.config.suggest import did_you_mean
-from flowserve.config.types import LATEST, EnsembleStep, ModelConfig
+from flowserve.config.types import LATEST, ModelConfig
 from flowserve.errors import Place, Problem
+from flowserve.graph.spaces import Arrangement, arrange
 from flowserve.graph.types import GRAPH, inside
-from flowserve.values import TensorSpec, shape_text
-
-# Wiring
-
-AvailableModels = Mapping[str, Mapping[int, ModelConfig]]
-
-
-@dataclass(frozen=True, slots=True)
-class WiredStep:
-    """A step and its model. `version` and `model` are None if the model or version is not available."""
-
-    index: int
-    written: EnsembleStep
-    version: int | None
-    model: ModelConfig | None
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """One end of a tensor.
-
-    `step` is a step's index, or GRAPH for the ensemble itself; `port` the name of the input or output there.
-    """
-
-    step: int
-    port: str
-
-
-@dataclass(frozen=True, slots=True)
-class Wiring:
-    """`writers[T]` and `readers[T]` in the order of the file, the ensemble itself first among the writers and last
-    among the readers.
-    """
-
-    config: ModelConfig
-    available: AvailableModels
-    failed: Mapping[str, str]
-    steps: tuple[WiredStep, ...]
-    writers: Mapping[str, list[End]] = field(default_factory=dict)
-    readers: Mapping[str, list[End]] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.config.name
-
-    def tensors(self) -> Iterator[str]:
-        """Every tensor once: the written ones first, then those that are only read."""
-        yield from dict.fromkeys([*self.writers, *self.readers])
-
-    def place(self, path: str) -> Place:
-        return self.config.source.place(path)
-
-    def place_of_reader(self, end: End) -> Place:
-        if end.step == GRAPH:
-            return self.place(f"output[{port_index(self.config.outputs, end.port)}]")
-        return self.place(f"{self.steps[end.step].written.path}.input_map[{end.port}]")
-
-    def place_of_writer(self, end: End) -> Place:
-        if end.step == GRAPH:
-            return self.place(f"input[{port_index(self.config.inputs, end.port)}]")
-        return self.place(f"{self.steps[end.step].written.path}.output_map[{end.port}]")
-
-    def step_graph(self) -> nx.DiGraph[int]:
-        """Steps joined by tensors. An edge's attribute `tensor` is the first tensor that joins the two."""
-        joined: nx.DiGraph[int] = nx.DiGraph()
-        joined.add_nodes_from(step.index for step in self.steps)
-        for tensor in self.tensors():
-            for writer in self.writers.get(tensor, ()):
-                for reader in self.readers.get(tensor, ()):
-                    if GRAPH not in (writer.step, reader.step) and not joined.has_edge(writer.step, reader.step):
-                        joined.add_edge(writer.step, reader.step, tensor=tensor)
-        return joined
-
-
-def port_index(specs: tuple[TensorSpec, ...], name: str) -> int:
-    """The position of the port called `name`; raises ValueError if there is none."""
-    return [spec.name for spec in specs].index(name)
-
-
-def find_step_model(step: EnsembleStep, available: AvailableModels) -> tuple[int | None, ModelConfig | None]:
-    """The version and configuration of a step's model, (None, None) if they are not available."""
-    versions = available.get(step.model, {})
-    version = max(versions, default=LATEST) if step.version == LATEST else step.version
-    return (version, versions[version]) if version in versions else (None, None)
-
-
-def wire(config: ModelConfig, available: AvailableModels, failed: Mapping[str, str]) -> Wiring:
-    """Collect the writers and readers of every tensor of an ensemble."""
-    steps = tuple(WiredStep(index, step, *find_step_model(step, available)) for index, step in enumerate(config.steps))
-    writers: dict[str, list[End]] = {}
-    readers: dict[str, list[End]] = {}
-    for spec in config.inputs:
-        writers.setdefault(spec.name, []).append(End(GRAPH, spec.name))
-    for step in steps:
-        for port, tensor in step.written.output_map.items():
-            writers.setdefault(tensor, []).append(End(step.index, port))
-        for port, tensor in step.written.input_map.items():
-            readers.setdefault(tensor, []).append(End(step.index, port))
-    for spec in config.outputs:
-        readers.setdefault(spec.name, []).append(End(GRAPH, spec.name))
-    return Wiring(config, available, failed, steps, writers, readers)
-
-
-def ensembles_below(config: ModelConfig, available: AvailableModels) -> nx.DiGraph[str]:
-    """The containment graph of all ensembles reachable from `config`.
-
-    A node's attribute `config` is the ensemble's configuration; an edge's attribute `step` is the path of the first
-    such step.
-    """
-    below: nx.DiGraph[str] = nx.DiGraph()
-    below.add_node(config.name, config=config)
-    waiting = [config]
-    while waiting:
-        outer = waiting.pop()
-        for step in outer.steps:
-            if step.model not in below:
-                inner = find_step_model(step, available)[1]
-                if inner is None or not inner.is_ensemble:
-                    continue
-                below.add_node(inner.name, config=inner)
-                waiting.append(inner)
-            if not below.has_edge(outer.name, step.model):
-                below.add_edge(outer.name, step.model, step=step.path)
-    return below
-
-
-def containment_order(configs: Mapping[str, ModelConfig]) -> list[str]:
-    """The names of all ensembles, each after those it contains; ties, and those on a cycle, by name."""
-    contains: nx.DiGraph[str] = nx.DiGraph()
-    contains.add_nodes_from(name for name, config in configs.items() if config.is_ensemble)
-    contains.add_edges_from(
-        (step.model, name) for name, config in configs.items() for step in config.steps if step.model in contains
-    )
-    groups = nx.condensation(contains)
-    members = {group: sorted(groups.nodes[group]["members"]) for group in groups}
-    order = nx.lexicographical_topological_sort(groups, key=lambda group: members[group])
-    return [name for group in order for name in members[group]]
-
-
-@dataclass(frozen=True, slots=True)
-class Declaration:
-    """The declaration of a tensor at one end: the input or output `spec` of the model or ensemble `owner`."""
-
-    owner: ModelConfig
-    spec: TensorSpec
-
-    @property
-    def batches(self) -> bool:
-        return self.owner.max_batch_size > 0
-
-    @property
-    def full(self) -> tuple[int, ...]:
-        """The full shape, with a leading -1 for the batch dimension if there is one."""
-        return (-1, *self.spec.dims) if self.batches else self.spec.dims
-
-    def __str__(self) -> str:
-        return f"'{self.spec.name}' of '{self.owner.name}'"
-
-
-def shapes_meet(a: Declaration, b: Declaration) -> bool:
-    """Whether the full shapes of two ends can match (-1 matches anything), or the dims match and only one end has a
-    batch dimension: a leading 1 is then added or removed.
-    """
-    return dims_meet(a.full, b.full) or (a.batches != b.batches and dims_meet(a.spec.dims, b.spec.dims))
-
-
-def dims_meet(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    return len(a) == len(b) and all(x == y or -1 in (x, y) for x, y in zip(a, b, strict=True))
-
-
-def contradictions(
-    w: Wiring, agree: Callable[[Declaration, Declaration], bool]
-) -> Iterator[tuple[str, Declaration, Declaration, Place]]:
-    """For each end of each tensor, the first earlier end that disagrees with it: readers are compared with the writer,
-    and with each other.
-    """
-    for tensor in w.tensors():
-        ends = [(_side(w, end, is_writer=True), w.place_of_writer(end)) for end in w.writers.get(tensor, ())[:1]]
-        ends += [(_side(w, end, is_writer=False), w.place_of_reader(end)) for end in w.readers.get(tensor, ())]
-        sides = [(side, place) for side, place in ends if side is not None]
-        for later, (second, place) in enumerate(sides):
-            first = next((side for side, _ in sides[:later] if not agree(side, second)), None)
-            if first is not None:
-                yield tensor, first, second, place
-
-
-def _side(w: Wiring, end: End, *, is_writer: bool) -> Declaration | None:
-    """The declaration of an end; of the ensemble's own inputs and outputs, as its steps see them."""
-    if end.step == GRAPH:
-        model, specs = w.config, tuple(map(inside, w.config.inputs if is_writer else w.config.outputs))
-    else:
-        step = w.steps[end.step]
-        if step.model is None:
-            return None
-        model, specs = step.model, step.model.outputs if is_writer else step.model.inputs
-    spec = next((spec for spec in specs if spec.name == end.port), None)
-    return None if spec is None else Declaration(model, spec)
-
-
-def inconsistent_shape(ensemble: str, tensor: str, first: Declaration, second: Declaration) -> str:
-    """Triton's message for two ends with different shapes."""
-    return (
-        f"in ensemble {ensemble}, ensemble tensor {tensor}: inconsistent shape: {shape_text(first.full)} is inferred"
-        f" from model {first.owner.name} while {shape_text(second.full)} is inferred from model {second.owner.name}"
-    )
-
-
-def circles(joined: nx.DiGraph[Any]) -> list[list[Any]]:
-    """The groups of nodes of a directed graph that are on a common cycle, each sorted."""
-    groups = sorted(map(sorted, nx.strongly_connected_components(joined)))
-    return [group for group in groups if len(group) > 1 or joined.has_edge(group[0], group[0])]
-
-
-def known_steps(w: Wiring) -> Iterator[tuple[WiredStep, ModelConfig]]:
-    for step in w.steps:
-        if step.model is not None:
-            yield step, step.model
-
-
-def first_step_per_model(w: Wiring) -> Iterable[tuple[str, WiredStep]]:
-    """Each model's name with the first step that names it."""
-    return {step.written.model: step for step in reversed(w.steps)}.items()
-
-
-def steps_that_reach_an_output(w: Wiring) -> set[int]:
-    joined = w.step_graph()
-    last = {end.step for spec in w.config.outputs for end in w.writers.get(spec.name, ()) if end.step != GRAPH}
-    return last.union(*(nx.ancestors(joined, step) for step in last))
-
-
-def feeds_required_input(w: Wiring, ensemble: ModelConfig, tensor: str) -> bool:
-    """Whether an optional input of a nested ensemble feeds a required input of a model."""
-    inner = wire(ensemble, w.available, {})
-    seen = {(ensemble.name, tensor)}
-    waiting = [(inner, tensor)]
-    while waiting:
-        at, name = waiting.pop()
-        for end in at.readers.get(name, ()):
-            model = at.steps[end.step].model if end.step != GRAPH else None
-            spec = next((spec for spec in model.inputs if spec.name == end.port), None) if model else None
-            if model is None or spec is None:
-                continue
-            if not spec.optional:
-                return True
-            if model.is_ensemble and (model.name, end.port) not in seen:
-                seen.add((model.name, end.port))
-                waiting.append((wire(model, w.available, {}), end.port))
-    return False
-
-
-def circles_below(w: Wiring) -> dict[str, str]:
-    """Ensembles below this one that are invalid because of a cycle without this one, with the cycle's text."""
-    below = ensembles_below(w.config, w.available)
-    found: dict[str, str] = {}
-    for members in circles(below):
-        if w.name in members:
-            continue
-        path = [a for a, _ in nx.find_cycle(below.subgraph(members), members[0])]
-        text = f"circular dependency between ensembles: {' -> '.join([*path, path[0]])}"
-        found.update(dict.fromkeys([*members, *sorted(nx.ancestors(below, members[0]) - {w.name})], text))
-    return found
-
-
-# Rules
+from flowserve.graph.wiring import (
+    Declaration,
+    End,
+    WiredStep,
+    Wiring,
+    circles,
+    circles_below,
+    dims_meet,
+    ensembles_below,
+    feeds_required_input,
+    first_step_per_model,
+    known_steps,
+    shapes_meet,
+    steps_that_reach_an_output,
+    wire,
+)
+from flowserve.values import shape_text
 
 EnsembleRule = Callable[[Wiring], Iterator[Problem]]
 
@@ -431,6 +181,8 @@ def _every_required_input_is_mapped(w: Wiring) -> Iterator[Problem]:
 
 def _every_tensor_has_one_writer(w: Wiring) -> Iterator[Problem]:
     for tensor, (first, *others) in w.writers.items():
+        if w.has_spaces and GRAPH not in (first.step, *(end.step for end in others)):
+            continue  # rule G31
         for writer in others:
             by = (
                 "is an input of the ensemble"
@@ -511,6 +263,53 @@ def _every_step_leads_to_an_output(w: Wiring) -> Iterator[Problem]:
 # Declarations at the two ends of a tensor
 
 
+def contradictions(
+    w: Wiring, agree: Callable[[Declaration, Declaration], bool]
+) -> Iterator[tuple[str, Declaration, Declaration, Place]]:
+    """For each end of each tensor, the first earlier end that disagrees with it: the other writers and the readers are
+    compared with the first writer, and with each other. All are declared as where the tensor is written.
+    """
+    made = arrange(w)
+    for tensor in w.tensors() if made.is_sound else ():
+        writers = w.writers.get(tensor, ())[: None if w.has_spaces else 1]
+        ends = [(_side(w, made, tensor, end, is_writer=True), w.place_of_writer(end)) for end in writers]
+        ends += [
+            (_side(w, made, tensor, end, is_writer=False), w.place_of_reader(end)) for end in w.readers.get(tensor, ())
+        ]
+        sides = [(side, place) for side, place in ends if side is not None]
+        for later, (second, place) in enumerate(sides):
+            first = next((side for side, _ in sides[:later] if not agree(side, second)), None)
+            if first is not None:
+                yield tensor, first, second, place
+
+
+def _side(w: Wiring, made: Arrangement, tensor: str, end: End, *, is_writer: bool) -> Declaration | None:
+    """The declaration of an end; of the ensemble's own inputs and outputs, as its steps see them."""
+    if end.step == GRAPH:
+        model, specs = w.config, tuple(map(inside, w.config.inputs if is_writer else w.config.outputs))
+    else:
+        step = w.steps[end.step]
+        if step.model is None:
+            return None
+        model, specs = step.model, step.model.outputs if is_writer else step.model.inputs
+    spec = next((spec for spec in specs if spec.name == end.port), None)
+    if spec is None or end.field:
+        return None
+    home, space = made.homes.get(tensor, 0), made.of_step.get(end.step, 0)
+    has_rows = True if max(home, space) and (made.has_rows(w, home) or made.has_rows(w, space)) else None
+    if is_writer or not (home or space):
+        return Declaration(model, spec, has_rows)
+    common = made.common(home, space)
+    dims = spec.dims
+    for one in made.path(home)[len(made.path(common)) :]:
+        if made.spaces[one].each is not None:  # gathered outside: a dimension of items more
+            dims = dims[1:]
+    for one in made.path(space)[len(made.path(common)) :]:
+        if (each := made.spaces[one].each) is not None and tensor in each.tensors:
+            dims = (-1, *dims)
+    return Declaration(model, replace(spec, dims=dims), has_rows)
+
+
 def _data_types_agree(w: Wiring) -> Iterator[Problem]:
     for tensor, first, second, place in contradictions(w, lambda a, b: a.spec.dtype is b.spec.dtype):
         yield Problem(
@@ -529,7 +328,10 @@ def _shapes_agree(w: Wiring) -> Iterator[Problem]:
 
 
 def _batch_sizes_fit(w: Wiring) -> Iterator[Problem]:
+    made = arrange(w)
     for step, model in known_steps(w):
+        if made.of_step.get(step.index, 0):
+            continue  # its rows are divided into parts
         if 0 < model.max_batch_size < w.config.max_batch_size:
             yield Problem(
                 f"ensemble {w.name} allows maximum batch size {w.config.max_batch_size}, but it contains model"
@@ -538,6 +340,25 @@ def _batch_sizes_fit(w: Wiring) -> Iterator[Problem]:
                 w.place("max_batch_size"),
                 hint=f"lower it to {model.max_batch_size}, or raise it in '{model.name}' (step {step.index})",
             )
+
+
+def _of_spaces(number: str) -> EnsembleRule:
+    """The violations of one of the rules that `spaces` checks."""
+
+    def rule(w: Wiring) -> Iterator[Problem]:
+        return (problem for problem in arrange(w).problems if problem.rule == number)
+
+    return rule
+
+
+def _sequences_have_all_their_requests(w: Wiring) -> Iterator[Problem]:
+    made = arrange(w)
+    for step, model in known_steps(w):
+        space = made.of_step.get(step.index, 0)
+        if space and model.sequence is not None:
+            text = f"{_step_text(w, step.index)} is a sequence model and runs only for `{made.spaces[space]}`"
+            hint = "a sequence would miss requests, its first or last among them; let the model decide"
+            yield Problem(f"in ensemble {w.name}, {text}", w.place(step.written.path), hint=hint)
 
 
 def _first_problem_inside(w: Wiring, step: WiredStep) -> str:
@@ -561,6 +382,14 @@ def _first_problem_inside(w: Wiring, step: WiredStep) -> str:
 
 
 # Texts
+
+
+def inconsistent_shape(ensemble: str, tensor: str, first: Declaration, second: Declaration) -> str:
+    """Triton's message for two ends with different shapes."""
+    return (
+        f"in ensemble {ensemble}, ensemble tensor {tensor}: inconsistent shape: {shape_text(first.full)} is inferred"
+        f" from model {first.owner.name} while {shape_text(second.full)} is inferred from model {second.owner.name}"
+    )
 
 
 def _step_text(w: Wiring, index: int) -> str:
@@ -622,4 +451,9 @@ RULES: Final[Mapping[str, EnsembleRule]] = {
     "G14": _data_types_agree,
     "G15": _shapes_agree,
     "G17": _batch_sizes_fit,
+    "G30": _of_spaces("G30"),
+    "G31": _of_spaces("G31"),
+    "G34": _sequences_have_all_their_requests,
+    "G35": _of_spaces("G35"),
+    "G36": _of_spaces("G36"),
 }

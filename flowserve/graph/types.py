@@ -14,9 +14,10 @@ at both ends show whether a dimension is missing. Does not convert tensors (`mem
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Final
 
-from flowserve.config.types import ModelConfig
+from flowserve.config.types import EachItem, ModelConfig, RowTest
 from flowserve.errors import Place
 from flowserve.values import TensorSpec
 
@@ -77,6 +78,7 @@ def outer_shape(shape: Dims, spec: TensorSpec) -> Dims:
 
 
 GRAPH: Final = -1  # as a producer or consumer: the graph's own inputs or outputs
+DERIVED: Final = -2  # as the first number of a `Ref`: a derived tensor
 DEPTH_LIMIT: Final = 100  # of nested ensembles, in files and in Python
 
 
@@ -111,6 +113,68 @@ class Node:
     place: Place | None = None
     decoupled: bool = False
     max_inflight: int = 0
+    space: int = 0
+
+
+Ref = tuple[
+    int, int
+]  # a tensor: (producer, output) as of an edge, or (DERIVED, index into the graph's derived tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The rows for which some nodes run, made from those of its `parent`: the rows that pass `test`, or a row for each
+    item of `each`; exactly one of the two is given. Space 0 is the request's own rows and has no record.
+
+    `opens` are the tensors that decide which rows these are: the tested one, or those that are taken apart, and then
+    the count of their items if `each` names one. `others`: the other tests of an `otherwise`. `has_rows`: whether its
+    tensors have a batch dimension. `name` is unique in the graph; it is in `depth` nested ensembles.
+    """
+
+    index: int
+    parent: int
+    name: str
+    opens: tuple[Ref, ...]
+    test: RowTest | None = None
+    others: tuple[RowTest, ...] = ()
+    each: EachItem | None = None
+    has_rows: bool = True
+    place: Place | None = None
+    depth: int = 0
+
+    @property
+    def title(self) -> str:
+        return f"when {self.test}" if self.test is not None else f"each {self.each}"
+
+
+class Derivation(Enum):
+    """How a derived tensor is made: TAKE, the rows of a tensor of the parent space that a space has; ITEMS, the items
+    of a tensor that the space takes apart; MERGE, one tensor of those written in several conditions; GATHER, the items
+    of each row as one row; PRESENT, whether rows or items were written.
+    """
+
+    TAKE = "take"
+    ITEMS = "items"
+    MERGE = "merge"
+    GATHER = "gather"
+    PRESENT = "present"
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A tensor at the border of a space, made from others without a model.
+
+    It is a tensor of `space`, declared by `spec`. `reads` are the tensors it is made from. `spaces[i]` is the space
+    below that `reads[i]` belongs to or enters; of a MERGE also `space` itself, for rows that no condition took. `fill`:
+    the value of what was not written, None if that cannot occur or the whole tensor is then left out.
+    """
+
+    how: Derivation
+    space: int
+    spec: TensorSpec
+    reads: tuple[Ref, ...]
+    spaces: tuple[int, ...]
+    fill: float | bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +183,8 @@ class Edge:
 
     `producer` is a node's index, or GRAPH with `output` an index into the graph's inputs. `consumer` is a node's
     index, or GRAPH with `input` an index into the graph's outputs. `tensor` is the ensemble tensor's name.
-    `conversion`: how its shape changes along the edge, None if it does not.
+    `conversion`: how its shape changes along the edge, None if it does not. `derived`: the consumer reads this derived
+    tensor, which is made from the producer's and perhaps others (then each has an edge); -1: the tensor itself.
     """
 
     tensor: str
@@ -128,6 +193,7 @@ class Edge:
     consumer: int
     input: int
     conversion: Conversion | None = None
+    derived: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +202,8 @@ class Graph:
     and there is no cycle.
 
     `max_batch_size` is the maximum number of rows of a request; 0 without a batch dimension. `shares_limits`: the
-    nodes' `max_inflight` applies to all requests together, not to each separately.
+    nodes' `max_inflight` applies to all requests together, not to each separately. `spaces`: those below the request's
+    own rows, each after its parent, numbered from 1.
     """
 
     name: str
@@ -148,14 +215,34 @@ class Graph:
     edges: tuple[Edge, ...]
     is_ensemble: bool = False
     shares_limits: bool = False
+    spaces: tuple[Space, ...] = ()
+    derived: tuple[Derived, ...] = ()
 
     @property
     def is_decoupled(self) -> bool:
         """Whether a request may get any number of responses."""
         return any(node.decoupled for node in self.nodes)
 
+    def around(self, space: int) -> list[Space]:
+        """A space and those around it, outermost first."""
+        found: list[Space] = []
+        while space:
+            found.append(self.spaces[space - 1])
+            space = found[-1].parent
+        return found[::-1]
+
+    def has_rows(self, space: int) -> bool:
+        """Whether the tensors of a space have a batch dimension."""
+        return self.spaces[space - 1].has_rows if space else self.max_batch_size > 0
+
+    def is_presence(self, edge: Edge) -> bool:
+        """Whether an edge only says whether its producer wrote the tensor."""
+        return edge.derived >= 0 and self.derived[edge.derived].how is Derivation.PRESENT
+
     def written(self, edge: Edge) -> TensorSpec:
-        """The producer's declaration of an edge's tensor."""
+        """The declaration of an edge's tensor as the consumer receives it."""
+        if edge.derived >= 0:
+            return self.derived[edge.derived].spec
         return (self.inputs if edge.producer == GRAPH else self.nodes[edge.producer].outputs)[edge.output]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from operator import attrgetter
 from typing import Final
 
@@ -32,7 +33,7 @@ from flowserve.observe.statistics import (
     Statistics,
     SummarisedStatistics,
 )
-from flowserve.observe.traffic import EdgeTraffic, NodeTraffic
+from flowserve.observe.traffic import ITEM_EDGES, EdgeTraffic, NodeTraffic, SpaceTraffic
 
 _NS_PER_US: Final = 1000
 _NS_PER_MS: Final = 1_000_000
@@ -189,6 +190,32 @@ def _nodes() -> Iterator[FamilyTemplate]:
         ],
     )
     yield FamilyTemplate(
+        "flowserve_node_skipped_total",
+        COUNTER,
+        "Requests of which no row was among those that the node runs for",
+        lambda s: [("", _of_node(s, node)) for node in s.nodes] if s.spaces else [],
+        lambda s, _: [node.skipped for node in s.nodes] if s.spaces else [],
+    )
+    yield FamilyTemplate(
+        "flowserve_space_rows_total",
+        COUNTER,
+        "Rows offered to a condition by whether they were taken",
+        _space_lines,
+        lambda s, _: [
+            number
+            for space in s.spaces
+            if not space.is_of_items
+            for number in (space.taken, space.offered - space.taken)
+        ],
+    )
+    yield FamilyTemplate(
+        "flowserve_space_items",
+        HISTOGRAM,
+        "Requests by the number of items that they were taken apart into",
+        _item_lines,
+        _item_counts,
+    )
+    yield FamilyTemplate(
         "flowserve_node_inflight_most",
         GAUGE,
         "Maximum number of concurrent steps of the node, where max_inflight_requests limits them",
@@ -242,6 +269,31 @@ def _one_line(one: Statistics) -> list[MetricLine]:
 
 def _node_lines(one: Statistics) -> list[MetricLine]:
     return [("", _of_node(one, node)) for node in one.nodes]
+
+
+def _of_space(one: Statistics, space: SpaceTraffic) -> Labels:
+    return [*_of_graph(one), ("space", space.name)]
+
+
+def _space_lines(one: Statistics) -> Iterator[MetricLine]:
+    for space in one.spaces:
+        for taken in ("true", "false") if not space.is_of_items else ():
+            yield "", [*_of_space(one, space), ("taken", taken)]
+
+
+def _item_lines(one: Statistics) -> Iterator[MetricLine]:
+    for space in one.spaces:
+        if space.is_of_items:
+            labels = _of_space(one, space)
+            yield from (("_bucket", [*labels, ("le", str(edge))]) for edge in (*ITEM_EDGES, "+Inf"))
+            yield from (("_count", labels), ("_sum", labels))
+
+
+def _item_counts(one: Statistics, _: int) -> Iterator[int]:
+    for space in one.spaces:
+        if space.is_of_items:
+            counts = [*accumulate(space.items)]
+            yield from (*counts, counts[-1], space.taken)
 
 
 def _placed_lines(one: Statistics) -> Iterator[MetricLine]:

@@ -55,6 +55,11 @@ def _entries(trace: Trace, prefix: str, origin_ns: int) -> Iterator[str]:
             known.add(step.execution.number)
             for call in step.execution.calls:
                 yield from _entries(call, f"{name}/", origin_ns)
+    for node in trace.skipped:
+        why = trace.graph.spaces[node.space - 1].title
+        what = "no item" if why.startswith("each") else "no row had"
+        description = f"{what} {why.removeprefix('when ').removeprefix('each ')}"
+        yield f'{quote(prefix + node.name, safe=_TOKEN)}.skipped;desc="{_quoted(description)}"'
     if trace.omitted:
         yield f'{quote(prefix, safe=_TOKEN)}more;desc="{trace.omitted} steps left out"'
 

@@ -32,7 +32,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from flowserve.observe.traffic import NodeTraffic
+from flowserve.observe.traffic import NodeTraffic, SpaceTraffic
 from flowserve.values import Array
 
 # Triton's reasons of failures. REJECTED: a queue was full, a timeout passed, or the server was stopping. CANCELED: the
@@ -177,6 +177,7 @@ class Statistics:
     responses: ResponseStatistics = field(default_factory=ResponseStatistics)
     first_response: tuple[Histogram, list[int]] | None = None
     nodes: tuple[NodeTraffic, ...] = ()
+    spaces: tuple[SpaceTraffic, ...] = ()
     last_error: str = ""
     last_error_ms: int = 0
     left: set[object] = field(default_factory=set)
@@ -397,7 +398,11 @@ class Statistics:
                 for rows, size in sorted(self.batches.items())
             ],
             "memory_usage": [],
-            "flowserve": {"failures": dict(self.failures), "nodes": [node.as_json() for node in self.nodes]},
+            "flowserve": {
+                "failures": dict(self.failures),
+                "nodes": [node.as_json() for node in self.nodes],
+                **({"spaces": [space.as_json() for space in self.spaces]} if self.spaces else {}),
+            },
         }
 
 

@@ -195,7 +195,8 @@ class TracedStep:
 class Trace:
     """One request. `waits` are those before its first step; `marks` are times of its front end, by Triton's names;
     `parent` is its `traceparent`, "" for none. `is_cached`: its response came from the cache. `omitted`: the number of
-    steps that ran but are not recorded. `trace_id` is the id of its spans, if models may add theirs; else 0.
+    steps that ran but are not recorded. `skipped`: the nodes whose space had no row. `trace_id` is the id of its spans,
+    if models may add theirs; else 0.
     """
 
     number: int
@@ -209,6 +210,7 @@ class Trace:
     error: str = ""
     is_cached: bool = False
     omitted: int = 0
+    skipped: list[Node] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     steps: list[TracedStep] = field(default_factory=list)
     marks: list[tuple[str, int]] = field(default_factory=list)

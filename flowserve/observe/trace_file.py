@@ -300,6 +300,8 @@ def _extension(trace: Trace) -> _Json:
     extension: _Json = {"waits": _waits(trace.waits)} if trace.waits else {}
     if trace.error:
         extension["error"] = trace.error
+    if trace.skipped:
+        extension["skipped"] = [node.name for node in trace.skipped]
     if trace.omitted:
         extension["omitted"] = trace.omitted
     return {**extension, "cached": True} if trace.is_cached else extension

@@ -19,13 +19,15 @@ where they are, so edges to the graph's outputs have no counters. Callers: `runt
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Final
 
-from flowserve.graph.types import GRAPH, Edge, Graph, Node
+from flowserve.graph.types import GRAPH, Edge, Graph, Node, Space
 from flowserve.values import TensorSpec
 
+ITEM_EDGES: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 REQUEST = ""  # as a producer: the request itself
 _REFERENCE_BYTES = 8  # a BYTES element in host memory is a reference; gather never copies the bytes themselves
 
@@ -59,11 +61,38 @@ class EdgeTraffic:
             self.regathered += copied
 
 
+class SpaceTraffic:
+    """The rows of one space of a graph: `taken` of the `offered` rows of the space around it. A space of items counts
+    the items of `requests` in `items`, those up to each of `ITEM_EDGES`, and last those above.
+    """
+
+    __slots__ = ("is_of_items", "items", "name", "offered", "requests", "taken")
+
+    def __init__(self, space: Space) -> None:
+        self.name = space.name
+        self.is_of_items = space.each is not None
+        self.taken = 0
+        self.offered = 0
+        self.requests = 0
+        self.items = [0] * (len(ITEM_EDGES) + 1)
+
+    def began(self, rows: int, parent_rows: int) -> None:
+        """Count the space of one request."""
+        self.requests += 1
+        self.taken += rows
+        self.offered += parent_rows
+        if self.is_of_items:
+            self.items[bisect_left(ITEM_EDGES, rows)] += 1
+
+    def as_json(self) -> dict[str, Any]:
+        return {"name": self.name, "requests": self.requests, "rows": self.taken, "parent_rows": self.offered}
+
+
 class NodeTraffic:
     """One node of one graph. `rows` are the rows of its batches, including those of other nodes; `whole_rows` those of
     batches that belonged to it alone and needed no copy. `tensors[j]` is the tensor name of the model's j-th output, ""
-    without a reader. `most_inflight`: the maximum number of concurrent steps, per request or over all that share a
-    limit, if there is a limit.
+    without a reader. `skipped`: requests of which no row was in the node's space. `most_inflight`: the maximum number
+    of concurrent steps, per request or over all that share a limit, if there is a limit.
     """
 
     __slots__ = (
@@ -75,6 +104,7 @@ class NodeTraffic:
         "name",
         "placed",
         "rows",
+        "skipped",
         "tensors",
         "whole_rows",
     )
@@ -85,8 +115,15 @@ class NodeTraffic:
         self.rows = 0
         self.whole_rows = 0
         self.most_inflight = 0
-        self.edges = tuple(EdgeTraffic(graph, edge) for edge in graph.edges if edge.consumer == node.index)
-        made = {edge.output: edge.tensor for edge in graph.edges if edge.producer == node.index}
+        self.skipped = 0
+        # A tensor that is derived from several has an edge from each, and is one input.
+        read = {edge.input: edge for edge in reversed(graph.edges) if edge.consumer == node.index}
+        self.edges = tuple(EdgeTraffic(graph, edge) for edge in graph.edges if edge in read.values())
+        made = {
+            edge.output: edge.tensor
+            for edge in graph.edges
+            if edge.producer == node.index and not graph.is_presence(edge)
+        }
         self.tensors = tuple(made.get(j, "") for j in range(len(node.outputs)))
         self.placed = [0] * len(node.outputs)
         self.is_fed = any(edge.producer != REQUEST for edge in self.edges)  # by another node
@@ -139,6 +176,7 @@ class NodeTraffic:
             "name": self.name,
             "batch_count": self.batches,
             "batch_rows": self.rows,
+            **({"skipped_count": self.skipped} if self.skipped else {}),
             "inputs": [
                 {
                     "producer": edge.producer,
@@ -176,6 +214,8 @@ def _bytes_of(graph: Graph, edge: Edge) -> int:
     own = _row_bytes(spec)
     if own or edge.conversion is not None:
         return own
+    if edge.derived >= 0 or reader.space:
+        return _row_bytes(graph.written(edge))
     maker = graph if edge.producer == GRAPH else graph.nodes[edge.producer]
     return _row_bytes(graph.written(edge)) if (maker.max_batch_size > 0) == (reader.max_batch_size > 0) else 0
 

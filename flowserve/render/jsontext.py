@@ -42,6 +42,11 @@ def graph_document(graph: Graph, configs: labels.Configs) -> dict[str, Any]:
                 "max_inflight_requests": configs.get(scope.ensemble, labels.UNKNOWN).max_inflight_requests,
             }
             for scope in scopes_of(graph).walk()
+            if scope.space is None
+        ],
+        "spaces": [
+            {"index": space.index, "parent": space.parent, "name": space.name, "title": space.title}
+            for space in graph.spaces
         ],
         "nodes": [_node(node, configs.get(node.model.name, labels.UNKNOWN)) for node in graph.nodes],
         "edges": [
@@ -90,6 +95,7 @@ def _node(node: Node, config: ModelConfig) -> dict[str, Any]:
         },
         "inputs": _tensors(node.inputs),
         "outputs": _tensors(node.outputs),
+        "space": node.space,
         "place": str(node.place) if node.place else "",
     }
 

@@ -12,6 +12,7 @@ from typing import Final, Literal
 from flowserve.config.types import DynamicBatching, InstanceGroup, ModelConfig, SourceMap
 from flowserve.graph.transfers import Transfer, memory_places, transfers
 from flowserve.graph.types import Graph, Node
+from flowserve.render.scopes import Scope
 from flowserve.values import TensorSpec, shape_text
 
 Configs = Mapping[str, ModelConfig]  # of the deployments in a picture, by name
@@ -59,6 +60,11 @@ def title(graph: Graph, configs: Configs) -> str:
     what = "ensemble" if graph.is_ensemble else "model"
     parts = [f"{what} {graph.name}", f"version {graph.version}", batching(graph.max_batch_size)]
     return ", ".join([*parts, *_inflight(configs.get(graph.name, UNKNOWN))])
+
+
+def scope_title(scope: Scope, configs: Configs) -> str:
+    """The title of a frame: of a nested ensemble, or the rows or items of a space."""
+    return scope.space.title if scope.space is not None else ensemble_title(scope.name, scope.ensemble, configs)
 
 
 def ensemble_title(name: str, ensemble: str, configs: Configs) -> str:

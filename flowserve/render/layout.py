@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Final, Literal
 
 from flowserve.graph.types import Graph
-from flowserve.render.labels import Configs, ensemble_title, kind, node_lines
+from flowserve.render.labels import Configs, ensemble_title, kind, node_lines, scope_title
 from flowserve.render.scopes import BoxId, Joint, Scope, scopes_of
 
 CHAR: Final = 6.7  # width of a character of the label font, in px: generous, because the viewer's font is unknown
@@ -55,6 +55,7 @@ class Box:
     top: float = 0.0
     layer_left: float = 0.0
     inside: Drawing | None = None
+    is_space: bool = False  # a frame of a space, not of an ensemble
     wires_in: list[Wire] = field(default_factory=list)
     wires_out: list[Wire] = field(default_factory=list)
 
@@ -223,8 +224,9 @@ class _Layout:
 
     def _open(self, scope: Scope) -> Box:
         inside = self.scope(scope)
-        title = ensemble_title(scope.name, scope.ensemble, self.configs)
-        box = Box("frame", (title,), scope=scope.path, inside=inside)
+        title = scope_title(scope, self.configs)
+        box = Box("frame", (title,), scope=scope.path if scope.space is None else "", inside=inside)
+        box.is_space = scope.space is not None
         box.width = max(inside.width, text_width((title,)) + 2 * PAD)
         box.height = FRAME_HEAD + inside.height + PAD
         inside.shift(0.0, FRAME_HEAD)

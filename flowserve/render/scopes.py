@@ -1,4 +1,5 @@
-"""Reconstructs the nested ensembles of a flat graph: the boxes in each, and the connections between them.
+"""Reconstructs the nested ensembles and the spaces of a flat graph: the boxes in each, and the connections between
+them.
 
 Decides what crosses the border of a nested ensemble: a tensor enters it once, regardless of the number of nodes that
 read it, and leaves it once. Used by formats that draw nested ensembles as frames, never for serving.
@@ -6,12 +7,12 @@ read it, and leaves it once. Used by formats that draw nested ensembles as frame
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
 
-from flowserve.graph.types import GRAPH, Edge, Graph, Node
+from flowserve.graph.types import GRAPH, Edge, Graph, Node, Space
 
 # A box of a scope: the scope's own input or output by number, a node by index, an inner scope by its number in `inner`.
 BoxId = tuple[Literal["in", "node", "scope", "out"], int]
@@ -34,15 +35,17 @@ class Joint:
 
 @dataclass(slots=True, eq=False)
 class Scope:
-    """One ensemble: the whole graph, or a nested one of it.
+    """One ensemble: the whole graph, or a nested one of it; or a space, whose nodes run for some rows or items.
 
     `name` is its name in the surrounding scope, "" for the whole graph; `path` joins the names down to it, as node
-    names do. `entering` and `leaving` are the tensors that cross its border, in the order of their ports.
+    names do. `space`: None for an ensemble. `entering` and `leaving` are the tensors that cross its border, in the
+    order of their ports.
     """
 
     name: str = ""
     path: str = ""
     ensemble: str = ""
+    space: Space | None = None
     nodes: list[Node] = field(default_factory=list)
     inner: list[Scope] = field(default_factory=list)
     entering: list[TensorId] = field(default_factory=list)
@@ -62,9 +65,16 @@ class Scope:
 
 def scopes_of(graph: Graph) -> Scope:
     """The outermost scope, which contains all others."""
+    return _scopes(graph, _drawn(graph))
+
+
+def _scopes(graph: Graph, spaces: Container[int]) -> Scope:
     outermost = Scope(ensemble=graph.name)
     outermost.entering = [(GRAPH, index) for index in range(len(graph.inputs))]
-    chains = [_chain(outermost, node) for node in graph.nodes]
+    chains = [
+        _chain(outermost, node, [space for space in graph.around(node.space) if space.index in spaces])
+        for node in graph.nodes
+    ]
     for number, edge in enumerate(graph.edges):
         above = [outermost] if edge.producer == GRAPH else chains[edge.producer]
         below = [outermost] if edge.consumer == GRAPH else chains[edge.consumer]
@@ -72,16 +82,36 @@ def scopes_of(graph: Graph) -> Scope:
     return outermost
 
 
-def _chain(outermost: Scope, node: Node) -> list[Scope]:
+def _drawn(graph: Graph) -> set[int]:
+    """The spaces that can be one frame: no tensor goes from one of their nodes through another node back into them."""
+    drawn = {space.index for space in graph.spaces}
+    for space in graph.spaces:
+        inside = {n.index for n in graph.nodes if space in graph.around(n.space)}
+        behind: set[int] = set()  # nodes outside that read what was made inside
+        for node in graph.nodes:
+            makers = {edge.producer for edge in graph.edges if edge.consumer == node.index}
+            if node.index in inside:
+                if makers & behind:
+                    drawn.discard(space.index)
+            elif makers & (inside | behind):
+                behind.add(node.index)
+    return {index for index in drawn if all(one.index in drawn for one in graph.around(index))}
+
+
+def _chain(outermost: Scope, node: Node, spaces: Sequence[Space]) -> list[Scope]:
     """The scopes around a node, outermost first; missing ones are created."""
     chain = [outermost]
-    for name, ensemble in zip(node.name.split("/"), node.path, strict=False):  # the last name is the node's own
-        around = chain[-1]
-        inner = next((scope for scope in around.inner if scope.name == name), None)
-        if inner is None:
-            inner = Scope(name, f"{around.path}/{name}".lstrip("/"), ensemble)
-            around.inner.append(inner)
-        chain.append(inner)
+    names = [*zip(node.name.split("/"), node.path, strict=False)]  # the last name is the node's own
+    for depth in range(len(names) + 1):
+        steps: list[tuple[str, str, Space | None]] = [(s.title, "", s) for s in spaces if s.depth == depth]
+        steps += [(*names[depth], None)] if depth < len(names) else []
+        for name, ensemble, space in steps:
+            around = chain[-1]
+            inner = next((one for one in around.inner if one.name == name and one.space == space), None)
+            if inner is None:
+                inner = Scope(name, f"{around.path}/{name}".lstrip("/"), ensemble, space)
+                around.inner.append(inner)
+            chain.append(inner)
     chain[-1].nodes.append(node)
     return chain
 

@@ -86,6 +86,7 @@ def _label_svg(wire: Wire) -> str:
 
 def _box_svg(box: Box) -> str:
     kind_class, radius = CLASSES[box.kind]
+    kind_class += " w" * box.is_space
     means = f' data-node="{box.node}"' if box.kind == "node" else ""
     means += f" data-scope={quoteattr(_text(box.scope))}" if box.scope else ""
     shape = (

@@ -29,6 +29,7 @@ def render_text(graph: Graph, configs: labels.Configs) -> str:
     ]
     for node in graph.nodes:
         model = ", ".join(labels.model_lines(node, configs.get(node.model.name, labels.UNKNOWN)))
+        model += "".join(f", {space.title}" for space in graph.around(node.space))
         blocks.append((f"{node.index + 1}. {node.name}: model {model}", list(_node_rows(graph, node, costs))))
     blocks.append(("outputs", list(_input_rows(graph, GRAPH, graph.outputs, costs))))
     names, kinds = (max((len(row[column]) for _, rows in blocks for row in rows), default=0) for column in (0, 1))
@@ -47,25 +48,27 @@ def _node_rows(graph: Graph, node: Node, costs: Costs) -> Iterator[Row]:
 
 def _input_rows(graph: Graph, consumer: int, specs: Sequence[TensorSpec], costs: Costs) -> Iterator[Row]:
     """The source of each tensor that a node reads, or of each output of the graph."""
-    fed = {edge.input: edge for edge in graph.edges if edge.consumer == consumer}
     for index, spec in enumerate(specs):
-        edge = fed.get(index)
-        source = "not given" if edge is None else f"<- {_source(graph, edge)}{costs.get(edge, '')}"
-        yield spec.name, labels.kind(spec), source
+        fed = [edge for edge in graph.edges if (edge.consumer, edge.input) == (consumer, index)]
+        sources = " or ".join(f"{_source(graph, edge)}{costs.get(edge, '')}" for edge in fed)
+        yield spec.name, labels.kind(spec), f"<- {sources}" if fed else "not given"
 
 
 def _source(graph: Graph, edge: Edge) -> str:
     """The source of a tensor; the tensor's own name only if it differs from the port's."""
-    port = graph.written(edge).name
     if edge.producer == GRAPH:
-        return f"input {port}"
-    name = graph.nodes[edge.producer].name
+        return f"input {graph.inputs[edge.output].name}"
+    name, port = graph.nodes[edge.producer].name, graph.nodes[edge.producer].outputs[edge.output].name
+    if graph.is_presence(edge):
+        return f"whether {name} wrote {port}"
     return f"{name}.{port}" + (f" as {edge.tensor}" if edge.tensor != port else "")
 
 
 def _readers(graph: Graph, producer: int, output: int) -> str:
     read = [edge for edge in graph.edges if (edge.producer, edge.output) == (producer, output)]
-    return f"-> {', '.join(_reader(graph, edge) for edge in read)}" if read else ""
+    found = [_reader(graph, edge) for edge in read]
+    found += [f"`{space.title}`" for space in graph.spaces if (producer, output) in space.opens]
+    return f"-> {', '.join(found)}" if found else ""
 
 
 def _reader(graph: Graph, edge: Edge) -> str:
@@ -93,6 +96,7 @@ class _Language:
     end: Callable[..., str]  # an input or output of the graph: id, name, type
     node: Callable[..., str]
     scope: Callable[[int, str], list[str]]  # the beginning of a nested ensemble: number, title
+    space: Callable[[int, str], list[str]]  # as `scope`, of steps that run for some rows or items
     scope_end: str
     edge: Callable[..., str]  # source, target, and the lines of the label, if there is one
 
@@ -121,7 +125,8 @@ def _statements(graph: Graph, configs: labels.Configs, language: _Language) -> I
         for node in scope.nodes:
             yield language.node(f"n{node.index}", *labels.node_lines(graph, node, configs))
         for inner in scope.inner:
-            yield from language.scope(numbers[id(inner)], labels.ensemble_title(inner.name, inner.ensemble, configs))
+            scope_of = language.scope if inner.space is None else language.space
+            yield from scope_of(numbers[id(inner)], labels.scope_title(inner, configs))
             for line in contents(inner):
                 yield f"    {line}"
             yield language.scope_end
@@ -159,6 +164,7 @@ _DOT = _Language(
     end=lambda name, *lines: f'{name} [shape=oval, fillcolor="#f6f8fa", label={_quote(*lines)}];',
     node=lambda name, *lines: f"{name} [label={_quote(*lines)}];",
     scope=lambda number, text: [f"subgraph cluster_{number} {{", f"    label={_quote(text)};"],
+    space=lambda number, text: [f"subgraph cluster_{number} {{", f"    label={_quote(text)}; style=dashed;"],
     scope_end="}",
     edge=lambda a, b, *lines: f"{a} -> {b}" + (f" [label={_quote(*lines)}];" if lines else ";"),
 )
@@ -166,6 +172,7 @@ _MERMAID = _Language(
     end=lambda name, *lines: f'{name}(["{_label(*lines)}"])',
     node=lambda name, *lines: f'{name}["{_label(*lines)}"]',
     scope=lambda number, text: [f'subgraph s{number}["{_label(text)}"]'],
+    space=lambda number, text: [f"style s{number} stroke-dasharray:6 4", f'subgraph s{number}["{_label(text)}"]'],
     scope_end="end",
     edge=lambda a, b, *lines: f'{a} -- "{_label(*lines)}" --> {b}' if lines else f"{a} --> {b}",
 )

@@ -76,7 +76,7 @@ def _ensembles(configs: Mapping[str, ModelConfig], asked: Collection[str]) -> li
     """The requested ensembles, each after those it contains."""
     if not any(configs[name].is_ensemble for name in asked if name in configs):
         return []
-    from flowserve.graph.rules import containment_order
+    from flowserve.graph.wiring import containment_order
 
     return [name for name in containment_order(configs) if name in asked]
 

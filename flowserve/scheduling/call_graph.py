@@ -22,6 +22,7 @@ from flowserve.graph.plan import Plan, PlanNode
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.flow import Facts, Flow, Ticket
 from flowserve.scheduling.sequence.batcher import Sequences
+from flowserve.scheduling.spaces import SpaceFlow
 from flowserve.scheduling.streaming.backpressure import BackpressureWaits
 from flowserve.scheduling.streaming.iterations import StreamFlow
 
@@ -47,7 +48,7 @@ class CalledFlow(Flow):
         super().skip_to(nodes, inner)
 
 
-Called = CalledFlow | StreamFlow
+Called = CalledFlow | StreamFlow | SpaceFlow
 
 
 class _OpenCalls:

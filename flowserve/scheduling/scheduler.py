@@ -48,6 +48,7 @@ from flowserve.scheduling.rate_limit.limiter import Limiter
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX, RateLimit
 from flowserve.scheduling.sequence.batcher import Sequences
 from flowserve.scheduling.sequence.strategies import Iterative
+from flowserve.scheduling.spaces import SpaceFlow
 from flowserve.scheduling.streaming.backpressure import BackpressureWaits
 from flowserve.scheduling.streaming.credits import Streams
 from flowserve.scheduling.streaming.iterations import Iteration, StreamFlow
@@ -541,7 +542,7 @@ class Scheduler:
         return queue.lookups.land(ticket)
 
     def _is_called(self, flow: Flow) -> bool:
-        return isinstance(flow, CalledFlow) or (isinstance(flow, StreamFlow) and self.calls.includes(flow))
+        return isinstance(flow, CalledFlow) or (isinstance(flow, (StreamFlow, SpaceFlow)) and self.calls.includes(flow))
 
     # ------------------------------------------------------------------ results
 
@@ -700,7 +701,7 @@ class Scheduler:
                     self.streams.put(following[following.index(one) + 1 :], now_ns)
                 continue
             if not flow.open:
-                self._finish(flow)
+                self._finish(flow.whole)
 
     def _complete_early(
         self, batch: Batch, made: Sequence[StageResults], error: FlowserveError | None, now_ns: int
@@ -1001,6 +1002,8 @@ class Scheduler:
                     left += self._withdraw_lookups(one, *own)
                 self._mark(one)
             return left
+        if isinstance(flow, SpaceFlow):
+            left += self._withdraw_parts(flow)
         for node in flow.plan.nodes:
             if not flow.missing[node.index]:
                 queue: ModelQueue = flow.queues[node.index]
@@ -1010,6 +1013,21 @@ class Scheduler:
                 self._mark(queue)  # tickets behind it may form a batch now, and ordered outcomes behind it may be next
         flow.open = 0
         self._drop_tensors(flow)
+        return left
+
+    def _withdraw_parts(self, flow: SpaceFlow) -> list[ModelQueue]:
+        """As `_withdraw`, of the parts of a flow's steps."""
+        left: list[ModelQueue] = []
+        parts, flow.live = flow.live, {}
+        for part in parts:
+            part.done = True
+        for part in parts:
+            queue: ModelQueue = flow.queues[part.step.node.index]
+            left += [queue] * queue.batcher.withdraw(part)
+            if queue.lookups is not None:
+                left += self._withdraw_lookups(queue, part)
+            self._mark(queue)
+            self._drop_tensors(part)
         return left
 
     def _withdraw_lookups(self, queue: ModelQueue, *flows: Flow) -> list[ModelQueue]:

@@ -36,9 +36,11 @@ from flowserve.scheduling.batch import Batch, Grant, ModelQueue, Notice, Respons
 from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.rate_limit.limiter import Available, Limiter
 from flowserve.scheduling.scheduler import Scheduler
+from flowserve.scheduling.spaces import SpaceFlow
 from flowserve.scheduling.streaming.iterations import Source as StreamSource
 from flowserve.scheduling.streaming.iterations import StreamFlow
 from flowserve.testing.fakes import Source, folder_of
+from flowserve.testing.simulated_rows import ItemCounts, RowPlan, SimulatedRows, SimulatedTensor, Taken
 from flowserve.values import Array, DType, Request, TensorSpec
 
 
@@ -130,6 +132,7 @@ def _listed(numbers: Sequence[int]) -> str:
 Duration = float | Callable[[int], float]  # milliseconds of a batch, or a function of its rows
 Count = int | Callable[[int], int]  # a number, or a function of the request's number
 MS_NS: Final = 1_000_000
+NOTHING_GIVEN: Final[Mapping[str, Any]] = {}
 TakesNs = Callable[[str, int], int]  # of a model's name and the rows of a batch
 Answers = Callable[[str, int], int]  # of a model's name and the number of a request
 
@@ -142,6 +145,8 @@ def simulate(
     takes_ms: Duration | Mapping[str, Duration] = 1.0,
     answers: Count | Mapping[str, Count] = 1,
     rate_limit: Sequence[Available] | None = None,
+    taken: Taken = NOTHING_GIVEN,
+    items: ItemCounts = NOTHING_GIVEN,
 ) -> Simulation:
     """Send requests to a deployment of `source` (a graph, or a repository's folder) in simulated time.
 
@@ -149,8 +154,10 @@ def simulate(
     that is a number is a request of one row at that millisecond. `takes_ms`: the duration of a batch, for all models or
     by name (default 1); for a decoupled model the duration of each response. `answers`: the number of responses of a
     decoupled model per step, likewise; its instance is busy until the last. `rate_limit` as `flowserve run
-    --rate-limit`: the resources, None for off. All tensors of one input or output have one shape, and callers read each
-    response immediately. The response cache is off. Blocks while configurations are read.
+    --rate-limit`: the resources, None for off. `taken`: the share of rows that pass a condition, by its text (`{"kind =
+    0": 0.3}`), default 1; `items`: the items of each row, by the tensors that are taken apart (`{"crops": 5}`), default
+    1; both may be functions of the request's number. All tensors of one input or output have one shape, and callers
+    read each response immediately. The response cache is off. Blocks while configurations are read.
 
     Raises Problems and NotFound for a graph that cannot be served, Invalid for a number out of range or for an unknown
     model, Unsupported for models of iterative sequences.
@@ -172,6 +179,7 @@ def simulate(
         lambda model, rows: _ns(took(model, rows), f"takes_ms of '{model}'"),
         lambda model, number: _whole(count(model, number), 0, f"answers of '{model}'"),
         rate_limit,
+        RowPlan(graph, taken, items),
     )
     del kept  # the configurations have been read
     return world.live(requests)
@@ -232,21 +240,6 @@ def _graph(reading: Reading, name: str) -> Graph:
     return versions[max(versions)]
 
 
-class SimulatedTensor:
-    """The facts of a tensor without its contents: rows and a shape. Variable dims are 1."""
-
-    __slots__ = ("shape", "start", "stop")
-
-    def __init__(self, spec: TensorSpec, rows: int) -> None:
-        """`rows` -1: without a batch dimension."""
-        self.start, self.stop = 0, rows
-        self.shape = _shape(spec, rows)
-
-    def converted(self, conversion: object) -> SimulatedTensor:
-        """Itself: conversions do not change the simulated rows."""
-        return self
-
-
 class Agenda:
     """Events in simulated time."""
 
@@ -282,7 +275,8 @@ class SimulatedDeployment(Agenda):
     """`SimulatedDeployment(...).live(requests)` runs until no event is left.
 
     `takes_ns`: the duration of a batch, or of each response of a decoupled model. `answers`: the number of responses
-    that a decoupled model sends for a request. `rate_limit`: the resources, None for no rate limiter.
+    that a decoupled model sends for a request. `rate_limit`: the resources, None for no rate limiter. `row_plan`: the
+    rows of spaces.
     """
 
     def __init__(
@@ -292,8 +286,10 @@ class SimulatedDeployment(Agenda):
         takes_ns: TakesNs,
         answers: Answers,
         rate_limit: Sequence[Available] | None,
+        row_plan: RowPlan,
     ) -> None:
         super().__init__()
+        self._row_plan = row_plan
         self.takes_ns = takes_ns
         self.answers = answers
         self._graph = graph
@@ -360,7 +356,10 @@ class SimulatedDeployment(Agenda):
             sequence_start=arrival.sequence_start,
             sequence_end=arrival.sequence_end,
         )
-        flow = deployment.make_stream(
+        make = deployment.make_stream
+        if self._graph.spaces:
+            make = partial(SpaceFlow, rows=SimulatedRows(self._row_plan, number))
+        flow = make(
             deployment.plan,
             deployment.queues,
             [SimulatedTensor(spec, rows) for spec in self._graph.inputs],

@@ -895,3 +895,40 @@ def test_rule_M85_every_mapping_has_two_names(said: Said) -> None:
         f"1:42: input_map entry without 'value' in step 0 of ensemble 'm' {hint}",
         f"1:53: output_map entry without 'key' in step 0 of ensemble 'm' {hint}",
     ]
+
+
+def test_rule_M86_a_test_says_one_thing(said: Said) -> None:
+    steps = [
+        "when { }",
+        'when { tensor: "K" equals: 1 otherwise: true }',
+        'when { tensor: "K" above: 1 equals: 1 }',
+        'when { tensor: "K" not: true otherwise: true }',
+        'when { tensor: "K" above: nan }',
+        'when { tensor: "K" above: 1 below: 2 } when { tensor: "L" }',
+    ]
+    text = " ".join(STEP.replace("step {", f"step {{ {when}") for when in steps)
+    texts = [
+        one.partition(" (a test is")[0].partition(": ")[2] for one in said("M86", f"ensemble_scheduling {{ {text} }}")
+    ]
+    assert texts == [
+        "when: must specify 'tensor' in step 0 of ensemble 'm'",
+        "when: the test of 'K' must be one of a comparison, 'equals' and 'otherwise' in step 1 of ensemble 'm'",
+        "when: the test of 'K' must be one of a comparison, 'equals' and 'otherwise' in step 2 of ensemble 'm'",
+        "when: the test of 'K' cannot be both 'not' and 'otherwise' in step 3 of ensemble 'm'",
+        "when: the test of 'K' compares with NaN, which no number passes in step 4 of ensemble 'm'",
+    ]
+
+
+def test_rule_M87_each_names_tensors(said: Said) -> None:
+    text = f"ensemble_scheduling {{ {STEP.replace('step {', 'step { each { at_most: 3 }')} }}"
+    (problem,) = said("M87", text)
+    assert "each: must specify 'tensor' in step 0 of ensemble 'm'" in problem
+
+
+def test_rule_M88_a_tensor_is_filled_once(said: Said) -> None:
+    fills = 'fill { } fill { tensor: "B" } fill { tensor: "B" value: 1 }'
+    problems = said("M88", f"ensemble_scheduling {{ {STEP} {fills} }}")
+    assert [problem.partition(": ")[2] for problem in problems] == [
+        "fill: must specify 'tensor' in ensemble 'm'",
+        "tensor 'B' of ensemble 'm' is filled twice",
+    ]

@@ -190,7 +190,7 @@ def test_every_family_is_in_the_docs() -> None:
     with using(Devices(FakeMachine().devices)):
         text = metrics_text((Statistics("m", 1), 0))
     families = re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE)
-    assert len(families) == 33
+    assert len(families) == 36
     assert [name for name in families if f"`{name}`" not in docs] == []
 
 

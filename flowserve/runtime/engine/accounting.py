@@ -20,6 +20,7 @@ from flowserve.runtime.clock import wall_clock_ms
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import TOOK_NOTHING, Flow, Ticket
 from flowserve.scheduling.scheduler import Scheduler
+from flowserve.scheduling.spaces import SpaceFlow
 from flowserve.scheduling.streaming.iterations import StreamFlow
 
 # Why a queue gave a ticket up: no room or no time, the instance that had its sequence died, a request before it in its
@@ -141,6 +142,8 @@ def record_finished(flows: Sequence[Flow], now_ns: int) -> None:
     for flow in flows:
         total_ns = now_ns - flow.arrived_ns
         statistics: Statistics = flow.owner.statistics
+        if isinstance(flow, SpaceFlow):
+            _record_spaces(flow)
         if isinstance(flow, StreamFlow) and flow.has_answers and not flow.is_answered:  # its first are its last
             statistics.first_answered(total_ns)
         if flow.error is not None:
@@ -156,6 +159,14 @@ def record_finished(flows: Sequence[Flow], now_ns: int) -> None:
         totals.append(total_ns)
     if totals:
         _record_totals(owner, rows, totals, took, now_ns)
+
+
+def _record_spaces(flow: SpaceFlow) -> None:
+    """Record which rows the spaces of a request had, and which steps were skipped."""
+    for n in flow.skipped:
+        flow.owner.traffic[n].skipped += 1
+    for space, spread in flow.spreads.items():
+        flow.owner.space_traffic[space - 1].began(spread.rows, spread.parent_rows)
 
 
 def _record_totals(owner: Any, rows: int, totals: Sequence[int], took: Sequence[int], now_ns: int) -> None:

@@ -27,11 +27,12 @@ from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Invalid, NotFound, Unavailable, Unsupported
 from flowserve.graph.plan import Plan, make_plan
 from flowserve.graph.types import GRAPH, Graph, ModelKey
+from flowserve.memory import rows
 from flowserve.memory.arena import Arena
 from flowserve.memory.devices import lost
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import OTHER, Statistics, rows_as_json, summarising
-from flowserve.observe.traffic import NodeTraffic, node_traffics
+from flowserve.observe.traffic import NodeTraffic, SpaceTraffic, node_traffics
 from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache, served_by
 from flowserve.runtime.admission.steps import StepCache
 from flowserve.runtime.clock import ClockNs, wall_clock_ms, wall_clock_ns
@@ -45,6 +46,7 @@ from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.sequence.batcher import Sequences
+from flowserve.scheduling.spaces import SpaceFlow
 from flowserve.scheduling.streaming.iterations import InflightSlots, StreamFlow, WholeFlow
 from flowserve.values import BY_NUMPY, Array, Request, TensorSpec, fits, shape_text
 
@@ -313,6 +315,7 @@ class Deployment:
         self.traffic: tuple[NodeTraffic, ...] = node_traffics(graph)
         # How a request becomes a flow, by what its graph needs. `make_flow` is for one response, `make_stream` for any.
         self.make_flow, self.make_stream = _flow_makers(graph, self.plan, self.traffic)
+        self.space_traffic = statistics.spaces = tuple(map(SpaceTraffic, graph.spaces))
         statistics.nodes = self.traffic  # of the newest graph; requests on an older one finish on that one's
         self.platform = config.platform or config.backend
         self.versions = versions  # all ready versions of the name, shared between its deployments
@@ -381,6 +384,9 @@ def _as_it_responds(config: ModelConfig, graph: Graph) -> ModelConfig:
 
 def _flow_makers(graph: Graph, plan: Plan, gauges: Sequence[NodeTraffic]) -> tuple[MakeFlow, MakeFlow]:
     nesting = plan.nesting
+    if graph.spaces:
+        make_parts = partial(SpaceFlow, rows=rows)
+        return make_parts, make_parts
     if nesting is None and not graph.is_decoupled:
         return Flow, Flow
     shared = InflightSlots(nesting.limits, gauges) if nesting is not None and nesting.is_shared else None

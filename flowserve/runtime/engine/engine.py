@@ -459,7 +459,7 @@ class Engine:
         made: list[Flow] = []
 
         def make(plan: Plan, *facts: Any) -> Flow:
-            flow: Flow = (CalledFlow if plan.nesting is None else nested)(plan, *facts)
+            flow: Flow = (CalledFlow if plan.nesting is None and plan.spaces is None else nested)(plan, *facts)
             if batch is not None and self.tracing.is_live:
                 self.tracing.begin_call(batch, flow)
             made.append(flow)

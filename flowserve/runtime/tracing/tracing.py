@@ -45,6 +45,7 @@ from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.queue import Queue
 from flowserve.scheduling.scheduler import Scheduler
+from flowserve.scheduling.spaces import SpaceFlow
 from flowserve.scheduling.streaming.iterations import Iteration, Source, StreamFlow
 from flowserve.values import BY_NUMPY, Array, Request, TensorSpec
 
@@ -223,6 +224,8 @@ class Tracing:
             return
         trace = live.trace
         trace.ended_ns = self.clock()
+        if isinstance(flow, SpaceFlow):
+            trace.skipped += [flow.plan.graph.nodes[n] for n in flow.skipped]
         if live.has_tensors and flow.done and flow.error is None and not has_left and not flow.owner.is_decoupled:
             specs, slots = flow.owner.outputs, flow.owner.output_slot
             made = [flow.tensors[slots[name]] for name in flow.wanted]
@@ -231,7 +234,7 @@ class Tracing:
             trace.error = str(flow.error)
         elif has_left:
             trace.error = "its caller left"
-        elif flow.done and not trace.steps:
+        elif flow.done and not trace.steps and not trace.skipped:
             trace.is_cached = True
             add(trace.waits, reasons.SAME_REQUEST, trace.arrived_ns, trace.ended_ns)
         elif not flow.done:

@@ -124,7 +124,8 @@ def _readers(flow: Flow, node: PlanNode) -> list[int]:
     for j, slot, consumers in node.writes:
         found[j] = ON_HOST if slot in plan.output_slots else 0
         for consumer in consumers:
-            found[j] |= _reads(queues[consumer])
+            # What happens at the border of a space reads on the host.
+            found[j] |= _reads(queues[consumer]) if consumer < len(queues) else ON_HOST
     return found
 
 
@@ -140,7 +141,10 @@ class _Crossings:
             slot
             for slot in set(node.inputs)
             if 0 <= slot < plan.converted
-            and any(other != node.index and _reads(queues[other]) & ON_DEVICE for other in plan.consumers[slot])
+            and any(
+                other != node.index and other < len(queues) and _reads(queues[other]) & ON_DEVICE
+                for other in plan.consumers[slot]
+            )
         ]
 
     def share_inputs(self, flow: Flow) -> None:

@@ -80,6 +80,8 @@ def unusable_output(ticket: Ticket, row: Sequence[Tensor | None], notes: OutputN
                 continue
             if edge.consumer in consumers and (why := _why_not_read(graph, edge, tensor)):
                 return flow.located(Invalid(why), flow.plan.nodes[edge.consumer])
+            if edge.derived >= 0:  # its shape is checked where it is made
+                continue
             if edge.consumer == GRAPH and edge.conversion is not None and _as_read(edge, tensor) is None:
                 what = f"output '{graph.outputs[edge.input].name}' cannot be made of shape {shape_text(tensor.shape)}"
                 return flow.located(ModelFailed(what), node)

@@ -1,0 +1,312 @@
+"""Rows of tensors at the borders of spaces: which rows pass a test, the items of a tensor, and their way back.
+
+Decides what a test takes, what counts as an item, how the rows of several conditions become one tensor, how items
+become one row again, and the values of what no step wrote. A condition that all rows or none pass copies nothing;
+neither do items, which are a view of the tensor that they are taken from. Rows that are picked from a tensor are copied
+when a part of them is needed. Does not know graphs, steps or requests beyond the records that it is given. The caller,
+`scheduling/spaces`, gets this module as its `RowOperations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from flowserve.config.types import RowTest
+from flowserve.errors import Invalid, ModelFailed
+from flowserve.graph.types import Derived, Space
+from flowserve.memory.raw import EncodedBytes
+from flowserve.memory.tensor import WHOLE, Tensor
+from flowserve.values import Array
+
+
+class Spread:
+    """Which rows a space has. `picked`: for each row the parent's row that it is made from, in order; None: all rows,
+    in order. `counts`: for a space of items, how many each parent row has.
+    """
+
+    __slots__ = ("counts", "parent_rows", "picked", "rows")
+
+    def __init__(self, rows: int, parent_rows: int, picked: Array | None, counts: Array | None = None) -> None:
+        self.rows = rows
+        self.parent_rows = parent_rows
+        self.picked = picked
+        self.counts = counts
+
+    def parent_of(self, row: int) -> int:
+        """The parent's row that a row is made from."""
+        return row if self.picked is None else int(self.picked[row])
+
+
+class Picked(Tensor):
+    """Some rows of another tensor, in an order of their own. They are copied when they are read."""
+
+    __slots__ = ("_made", "_of", "_rows")
+
+    def __init__(self, of: Tensor, rows: Array) -> None:
+        self._of = of
+        self._rows = rows
+        self._made: Array | None = None
+        self.start = 0
+        self.stop = len(rows)
+
+    @property
+    def block(self) -> Array:  # type: ignore[override]  # made when it is read
+        if self._made is None:
+            self._made = np.take(host_array(self._of), self._rows, axis=0)
+        return self._made
+
+    @property
+    def array(self) -> Array:
+        return self.block
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self._rows), *self._of.shape[1:])
+
+    def part(self, start: int, stop: int) -> Picked:
+        """Some of these rows."""
+        return Picked(self._of, self._rows[start:stop])
+
+
+def host_array(tensor: Tensor) -> Array:
+    """The rows of a tensor in host memory. Rows that a device computed are copied."""
+    array: Any = tensor.array
+    if isinstance(array, EncodedBytes):
+        return array.ravel().reshape(array.shape)
+    found: Array = array if isinstance(array, np.ndarray) else array.get()
+    return found
+
+
+def open_space(space: Space, tensors: Sequence[Tensor]) -> Spread:
+    """The rows of a space; `tensors` as its `opens`. Raises a FlowserveError."""
+    if space.test is not None:
+        return _tested(space.test, space.others, tensors[0])
+    assert space.each is not None
+    names = space.each.tensors
+    has_count = len(tensors) > len(names)
+    return _taken_apart(space, tensors[: len(names)], tensors[-1] if has_count else None)
+
+
+def nothing(parent: Spread) -> Spread:
+    """The rows of a space below one without rows."""
+    return Spread(0, 0, _NO_ROWS, _NO_ROWS)
+
+
+_NO_ROWS = np.zeros(0, np.intp)
+
+
+def _tested(test: RowTest, others: Sequence[RowTest], tensor: Tensor) -> Spread:
+    array = host_array(tensor)
+    count = 1 if tensor.stop == WHOLE else len(array)
+    if array.size != count:
+        raise ModelFailed(f"a test needs one number for each row, and '{test.tensor}' has shape {[*array.shape]}")
+    numbers = array.reshape(count)
+    if test.otherwise:
+        taken = np.zeros(count, bool)
+        for other in others:
+            taken |= _passing(other, numbers)
+        taken = ~taken
+    else:
+        taken = _passing(test, numbers)
+    rows = int(taken.sum())
+    return Spread(rows, count, None if rows == count else np.flatnonzero(taken))
+
+
+def _passing(test: RowTest, numbers: Array) -> Array:
+    """Which numbers pass; as `RowTest.passes`."""
+    if test.above is None and test.below is None and not test.equals:
+        found = numbers != 0
+    else:
+        found = np.ones(len(numbers), bool)
+        if test.above is not None:
+            found &= numbers > test.above
+        if test.below is not None:
+            found &= numbers < test.below
+        if test.equals:
+            found &= np.isin(numbers, test.equals)
+    if test.negate:
+        found = ~found
+    passing: Array = found & (numbers == numbers)  # NaN is no number
+    return passing
+
+
+def _taken_apart(space: Space, tensors: Sequence[Tensor], count: Tensor | None) -> Spread:
+    each = space.each
+    assert each is not None
+    shapes = [tensor.shape if tensor.stop != WHOLE else (1, *tensor.shape) for tensor in tensors]
+    rows, most = shapes[0][0], shapes[0][1]
+    for name, shape in zip(each.tensors, shapes, strict=True):
+        if shape[:2] != (rows, most):
+            raise ModelFailed(
+                f"'{each.tensors[0]}' and '{name}' are taken apart together, and have {most} and {shape[1]} items"
+            )
+    counts = np.full(rows, most, np.intp)
+    if count is not None:
+        given = host_array(count).reshape(-1)
+        if len(given) != rows:
+            raise ModelFailed(f"the count '{each.count}' has {len(given)} numbers for {rows} rows")
+        for row, number in enumerate(given.tolist()):
+            if not 0 <= number <= most:
+                raise ModelFailed(f"the count '{each.count}' is {number} of {most} items in row {row}")
+        counts = given.astype(np.intp)
+    items = int(counts.sum())
+    if items > each.at_most:
+        raise Invalid(f"the request has {items} items, at most {each.at_most} are accepted")
+    return Spread(items, rows, np.repeat(np.arange(rows), counts), counts)
+
+
+def take(tensor: Tensor, spread: Spread, has_rows: bool) -> Tensor | None:
+    """The rows of a tensor of the parent space that a space has, None if it has none. `has_rows`: whether the tensors
+    of the space have a batch dimension.
+    """
+    if not spread.rows:
+        return None
+    if has_rows:
+        tensor = _with_rows(tensor)
+    return tensor if spread.picked is None else Picked(tensor, spread.picked)
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    """A tensor with a batch dimension, of one row if it has none."""
+    return Tensor(host_array(tensor)[None], 0, 1) if tensor.stop == WHOLE else tensor
+
+
+def items(tensor: Tensor, spread: Spread) -> Tensor | None:
+    """The items of a tensor that a space takes apart: a view, unless a count leaves some out."""
+    if not spread.rows:
+        return None
+    array = host_array(tensor)
+    if tensor.stop == WHOLE:
+        array = array[None]
+    flat = Tensor(array.reshape((-1, *array.shape[2:])), 0, array.shape[0] * array.shape[1])
+    if spread.rows == flat.stop:
+        return flat
+    assert spread.counts is not None
+    starts = np.arange(spread.parent_rows) * array.shape[1]
+    rows = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, spread.counts, strict=True)])
+    return Picked(flat, rows)
+
+
+def part(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """The rows `start` to `stop` of a tensor; no copy."""
+    if start == 0 and stop == tensor.stop - tensor.start:
+        return tensor
+    if isinstance(tensor, Picked):
+        return tensor.part(start, stop)
+    return Tensor(tensor.block, tensor.start + start, tensor.start + stop)
+
+
+def row(tensor: Tensor, index: int) -> Tensor:
+    """One row of a tensor, without its batch dimension."""
+    return Tensor(host_array(part(tensor, index, index + 1))[0])
+
+
+def join(tensors: Sequence[Tensor], name: str) -> Tensor:
+    """The outputs of the parts of a step, in order, as one tensor with a batch dimension. Raises ModelFailed if their
+    shapes differ.
+    """
+    first = tensors[0]
+    if len(tensors) == 1 and first.stop != WHOLE:
+        return first
+    arrays = [host_array(tensor)[None] if tensor.stop == WHOLE else host_array(tensor) for tensor in tensors]
+    _same_shapes(arrays, name)
+    if first.stop != WHOLE and all(
+        after.block is before.block and after.start == before.stop for before, after in pairwise(tensors)
+    ):
+        return Tensor(first.block, first.start, tensors[-1].stop)
+    joined = np.concatenate(arrays)
+    return Tensor(joined, 0, len(joined))
+
+
+def _same_shapes(arrays: Sequence[Array], name: str) -> None:
+    for array in arrays:
+        if array.shape[1:] != arrays[0].shape[1:]:
+            shapes = f"{[*arrays[0].shape[1:]]} and {[*array.shape[1:]]}"
+            raise ModelFailed(f"rows of tensor '{name}' have different shapes, {shapes}, and cannot be one tensor")
+
+
+def merge(
+    derived: Derived, tensors: Sequence[Tensor | None], spreads: Sequence[Spread | None], has_rows: bool
+) -> Tensor | None:
+    """One tensor of what several conditions wrote, each for other rows. `spreads[i]` None: `tensors[i]` has all rows,
+    and those that no condition took are its. Rows that nothing wrote get the value of `fill`; without one the tensor is
+    None. Raises ModelFailed if the shapes differ.
+    """
+    found = [(tensor, spread) for tensor, spread in zip(tensors, spreads, strict=True) if spread and spread.rows]
+    base = next((tensor for tensor, spread in zip(tensors, spreads, strict=True) if spread is None), None)
+    if base is not None and has_rows:
+        base = _with_rows(base)
+    for tensor, spread in found:
+        if spread.picked is None:
+            return tensor
+    written = [(tensor, spread) for tensor, spread in found if tensor is not None]
+    rows = next(spread.parent_rows for spread in spreads if spread is not None)
+    is_complete = sum(spread.rows for _, spread in written) == rows
+    if base is None and not is_complete and (derived.fill is None or len(written) < len(found)):
+        return None  # left out by its models, or by a request that takes no branch
+    if base is not None and not written:
+        return base
+    arrays = [host_array(tensor) for tensor, _ in written]
+    if base is not None:
+        arrays.append(host_array(base))
+    _same_shapes(arrays, derived.spec.name)
+    dims = arrays[0].shape[1:] if arrays else tuple(1 if dim == -1 else dim for dim in derived.spec.dims)
+    dtype = arrays[0].dtype if arrays else derived.spec.dtype.numpy
+    if not has_rows:
+        return Tensor(_full(dims, dtype, derived.fill))
+    made = host_array(base).copy() if base is not None else _full((rows, *dims), dtype, derived.fill)
+    for (_, spread), array in zip(written, arrays, strict=False):
+        made[spread.picked] = array
+    return Tensor(made, 0, rows)
+
+
+def gather(derived: Derived, tensor: Tensor | None, spread: Spread, has_rows: bool) -> Tensor | None:
+    """The items of each row as one row: `[rows, items, …]`, filled up to the largest number of items. None if the
+    model left the tensor out.
+    """
+    spec = derived.spec
+    counts = spread.counts
+    assert counts is not None
+    most = int(counts.max(initial=0))
+    if tensor is None:
+        if spread.rows:
+            return None
+        dims = tuple(max(dim, 0) for dim in spec.dims[1:])
+        array = _full((spread.parent_rows, 0, *dims), spec.dtype.numpy, derived.fill)
+    else:
+        found = host_array(tensor)
+        if spread.rows == most * spread.parent_rows:
+            array = found.reshape((spread.parent_rows, most, *found.shape[1:]))
+        else:
+            array = _full((spread.parent_rows, most, *found.shape[1:]), found.dtype, derived.fill)
+            array[_real(counts, most)] = found
+    return Tensor(array, 0, len(array)) if has_rows else Tensor(array[0])
+
+
+def present(derived: Derived, spreads: Sequence[Spread], has_rows: bool) -> Tensor:
+    """A BOOL tensor: which rows, or items, were written. `fill` 1: all rows were."""
+    counts = spreads[0].counts
+    if counts is not None:
+        most = int(counts.max(initial=0))
+        array = _real(counts, most)[..., None]
+        return Tensor(array, 0, len(array)) if has_rows else Tensor(array[0])
+    array = np.full((spreads[0].parent_rows, 1), bool(derived.fill))
+    for spread in spreads:
+        array[slice(None) if spread.picked is None else spread.picked] = True
+    return Tensor(array, 0, len(array)) if has_rows else Tensor(array[0])
+
+
+def _real(counts: Array, most: int) -> Array:
+    """For each row and item whether it is one, and not filled up."""
+    real: Array = np.arange(most) < counts[:, None]
+    return real
+
+
+def _full(shape: tuple[int, ...], dtype: np.dtype[Any], value: float | bytes | None) -> Array:
+    array: Array = np.empty(shape, dtype)
+    array.fill((b"" if dtype.hasobject else 0) if value is None else value)
+    return array

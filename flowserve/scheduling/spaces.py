@@ -1,0 +1,430 @@
+"""The execution of a request whose graph has spaces: steps that run for some rows only, or for each item of a tensor.
+
+Decides when a space begins, which steps are skipped because their space has no row, how the rows of a step are divided
+into parts that its model accepts, how many parts of a step may be under way, and when a tensor at the border of a space
+is made. Graphs without spaces use flow.py only. As that module, this one reads no tensor: `RowOperations` does, and
+returns handles and spreads. Called by the scheduler.
+
+A *spread* says which rows a space has. It has a slot as a tensor has, so a node, or an operation of the plan, is ready
+when all slots that it reads are written. A skipped step writes None to its slots at once, so what waits for them goes
+on: absence is a value that travels, and no step can wait for a branch that was not taken.
+
+A *part* is a flow of its own for a part of the rows of one step: it is queued, batched, retried and withdrawn as the
+flow of a request. `max_inflight_requests` limits the parts of one step that are under way; the others wait here.
+
+Always true of a flow that is not done, besides the invariants of `Flow`:
+  (4) `live` are exactly the parts that are queued or running; no more of a node than its limit;
+  (5) a step with rows that is ready has at least one live part.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from flowserve.errors import FlowserveError, Internal
+from flowserve.graph.plan import NO_SLOT, Operation, Plan, PlanNode
+from flowserve.graph.types import Derivation, Derived, Space
+from flowserve.scheduling.flow import TOOK_NOTHING, E, Facts, Flow, Ticket
+
+
+class Spread(Protocol):
+    """Which rows a space has: their number, `rows`, made from `parent_rows` rows of the space around it."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def parent_rows(self) -> int: ...
+
+    def parent_of(self, row: int) -> int:
+        """The row of the space around it that a row is made from."""
+
+
+class RowOperations(Protocol):
+    """What the owner of the tensors does with rows (`memory/rows`). A handle is None for a tensor that a model left
+    out. Each raises a FlowserveError that names the tensor.
+    """
+
+    def open_space(self, space: Space, tensors: Sequence[Any], /) -> Any:
+        """The spread of a space; `tensors` as `space.opens`."""
+
+    def nothing(self, parent: Any, /) -> Any:
+        """The spread of a space below one without rows."""
+
+    def take(self, tensor: Any, spread: Any, has_rows: bool, /) -> Any:
+        """The rows of a tensor of the parent space that a space has. `has_rows`, here and below: whether the tensors of
+        the space that the result belongs to have a batch dimension.
+        """
+
+    def items(self, tensor: Any, spread: Any, /) -> Any:
+        """The items of a tensor that a space takes apart."""
+
+    def part(self, tensor: Any, start: int, stop: int, /) -> Any:
+        """Some rows of a tensor."""
+
+    def row(self, tensor: Any, index: int, /) -> Any:
+        """One row of a tensor, without a batch dimension."""
+
+    def join(self, tensors: Sequence[Any], name: str, /) -> Any:
+        """The outputs of the parts of a step, in order, as one tensor with a batch dimension."""
+
+    def merge(self, derived: Derived, tensors: Sequence[Any], spreads: Sequence[Any], has_rows: bool, /) -> Any:
+        """One tensor of what several conditions wrote. `spreads[i]` None: `tensors[i]` has all rows."""
+
+    def gather(self, derived: Derived, tensor: Any, spread: Any, has_rows: bool, /) -> Any:
+        """The items of each row as one row."""
+
+    def present(self, derived: Derived, spreads: Sequence[Any], has_rows: bool, /) -> Any:
+        """A BOOL tensor: which rows or items were written."""
+
+
+class Part(Flow):
+    """Some rows of one step, from row `start` on. `number`: its position among the parts of the step."""
+
+    __slots__ = ("number", "start", "step")
+
+    def __init__(self, step: _Step, number: int, start: int, tensors: dict[int, Any]) -> None:
+        whole = step.flow
+        self.step = step
+        self.number = number
+        self.start = start
+        self.plan = whole.plan
+        self.queues = whole.queues
+        self.owner = whole.owner
+        self.tensors = tensors  # type: ignore[assignment]  # of its own slots only
+        self.missing = whole.missing
+        self.readers = whole.readers
+        self.open = 1
+        self.done = False
+        self.error = None
+        self.arrived_ns = whole.arrived_ns
+        self.stamp = whole.stamp
+        self.priority = whole.priority
+        self.timeout_ns = whole.timeout_ns
+        self.request = whole.request
+        self.waiter = self.parameters = None
+        self.wanted = whole.wanted
+        self.took = TOOK_NOTHING
+
+    @property
+    def whole(self) -> Flow:
+        return self.step.flow
+
+    def is_last_reader(self, slot: int) -> bool:
+        return False  # several slots may hold the same rows
+
+    def ticket(self, node: PlanNode) -> Ticket:
+        """Its ticket. Raises `Invalid` if the model does not accept the shapes."""
+        return self._ticket(node)
+
+    def finish_step(self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int) -> list[Ticket]:
+        return self.step.flow.finish_part(self, [column[m] for column in outputs])
+
+    def located(self, error: E, node: PlanNode, instance: str = "") -> E:
+        located = super().located(error, node, instance)
+        where = self.step.flow.where(self.step, self.start, self.step.rows_of(self.number))
+        located.lineage = located.lineage.replace(f"step '{node.name}'", f"step '{node.name}', {where}", 1)
+        return located
+
+    def __repr__(self) -> str:
+        return f"Part({self.plan.nodes[self.step.node.index].name}, {self.number})"
+
+
+class _Step:
+    """One step while its parts are under way. `outputs[p]` are those of part p. `waiting` is the number of the next
+    part that was not queued yet.
+    """
+
+    __slots__ = ("count", "flow", "left", "node", "outputs", "size", "space", "spread", "tensors", "waiting")
+
+    def __init__(self, flow: SpaceFlow, node: PlanNode, space: int, spread: Spread, size: int) -> None:
+        self.flow = flow
+        self.node = node
+        self.spread = spread
+        self.size = size  # rows of a part
+        self.count = -(-spread.rows // size)
+        self.left = self.count
+        self.waiting = 0
+        self.space = space
+        self.outputs: list[Sequence[Any]] = [()] * self.count
+        written = {own: slot for slot, own, _ in node.converts}
+        slots = {written.get(slot, slot) for slot in node.inputs if slot != NO_SLOT}
+        self.tensors = {slot: flow.tensors[slot] for slot in slots}
+
+    def rows_of(self, number: int) -> int:
+        """The number of rows of a part."""
+        return min(self.size, self.spread.rows - number * self.size)
+
+    def next_part(self, rows: RowOperations, *, has_rows: bool) -> Part:
+        """The next part that was not queued."""
+        number = self.waiting
+        self.waiting += 1
+        start = number * self.size
+        held: dict[int, Any] = dict.fromkeys((*self.node.inputs, *self.node.distinct_inputs))
+        for slot, tensor in self.tensors.items():
+            if tensor is None or not has_rows:
+                held[slot] = tensor
+            elif self.node.max_batch_size:
+                held[slot] = rows.part(tensor, start, start + self.rows_of(number))
+            else:
+                held[slot] = rows.row(tensor, start)
+        return Part(self, number, start, held)
+
+
+class SpaceFlow(Flow):
+    """The flow of a request of a graph with spaces. `live`: its parts that are queued or running. `finished`: the nodes
+    whose steps are over; `skipped`: those whose space had no row, in order. `spreads`: of each space that began, by its
+    number.
+    """
+
+    __slots__ = ("_ready", "finished", "live", "rows", "skipped", "spreads")
+
+    def __init__(self, plan: Plan, *arguments: Any, rows: RowOperations, **options: Any) -> None:
+        """As `Flow`; `rows` works on the tensors."""
+        super().__init__(plan, *arguments, **options)
+        self.rows = rows
+        self.live: dict[Part, None] = {}
+        self.finished: set[int] = set()
+        self.skipped: list[int] = []
+        self.spreads: dict[int, Spread] = {}
+        self._ready: deque[int] = deque()  # nodes and operations that have all they read
+
+    def begin(self, changed: Callable[[Any], None] | None = None) -> list[Ticket]:
+        plan, spaces = self.plan, self.plan.spaces
+        assert spaces is not None
+        if plan.lacking:
+            self._check_given(plan)
+        for slot in spaces.inputs:
+            self._count_down([n for n in plan.consumers[slot] if n >= len(plan.nodes)])
+        self._ready.extendleft(reversed(plan.first))
+        tickets: list[Ticket] = []
+        self._go_on(tickets)
+        return tickets
+
+    def is_last_reader(self, slot: int) -> bool:
+        return False  # several slots may hold the same rows
+
+    def finish_step(self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int) -> list[Ticket]:
+        tickets: list[Ticket] = []
+        self._finish(node, [column[m] for column in outputs])
+        self._go_on(tickets)
+        return tickets
+
+    def finish_part(self, part: Part, outputs: Sequence[Any]) -> list[Ticket]:
+        """Store the outputs of a part. After the last part of a step the flow goes on. Returns the tickets that are to
+        be queued. Raises a FlowserveError if the flow cannot continue.
+        """
+        step, tickets = part.step, list[Ticket]()
+        node = step.node
+        part.done = True
+        del self.live[part]
+        step.outputs[part.number] = outputs
+        step.left -= 1
+        if step.left:
+            self._queue_parts(step, 1, tickets)
+            return tickets
+        joined: list[Any] = [None] * len(node.outputs)
+        for j, *_ in node.writes:
+            joined[j] = self._joined(node, [made[j] for made in step.outputs], j)
+        self._finish(node, joined)
+        self._go_on(tickets)
+        part.open = self.open
+        return tickets
+
+    def where(self, step: _Step, start: int, count: int) -> str:
+        """Rows of a step in words: as items of the nearest space of items, or else as rows of the request."""
+        spaces = self.plan.graph.spaces
+        index, first, last, of = step.space, start, start + count - 1, step.spread.rows
+        while index and spaces[index - 1].each is None:
+            spread = self.spreads[index]
+            first, last, of = spread.parent_of(first), spread.parent_of(last), spread.parent_rows
+            index = spaces[index - 1].parent
+        what = "item" if index else "row"
+        return f"{what} {first} of {of}" if count == 1 else f"{what}s {first} to {last} of {of}"
+
+    def steps_under_way(self) -> list[PlanNode]:
+        if self.done or not self.open:
+            return []
+        found = {part.step.node.index for part in self.live}
+        own = [node for node in super().steps_under_way() if self._spread_slot(node) == NO_SLOT]
+        return sorted({*own, *(self.plan.nodes[n] for n in found)}, key=lambda node: node.index)
+
+    def _spread_slot(self, node: PlanNode) -> int:
+        assert self.plan.spaces is not None
+        return self.plan.spaces.spreads[node.index]
+
+    def _count_down(self, consumers: Sequence[int]) -> None:
+        missing = self.missing
+        for n in consumers:
+            missing[n] -= 1
+            if not missing[n]:
+                self._ready.append(n)
+
+    def _read(self, slots: Sequence[int]) -> None:
+        """A node or an operation has read these slots."""
+        for slot in slots:
+            self.readers[slot] -= 1
+            if not self.readers[slot]:
+                self.tensors[slot] = None
+
+    def _go_on(self, tickets: list[Ticket]) -> None:
+        """Start everything that is ready, and what becomes ready by that."""
+        nodes = self.plan.nodes
+        spaces = self.plan.spaces
+        assert spaces is not None
+        while self._ready:
+            n = self._ready.popleft()
+            if n >= len(nodes):
+                self._operate(spaces.operations[n - len(nodes)])
+                continue
+            node = nodes[n]
+            slot = spaces.spreads[n]
+            if slot == NO_SLOT:
+                self.open += 1
+                tickets.append(self._ticket(node))
+            elif self.tensors[slot].rows:
+                self.open += 1
+                self._start(node, self.tensors[slot], tickets)
+            else:
+                self._skip(node)
+
+    def _start(self, node: PlanNode, spread: Spread, tickets: list[Ticket]) -> None:
+        """Queue a step of a space, in parts."""
+        graph = self.plan.graph
+        space = graph.nodes[node.index].space
+        size = (node.max_batch_size or 1) if graph.has_rows(space) else 1
+        step = _Step(self, node, space, spread, size)
+        limit = graph.nodes[node.index].max_inflight
+        self._queue_parts(step, limit or step.count, tickets)
+
+    def _queue_parts(self, step: _Step, count: int, tickets: list[Ticket]) -> None:
+        node = step.node
+        has_rows = self.plan.graph.has_rows(self.plan.graph.nodes[node.index].space)
+        for _ in range(min(count, step.count - step.waiting)):
+            part = step.next_part(self.rows, has_rows=has_rows)
+            self.live[part] = None
+            tickets.append(part.ticket(node))
+
+    def _skip(self, node: PlanNode) -> None:
+        self.skipped.append(node.index)
+        self.finished.add(node.index)
+        for _, slot, consumers in node.writes:
+            self.tensors[slot] = None
+            self._count_down(consumers)
+        self._read(node.distinct_inputs)
+
+    def _finish(self, node: PlanNode, row: Sequence[Any]) -> None:
+        self.finished.add(node.index)
+        for j, slot, consumers in node.writes:
+            if row[j] is None and self.plan.needed_by[slot]:
+                raise self._missing_input(node, slot)
+            self.tensors[slot] = row[j]
+            self._count_down(consumers)
+        self._read(node.distinct_inputs)
+        self.open -= 1
+
+    def _joined(self, node: PlanNode, parts: Sequence[Any], j: int) -> Any:
+        graph = self.plan.graph
+        written = graph.nodes[node.index]
+        missing = sum(part is None for part in parts)
+        if missing == len(parts):
+            return None
+        name = written.outputs[j].name
+        if missing:
+            text = f"model '{node.model.name}' left out output '{name}' for {missing} of {len(parts)} parts of its rows"
+            raise self.located(Internal(text), node)
+        if not graph.has_rows(written.space):
+            return parts[0]
+        try:
+            return self.rows.join(parts, name)
+        except FlowserveError as error:
+            raise self.located(error, node) from None
+
+    # Operations
+
+    def _operate(self, operation: Operation) -> None:
+        space, derived = operation.opens, operation.derived
+        made: Any
+        if space is not None:
+            made = self._opened(space, [self.tensors[slot] for slot in operation.tensors])
+        else:
+            assert derived is not None
+            made = self._derived(derived, operation)
+        slot = operation.slot
+        if made is None and self.plan.needed_by[slot] and not self._is_absent(derived):
+            raise self._left_out(derived, slot)
+        self.tensors[slot] = made
+        self._count_down(self.plan.consumers[slot])
+        self._read(operation.reads)
+
+    def _opened(self, space: Space, tensors: Sequence[Any]) -> Spread:
+        assert self.plan.spaces is not None
+        parent = self._spread_of(space.parent)
+        if parent is not None and not parent.rows:
+            spread: Spread = self.rows.nothing(parent)
+        elif None in tensors:
+            ref = space.opens[tensors.index(None)]
+            raise Internal(f"`{space.title}` cannot be decided: {self._maker(ref)} left its tensor out")
+        else:
+            try:
+                spread = self.rows.open_space(space, tensors)
+            except FlowserveError as error:
+                error.lineage = f" (`{space.title}`" + (f" at {space.place})" if space.place is not None else ")")
+                raise
+        self.spreads[space.index] = spread
+        return spread
+
+    def _maker(self, ref: tuple[int, int]) -> str:
+        graph = self.plan.graph
+        while ref[0] < -1:
+            ref = graph.derived[ref[1]].reads[0]
+        return f"step '{graph.nodes[ref[0]].name}'" if ref[0] >= 0 else "the request, whose input is optional,"
+
+    def _spread_of(self, space: int) -> Spread | None:
+        """The spread of a space that began, None for the request's own rows."""
+        return self.spreads[space] if space else None
+
+    def _is_absent(self, derived: Derived | None) -> bool:
+        """Whether a derived tensor belongs to a space without rows."""
+        spread = None if derived is None else self._spread_of(derived.space)
+        return spread is not None and not spread.rows
+
+    def _derived(self, derived: Derived, operation: Operation) -> Any:
+        rows, tensors = self.rows, [self.tensors[slot] for slot in operation.tensors]
+        spreads = [self.tensors[slot] if slot != NO_SLOT else None for slot in operation.spreads]
+        has_rows = self.plan.graph.has_rows(derived.space)
+        if self._is_absent(derived):
+            return None
+        if derived.how is Derivation.TAKE:
+            return None if tensors[0] is None else rows.take(tensors[0], spreads[0], has_rows)
+        if derived.how is Derivation.ITEMS:
+            return None if tensors[0] is None else rows.items(tensors[0], spreads[0])
+        if derived.how is Derivation.MERGE:
+            return rows.merge(derived, tensors, spreads, has_rows)
+        if derived.how is Derivation.GATHER:
+            return rows.gather(derived, tensors[0], spreads[0], has_rows)
+        return rows.present(derived, spreads, has_rows)
+
+    def _left_out(self, derived: Derived | None, slot: int) -> FlowserveError:
+        plan = self.plan
+        reader = next(node for node in plan.nodes if node.name == plan.needed_by[slot])
+        name = derived.spec.name if derived is not None else ""
+        text = f"model '{reader.model.name}' needs tensor '{name}', which was left out for the rows of this step"
+        return self.located(Internal(text), reader)
+
+    def check(self) -> None:
+        assert self.done or self.open > 0, f"(3) {self!r} is neither done nor going anywhere"
+        assert all(count >= 0 for count in self.missing), "(2) a node became ready twice"
+        assert not self._ready, "(5) a step is ready and was not started"
+        under_way: dict[int, int] = {}
+        for part in self.live:
+            under_way[part.step.node.index] = under_way.get(part.step.node.index, 0) + 1
+            assert not part.done, "(4)"
+        for n, count in under_way.items():
+            limit = self.plan.graph.nodes[n].max_inflight
+            assert not limit or count <= limit, f"(4) node {n} is over its limit"
+
+    def __repr__(self) -> str:
+        return f"SpaceFlow({self.plan.graph.name}, open={self.open}, parts={len(self.live)}, done={self.done})"

@@ -1,0 +1,184 @@
+"""Graphs in Python whose steps run for some rows, or for each item: what they answer, and that files say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowserve import Engine, Graph, Problems, model
+from flowserve.errors import Invalid
+from flowserve.testing import Arrival, Faked, FakeModel, simulate
+from flowserve.values import Array
+
+
+@model({"IMAGE": "FP32[2]"}, {"CROPS": "FP32[-1,2]", "KIND": "INT32[-1,1]"}, max_batch_size=8)
+def find(images: Any) -> Any:
+    """As many things as the first number says; every second is a car."""
+    count = int(images[0, 0])
+    crops = np.stack([images + number for number in range(count)], axis=1) if count else np.zeros((len(images), 0, 2))
+    kinds = np.tile((np.arange(count) % 2)[None, :, None], (len(images), 1, 1))
+    return crops.astype(np.float32), kinds.astype(np.int32)
+
+
+@model({"X": "FP32[2]"}, {"LABEL": "INT32[1]"}, max_batch_size=4)
+def name_person(crops: Any) -> Any:
+    return (crops[:, 1:] + 100).astype(np.int32)
+
+
+@model({"X": "FP32[2]"}, {"LABEL": "INT32[1]"}, max_batch_size=4)
+def name_car(crops: Any) -> Any:
+    if (crops[:, 1] > 50).any():
+        raise ValueError("no such car")
+    return (crops[:, 1:] + 200).astype(np.int32)
+
+
+@model({"LABELS": "INT32[-1,1]"}, {"TOTAL": "INT32[1]"}, max_batch_size=8)
+def total(labels: Any) -> Any:
+    return np.maximum(labels, 0).sum(axis=1).astype(np.int32)
+
+
+@model({"X": "FP32[2]"}, {"Y": "FP32[1]", "SURE": "BOOL[1]"}, max_batch_size=8)
+def small(x: Any) -> Any:
+    return x[:, :1], x[:, :1] > 0.5
+
+
+@model({"X": "FP32[2]"}, {"Y": "FP32[1]"}, max_batch_size=8)
+def large(x: Any) -> Any:
+    return x[:, :1] * -100
+
+
+def people() -> Graph:
+    graph = Graph("people", max_batch_size=8)
+    found = find(graph.input("IMAGE", "FP32[2]"))
+    with graph.each(found.CROPS, found.KIND, at_most=10) as (crop, kind):
+        with graph.when(kind == 0):
+            person = name_person(crop)
+        with graph.when(kind == 1):
+            car = name_car(crop)
+        label = graph.merge(person, car, otherwise=-1)
+    graph.output("LABELS", label)
+    graph.output("TOTAL", total(label))
+    return graph
+
+
+def cascade() -> Graph:
+    graph = Graph("cascade", max_batch_size=8)
+    x = graph.input("X", "FP32[2]")
+    quick = small(x)
+    with graph.when(~(quick.SURE == True)):  # noqa: E712  # a test, not a comparison
+        slow = large(x)
+    graph.output("Y", graph.merge(slow, otherwise=quick.Y))
+    return graph
+
+
+def answers(graph: Graph, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    with Engine(graph) as engine:
+        return {name: array.tolist() for name, array in engine.infer(graph.name, inputs).items()}
+
+
+def image(count: int, number: float = 0.0) -> dict[str, Array]:
+    return {"IMAGE": np.array([[count, number]], np.float32)}
+
+
+def test_each_item_takes_its_own_branch_and_they_are_gathered_in_order() -> None:
+    assert answers(people(), image(5)) == {"LABELS": [[[100], [201], [102], [203], [104]]], "TOTAL": [[710]]}
+
+
+def test_no_item_is_an_answer() -> None:
+    assert answers(people(), image(0)) == {"LABELS": [[]], "TOTAL": [[0]]}
+
+
+def test_a_cascade_runs_the_large_model_for_the_rows_that_need_it() -> None:
+    seen = FakeModel(lambda x: x[:, :1] * -100)
+    rows = np.array([[0.9, 0], [0.2, 0], [0.8, 0], [0.1, 0]], np.float32)
+    with Engine(Faked(cascade(), {"large": seen})) as engine:
+        found = engine.infer("cascade", {"X": rows})["Y"]
+        np.testing.assert_allclose(found.ravel(), [0.9, -20.0, 0.8, -10.0], rtol=1e-6)
+        assert seen.rows == [2]
+        engine.infer("cascade", {"X": rows[:1]})
+        assert seen.rows == [2]
+
+
+def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
+    for graph in (people(), cascade()):
+        graph.save(tmp_path / graph.name)
+        again = Graph.load(tmp_path / graph.name)
+        assert again.config() == graph.config()
+        again.check()
+
+
+def test_the_error_of_an_item_names_it() -> None:
+    with Engine(people()) as engine, pytest.raises(Exception, match=r"no such car") as caught:
+        engine.infer("people", image(3, 50))
+    assert "step 'name_car', item 1 of 3 at tests/authoring/test_rows.py" in str(caught.value)
+
+
+def test_a_request_with_too_many_items_names_the_place() -> None:
+    with Engine(people()) as engine, pytest.raises(Invalid, match="the request has 11 items, at most 10") as caught:
+        engine.infer("people", image(11))
+    assert "`each find.CROPS, find.KIND`" in str(caught.value)
+    assert "test_rows.py" in str(caught.value)
+
+
+def test_items_of_many_requests_share_batches() -> None:
+    """Three persons each, of eight requests at once: batches of four although a request never has four."""
+    found = simulate(
+        people(),
+        arrivals=[Arrival(0.0)] * 8,
+        items={"find.CROPS, find.KIND": 6},
+        taken={"find.KIND = 0": 0.5, "find.KIND = 1": 0.5},
+        takes_ms={"name_person": 5.0},
+    )
+    rows = [batch.rows for batch in found.batches_of("name_person")]
+    assert sum(rows) == 24
+    assert sum(rows) / len(rows) >= 3
+
+
+def test_shares_and_items_of_a_simulation_are_those_of_the_graph() -> None:
+    with pytest.raises(Invalid, match=r"taken names 'kind = 0', which is not in the graph \(did you mean"):
+        simulate(people(), arrivals=[0], taken={"kind = 0": 0.5})
+    with pytest.raises(Invalid, match="is a share from 0 to 1, not 2"):
+        simulate(people(), arrivals=[0], taken={"find.KIND = 0": 2})
+    with pytest.raises(Invalid, match="is a whole number from 0 on, not -1"):
+        simulate(people(), arrivals=[0], items={"find.CROPS, find.KIND": -1})
+
+
+def test_a_test_is_no_truth_value() -> None:
+    graph = Graph("g")
+    found = find(graph.input("IMAGE", "FP32[2]"))
+    with pytest.raises(Invalid, match="a test has no value before a request is there"):
+        bool(found.KIND == 0)
+
+
+def test_conditions_of_numbers_are_joined() -> None:
+    graph = Graph("g")
+    score = small(graph.input("X", "FP32[2]")).Y
+    assert ((score > 0.2) & (score < 0.8)).as_json() == {"tensor": "small.Y", "above": 0.2, "below": 0.8}
+    assert (~(score < 1)).as_json() == {"tensor": "small.Y", "not": True, "below": 1}
+    assert score.is_in(1, 2).as_json() == {"tensor": "small.Y", "equals": [1, 2]}
+    with pytest.raises(Invalid, match="conditions in each other test two tensors"):
+        (score > 0.2) & (score > 0.8)
+
+
+def test_mistakes_have_the_line_of_python() -> None:
+    graph = Graph("g", max_batch_size=8)
+    x = graph.input("X", "FP32[2]")
+    quick = small(x)
+    with graph.when(quick.SURE):
+        slow = large(x)
+    graph.output("Y", slow)
+    with pytest.raises(Problems, match=r"test_rows.py:\d+:5: in ensemble g, tensor 'Y' exists for some rows only"):
+        graph.check()
+
+
+def test_a_tensor_that_others_read_cannot_stand_for_the_rest() -> None:
+    graph = Graph("g", max_batch_size=8)
+    x = graph.input("X", "FP32[2]")
+    with pytest.raises(Problems, match="`each` takes at least one tensor apart"), graph.each():
+        pass
+    graph.merge(x, otherwise=0)
+    assert "input 'X' cannot be merged" in graph.problems[0].message

@@ -1,0 +1,114 @@
+"""Property tests of spaces: the scheduler runs random graphs with `when` and `each` on random requests, and each row
+has the answer of an interpreter that runs it alone (tests/support/spaces_world.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.spaces import SpaceFlow
+from flowserve.values import Array
+from tests.support.spaces_world import Interpreter, World, drawn, padded
+
+seeds = st.integers(0, 2**48)
+# The long profile runs 100,000 graphs, in about twenty minutes.
+profile = settings.get_profile(settings.get_current_profile_name())
+many = settings(max_examples=100_000 if profile.max_examples >= 2_000 else 100)
+
+
+def requests(rng: Random, world: World) -> list[tuple[Array, Flow]]:
+    """Requests of random rows, submitted between the steps of the scheduler."""
+    made = []
+    for _ in range(rng.randrange(1, 6)):
+        rows = rng.randrange(1, max(world.config.max_batch_size, 1) + 1)
+        array = np.array([[rng.randrange(-5, 6) / 2 for _ in range(2)] for _ in range(rows)], np.float32)
+        made.append((array, world.submit(array)))
+        for _ in range(rng.randrange(4)):
+            world.go_on()
+    return made
+
+
+def check_answer(world: World, array: Array, flow: Flow) -> None:
+    """Every output has, in every row, what the row alone gives."""
+    assert flow.error is None
+    rows = [Interpreter(world.wiring, world.made, row) for row in array]
+    outputs = world.outputs(flow)
+    for name, found in outputs.items():
+        filled = next((fill.tensor for fill in world.wiring.fills if fill.present == name), None)
+        fill = world.made.fills.get(name)
+        right = [row.value(name, 0, ()) if filled is None else row.present(filled) for row in rows]
+        if found is None:
+            assert right == [None] * len(right), name
+            continue
+        for one, value in zip(found, right, strict=True):
+            np.testing.assert_allclose(one, padded(value, one.shape, 0.0 if fill is None else fill.value), err_msg=name)
+    runs: Counter[int] = Counter()
+    for row in rows:
+        runs.update(row.runs)
+    for node in world.graph.nodes:  # a row runs once in each step whose tests it passes, and padding never does
+        index = next(step.index for step in world.wiring.steps if world.wiring.place(step.written.path) == node.place)
+        assert world.rows_run[id(flow), node.index] == runs[index], node.name
+
+
+def check_nothing_is_held(world: World, flow: Flow) -> None:
+    assert not world.running
+    assert all(len(queue.batcher) == 0 for queue in world.queues)
+    if isinstance(flow, SpaceFlow):
+        assert not flow.live
+
+
+@many
+@given(seed=seeds)
+def test_each_row_has_the_answer_that_it_has_alone(seed: int) -> None:
+    rng = Random(seed)
+    config = drawn(rng)
+    if config is None:
+        return
+    world = World(config, rng)
+    flows = requests(rng, world)
+    while world.go_on():
+        pass
+    for array, flow in flows:
+        assert flow.done
+        check_answer(world, array, flow)
+        check_nothing_is_held(world, flow)
+
+
+@given(seed=seeds)
+def test_a_failed_batch_fails_its_requests_and_a_cancelled_one_leaves_nothing(seed: int) -> None:
+    rng = Random(seed)
+    config = drawn(rng)
+    if config is None:
+        return
+    world = World(config, rng, fails=0.1)
+    flows = requests(rng, world)
+    cancelled: set[Any] = set()
+    while world.go_on():
+        if rng.random() < 0.05:
+            _, flow = rng.choice(flows)
+            if not flow.done:
+                world.scheduler.cancel(flow)
+                cancelled.add(flow)
+    assert Counter(world.finished).most_common(1)[0][1] == 1 if world.finished else True
+    for array, flow in flows:
+        assert flow.done
+        check_nothing_is_held(world, flow)
+        if flow in cancelled:
+            assert flow not in world.finished
+        elif flow.error is not None:
+            assert "it fell over" in str(flow.error)
+        else:
+            world.rows_run.clear()
+            outputs = world.outputs(flow)
+            rows = [Interpreter(world.wiring, world.made, row) for row in array]
+            for name, found in outputs.items():
+                if found is not None and name in world.made.homes and not world.made.fills:
+                    for one, row in zip(found, rows, strict=True):
+                        np.testing.assert_allclose(one, padded(row.value(name, 0, ()), one.shape, 0.0), err_msg=name)
