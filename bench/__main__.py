@@ -33,6 +33,7 @@ from bench.packages import measure_packages
 from bench.reliability.figures import FIGURES, measure_figures, run_chaos
 from bench.reliability.soak import soak
 from bench.report import Results, open_console, print_tables, write_json, write_plot
+from bench.rows import ROW_WORKS, measure_rows
 from bench.runs import WARMUP_S, Limit, Plan, Run
 from bench.sequences import measure_sequences
 from bench.servers import BenchFailed
@@ -60,9 +61,11 @@ BUSY: Final = 0.7
 
 def _works(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
-    unknown = [name for name in names if name not in WORKS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no work named {', '.join(unknown)}; there are {', '.join(WORKS)}")
+    known = [*WORKS, *ROW_WORKS]
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"no work named {', '.join(unknown)}; there are {', '.join(known)}")
+    if 0 < sum(name in ROW_WORKS for name in names) < len(names):
+        raise argparse.ArgumentTypeError(f"{' and '.join(ROW_WORKS)} have tables of their own: name no other work")
     return names
 
 
@@ -164,7 +167,9 @@ def _parser() -> argparse.ArgumentParser:
         "--only",
         type=_works,
         metavar="A,B",
-        help="default all; " + "; ".join(f"{work.name}: {work.about}" for work in WORKS.values()),
+        help="default all; "
+        + "; ".join(f"{work.name}: {work.about}" for work in WORKS.values())
+        + "".join(f"; {name}: {about}" for name, about in ROW_WORKS.items()),
     )
     parser.add_argument(
         "--concurrency",
@@ -431,6 +436,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(*measure_packages(options.against, concurrency, options.rounds or 3, plan.seconds, _say), sep="\n")
         elif options.in_process:
             print(measure_in_process(plan.rounds, plan.seconds, _say))
+        elif options.work and options.work[0] in ROW_WORKS:
+            print(measure_rows(options.work, plan.rounds, plan.seconds, _say))
         elif options.echo:
             runs += measure_echo(plan, _say)
         else:

@@ -80,7 +80,8 @@ class Operation:
 
     `index` continues the numbers of the nodes, among the consumers of a slot. `tensors` are the slots of the tensors
     that it uses, in the order of the record, and `spreads` those of the spaces of `derived`, NO_SLOT for the space of
-    the tensor itself.
+    the tensor itself. `around`: the space of the result, of a space that around it; 0 for the request's own rows.
+    `has_rows`: whether the result has a batch dimension.
     """
 
     index: int
@@ -90,17 +91,19 @@ class Operation:
     spreads: tuple[int, ...] = ()
     opens: Space | None = None
     derived: Derived | None = None
+    around: int = 0
+    has_rows: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpacePlan:
     """What a graph with spaces adds to its plan. `spreads[n]`: the slot of the spread of node n's space, NO_SLOT for
-    the request's own rows; `slots[s]`: that of space s. `inputs`: the graph's inputs that operations read, by slot.
+    the request's own rows. `first`: the operations that read only the request's inputs.
     """
 
     operations: tuple[Operation, ...]
     spreads: tuple[int, ...]
-    inputs: tuple[int, ...]
+    first: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +148,7 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
     missing = tuple(sum(slot in made_by_nodes for slot in dict.fromkeys(reads)) for reads in wires.reads)
     spaces = wires.space_plan(graph) if graph.spaces else None
     if spaces is not None:
-        missing += tuple(len(operation.reads) for operation in spaces.operations)
+        missing += tuple(sum(slot in made_by_nodes for slot in one.reads) for one in spaces.operations)
     nested = nesting(graph, edges, wires.slot_of)
     is_apart = nested is not None or spaces is not None
     nodes = tuple(_plan_node(graph, node, wires, missing, is_apart=is_apart) for node in graph.nodes)
@@ -294,7 +297,8 @@ class _Wires:
                 )
             tensors = tuple(self.slot_of[one] for one in refs)
             reads = tuple(dict.fromkeys(self.slot_of[one] for one in needed))
-            operations.append(Operation(index, reads, slot, tensors, spreads, space, derived))
+            has_rows = graph.has_rows(derived.space) if derived is not None else True
+            operations.append(Operation(index, reads, slot, tensors, spreads, space, derived, around, has_rows))
             for read in reads:
                 self.read.add(read)
                 self.consumers[read].append(index)
@@ -302,10 +306,8 @@ class _Wires:
             waiting += [one for one in needed if one not in seen]
             seen.update(needed)
         spreads_of = tuple(self.slot_of[_SPREAD, node.space] if node.space else NO_SLOT for node in graph.nodes)
-        inputs = tuple(
-            slot for slot in range(len(graph.inputs)) if any(n >= len(graph.nodes) for n in self.consumers[slot])
-        )
-        return SpacePlan(tuple(operations), spreads_of, inputs)
+        first = tuple(one.index for one in operations if max(one.reads) < len(graph.inputs))
+        return SpacePlan(tuple(operations), spreads_of, first)
 
     def _add_input(self, graph: Graph, edge: Edge, slot: int, read_slot: int) -> None:
         """Add an edge that a node reads: the tensor in `slot`, which this input finds in `read_slot`."""

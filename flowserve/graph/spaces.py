@@ -127,10 +127,8 @@ def closed(made: Arrangement, tensor: str) -> bool:
 def _place_step(w: Wiring, made: Arrangement, index: int) -> int:
     """The space of a step; spaces that it is the first to name are added."""
     written = w.steps[index].written
-    taken_apart = set(written.each.tensors) | {written.each.count} if written.each is not None else set()
-    tested = {test.tensor for test in written.when}
     space = 0
-    for tensor in dict.fromkeys([*written.input_map.values(), *taken_apart, *tested]):
+    for tensor in dict.fromkeys([*sorted(written.input_map.values()), *(name for name, _ in written.row_reads())]):
         home = made.homes.get(tensor, 0)
         if closed(made, tensor) and not (written.each or written.when):
             continue

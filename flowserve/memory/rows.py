@@ -112,26 +112,30 @@ def _tested(test: RowTest, others: Sequence[RowTest], tensor: Tensor) -> Spread:
         taken = ~taken
     else:
         taken = _passing(test, numbers)
-    rows = int(taken.sum())
-    return Spread(rows, count, None if rows == count else np.flatnonzero(taken))
+    rows = int(np.count_nonzero(taken))
+    return Spread(rows, count, None if rows == count else _NO_ROWS if not rows else np.flatnonzero(taken))
 
 
 def _passing(test: RowTest, numbers: Array) -> Array:
     """Which numbers pass; as `RowTest.passes`."""
-    if test.above is None and test.below is None and not test.equals:
-        found = numbers != 0
-    else:
-        found = np.ones(len(numbers), bool)
-        if test.above is not None:
-            found &= numbers > test.above
+    found: Array
+    if test.equals:
+        found = numbers == test.equals[0]
+        for number in test.equals[1:]:
+            found |= numbers == number
+    elif test.above is not None:
+        found = numbers > test.above
         if test.below is not None:
             found &= numbers < test.below
-        if test.equals:
-            found &= np.isin(numbers, test.equals)
+    elif test.below is not None:
+        found = numbers < test.below
+    else:
+        found = numbers.astype(bool, copy=False)
     if test.negate:
         found = ~found
-    passing: Array = found & (numbers == numbers)  # NaN is no number
-    return passing
+    if numbers.dtype.kind not in "bui":  # NaN is no number, and passes nothing
+        found = found & (numbers == numbers)
+    return found
 
 
 def _taken_apart(space: Space, tensors: Sequence[Tensor], count: Tensor | None) -> Spread:
@@ -236,20 +240,30 @@ def merge(
     and those that no condition took are its. Rows that nothing wrote get the value of `fill`; without one the tensor is
     None. Raises ModelFailed if the shapes differ.
     """
-    found = [(tensor, spread) for tensor, spread in zip(tensors, spreads, strict=True) if spread and spread.rows]
-    base = next((tensor for tensor, spread in zip(tensors, spreads, strict=True) if spread is None), None)
-    if base is not None and has_rows:
-        base = _with_rows(base)
-    for tensor, spread in found:
+    base = None
+    written: list[tuple[Tensor, Spread]] = []
+    count = rows = left_out = 0
+    for tensor, spread in zip(tensors, spreads, strict=True):
+        if spread is None:
+            base = tensor
+            continue
+        rows = spread.parent_rows
+        if not spread.rows:
+            continue
         if spread.picked is None:
             return tensor
-    written = [(tensor, spread) for tensor, spread in found if tensor is not None]
-    rows = next(spread.parent_rows for spread in spreads if spread is not None)
-    is_complete = sum(spread.rows for _, spread in written) == rows
-    if base is None and not is_complete and (derived.fill is None or len(written) < len(found)):
+        if tensor is None:
+            left_out += 1
+        else:
+            written.append((tensor, spread))
+            count += spread.rows
+    if base is not None:
+        if has_rows:
+            base = _with_rows(base)
+        if not written:
+            return base
+    elif count < rows and (derived.fill is None or left_out):
         return None  # left out by its models, or by a request that takes no branch
-    if base is not None and not written:
-        return base
     arrays = [host_array(tensor) for tensor, _ in written]
     if base is not None:
         arrays.append(host_array(base))

@@ -19,7 +19,6 @@ Always true of a flow that is not done, besides the invariants of `Flow`:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -189,16 +188,15 @@ class SpaceFlow(Flow):
         self.finished: set[int] = set()
         self.skipped: list[int] = []
         self.spreads: dict[int, Spread] = {}
-        self._ready: deque[int] = deque()  # nodes and operations that have all they read
+        self._ready: list[int] = []  # nodes and operations that have all they read
 
     def begin(self, changed: Callable[[Any], None] | None = None) -> list[Ticket]:
         plan, spaces = self.plan, self.plan.spaces
         assert spaces is not None
         if plan.lacking:
             self._check_given(plan)
-        for slot in spaces.inputs:
-            self._count_down([n for n in plan.consumers[slot] if n >= len(plan.nodes)])
-        self._ready.extendleft(reversed(plan.first))
+        self._ready += plan.first
+        self._ready += spaces.first
         tickets: list[Ticket] = []
         self._go_on(tickets)
         return tickets
@@ -264,31 +262,32 @@ class SpaceFlow(Flow):
 
     def _read(self, slots: Sequence[int]) -> None:
         """A node or an operation has read these slots."""
+        readers = self.readers
         for slot in slots:
-            self.readers[slot] -= 1
-            if not self.readers[slot]:
+            readers[slot] -= 1
+            if not readers[slot]:
                 self.tensors[slot] = None
 
     def _go_on(self, tickets: list[Ticket]) -> None:
         """Start everything that is ready, and what becomes ready by that."""
-        nodes = self.plan.nodes
-        spaces = self.plan.spaces
+        plan, ready = self.plan, self._ready
+        nodes, spaces = plan.nodes, plan.spaces
         assert spaces is not None
-        while self._ready:
-            n = self._ready.popleft()
-            if n >= len(nodes):
-                self._operate(spaces.operations[n - len(nodes)])
+        count = len(nodes)
+        for n in ready:  # it grows meanwhile
+            if n >= count:
+                self._operate(spaces.operations[n - count])
                 continue
-            node = nodes[n]
             slot = spaces.spreads[n]
             if slot == NO_SLOT:
                 self.open += 1
-                tickets.append(self._ticket(node))
+                tickets.append(self._ticket(nodes[n]))
             elif self.tensors[slot].rows:
                 self.open += 1
-                self._start(node, self.tensors[slot], tickets)
+                self._start(nodes[n], self.tensors[slot], tickets)
             else:
-                self._skip(node)
+                self._skip(nodes[n])
+        ready.clear()
 
     def _start(self, node: PlanNode, spread: Spread, tickets: list[Ticket]) -> None:
         """Queue a step of a space, in parts."""
@@ -345,25 +344,24 @@ class SpaceFlow(Flow):
     # Operations
 
     def _operate(self, operation: Operation) -> None:
-        space, derived = operation.opens, operation.derived
-        made: Any
-        if space is not None:
-            made = self._opened(space, [self.tensors[slot] for slot in operation.tensors])
-        else:
-            assert derived is not None
-            made = self._derived(derived, operation)
-        slot = operation.slot
-        if made is None and self.plan.needed_by[slot] and not self._is_absent(derived):
-            raise self._left_out(derived, slot)
-        self.tensors[slot] = made
-        self._count_down(self.plan.consumers[slot])
+        around = self.spreads[operation.around] if operation.around else None
+        is_absent = around is not None and not around.rows
+        made = self._opened(operation, around) if operation.opens is not None else None
+        if made is None and not is_absent:
+            made = self._derived(operation)
+            if made is None and self.plan.needed_by[operation.slot]:
+                raise self._left_out(operation)
+        self.tensors[operation.slot] = made
+        self._count_down(self.plan.consumers[operation.slot])
         self._read(operation.reads)
 
-    def _opened(self, space: Space, tensors: Sequence[Any]) -> Spread:
-        assert self.plan.spaces is not None
-        parent = self._spread_of(space.parent)
-        if parent is not None and not parent.rows:
-            spread: Spread = self.rows.nothing(parent)
+    def _opened(self, operation: Operation, around: Spread | None) -> Spread:
+        """The rows of a space begin."""
+        space, tensors = operation.opens, [self.tensors[slot] for slot in operation.tensors]
+        assert space is not None
+        spread: Spread
+        if around is not None and not around.rows:
+            spread = self.rows.nothing(around)
         elif None in tensors:
             ref = space.opens[tensors.index(None)]
             raise Internal(f"`{space.title}` cannot be decided: {self._maker(ref)} left its tensor out")
@@ -382,34 +380,27 @@ class SpaceFlow(Flow):
             ref = graph.derived[ref[1]].reads[0]
         return f"step '{graph.nodes[ref[0]].name}'" if ref[0] >= 0 else "the request, whose input is optional,"
 
-    def _spread_of(self, space: int) -> Spread | None:
-        """The spread of a space that began, None for the request's own rows."""
-        return self.spreads[space] if space else None
+    def _derived(self, operation: Operation) -> Any:
+        """A tensor at the border of a space; None if there is none for these rows."""
+        derived, rows, held = operation.derived, self.rows, self.tensors
+        assert derived is not None
+        how = derived.how
+        if how is Derivation.TAKE:
+            tensor, spread = held[operation.tensors[0]], held[operation.spreads[0]]
+            return None if tensor is None else rows.take(tensor, spread, operation.has_rows)
+        if how is Derivation.ITEMS:
+            tensor, spread = held[operation.tensors[0]], held[operation.spreads[0]]
+            return None if tensor is None else rows.items(tensor, spread)
+        spreads = [held[slot] if slot != NO_SLOT else None for slot in operation.spreads]
+        if how is Derivation.MERGE:
+            return rows.merge(derived, [held[slot] for slot in operation.tensors], spreads, operation.has_rows)
+        if how is Derivation.GATHER:
+            return rows.gather(derived, held[operation.tensors[0]], spreads[0], operation.has_rows)
+        return rows.present(derived, spreads, operation.has_rows)
 
-    def _is_absent(self, derived: Derived | None) -> bool:
-        """Whether a derived tensor belongs to a space without rows."""
-        spread = None if derived is None else self._spread_of(derived.space)
-        return spread is not None and not spread.rows
-
-    def _derived(self, derived: Derived, operation: Operation) -> Any:
-        rows, tensors = self.rows, [self.tensors[slot] for slot in operation.tensors]
-        spreads = [self.tensors[slot] if slot != NO_SLOT else None for slot in operation.spreads]
-        has_rows = self.plan.graph.has_rows(derived.space)
-        if self._is_absent(derived):
-            return None
-        if derived.how is Derivation.TAKE:
-            return None if tensors[0] is None else rows.take(tensors[0], spreads[0], has_rows)
-        if derived.how is Derivation.ITEMS:
-            return None if tensors[0] is None else rows.items(tensors[0], spreads[0])
-        if derived.how is Derivation.MERGE:
-            return rows.merge(derived, tensors, spreads, has_rows)
-        if derived.how is Derivation.GATHER:
-            return rows.gather(derived, tensors[0], spreads[0], has_rows)
-        return rows.present(derived, spreads, has_rows)
-
-    def _left_out(self, derived: Derived | None, slot: int) -> FlowserveError:
-        plan = self.plan
-        reader = next(node for node in plan.nodes if node.name == plan.needed_by[slot])
+    def _left_out(self, operation: Operation) -> FlowserveError:
+        plan, derived = self.plan, operation.derived
+        reader = next(node for node in plan.nodes if node.name == plan.needed_by[operation.slot])
         name = derived.spec.name if derived is not None else ""
         text = f"model '{reader.model.name}' needs tensor '{name}', which was left out for the rows of this step"
         return self.located(Internal(text), reader)
