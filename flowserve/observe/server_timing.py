@@ -57,7 +57,7 @@ def _entries(trace: Trace, prefix: str, origin_ns: int) -> Iterator[str]:
                 yield from _entries(call, f"{name}/", origin_ns)
     for node in trace.skipped:
         why = trace.graph.spaces[node.space - 1].title
-        what = "no item" if why.startswith("each") else "no row had"
+        what = "no item in" if why.startswith("each") else "no row passed"
         description = f"{what} {why.removeprefix('when ').removeprefix('each ')}"
         yield f'{quote(prefix + node.name, safe=_TOKEN)}.skipped;desc="{_quoted(description)}"'
     if trace.omitted:

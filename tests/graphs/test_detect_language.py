@@ -55,6 +55,26 @@ def test_the_language_of_every_held_out_sentence_is_found(
     assert found == [name for _, name in sentences]
 
 
+def test_the_cascade_asks_the_network_only_for_what_the_words_do_not_tell(
+    client: triton.InferenceServerClient, root: Path
+) -> None:
+    sentences = _held_out(root)
+    texts = [text for text, _ in sentences]
+
+    def tokenised() -> int:
+        (model,) = client.get_inference_statistics("detect_language_tokenise")["model_stats"]
+        return int(model["inference_count"])
+
+    before = tokenised()
+    found, sure = [], []
+    for start in range(0, len(texts), 40):
+        given = _texts(*texts[start : start + 40])
+        found += client.infer("detect_language_cascade", given).as_numpy("LANGUAGE")[:, 0].tolist()
+        sure += client.infer("detect_language_words", given).as_numpy("SURE")[:, 0].tolist()
+    assert [name.decode() for name in found] == [name for _, name in sentences]
+    assert tokenised() - before == sure.count(False) == 25
+
+
 def test_concurrent_sentences_get_their_own_responses(client: triton.InferenceServerClient, root: Path) -> None:
     sentences = _held_out(root)
     waiting = [client.async_infer("detect_language", _texts(text)) for text, _ in sentences]

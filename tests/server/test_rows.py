@@ -258,4 +258,4 @@ def test_what_is_skipped_and_taken_is_counted(served: Served) -> None:
         {"flowserve-timing": "1"},
     )
     with urllib.request.urlopen(request, timeout=30) as response:
-        assert 'first.skipped;desc="no row had any"' in response.headers["Server-Timing"]
+        assert 'first.skipped;desc="no row passed any"' in response.headers["Server-Timing"]
