@@ -51,6 +51,14 @@ RESPONSES_MAX: Final = 1024
 _MICROSECOND_NS: Final = 1000
 # An observation belongs to the first edge that is not below it; values above the last edge have their own count.
 DURATION_EDGES_NS: Final = tuple(step * 10**power * _MICROSECOND_NS for power in range(2, 8) for step in (1, 2, 5))
+# Each decade of durations, from 10 microseconds on, in 35 parts, none wider than a tenth of its value, so that
+# percentiles are that exact. They include the edges above, by which metrics are reported.
+DURATION_BUCKETS_NS: Final = tuple(
+    tenth * 10**power * _MICROSECOND_NS // 10
+    for power in range(1, 8)
+    for tenth in (*range(10, 20), *range(20, 50, 2), *range(50, 100, 5))
+    if tenth * 10**power <= 500_000_000
+)
 ROW_EDGES: Final = tuple(2**power for power in range(11))
 WINDOW_NS: Final = 60_000_000_000
 PARTS: Final = 5
@@ -61,28 +69,34 @@ _NONE: Final = -1  # the step of the value 0
 
 
 class Histogram:
-    """`counts[i]` is the number of observations up to `edges[i]`; the last count is for values above all edges."""
+    """`counts[i]` is the number of observations up to `buckets[i]`; the last count is for values above all buckets.
+    `edges` are those of the buckets by which it is reported; all, unless finer `buckets` are given, which include them.
+    """
 
-    __slots__ = ("counts", "edges")
+    __slots__ = ("_places", "buckets", "counts", "edges")
 
-    def __init__(self, edges: Sequence[int]) -> None:
+    def __init__(self, edges: Sequence[int], buckets: Sequence[int] = ()) -> None:
         self.edges = edges
-        self.counts = [0] * (len(edges) + 1)
+        self.buckets = buckets or edges
+        self.counts = [0] * (len(self.buckets) + 1)
+        self._places = [self.buckets.index(edge) for edge in edges]
 
     def observe(self, value: int, count: int = 1) -> None:
         """`count` observations of the same value."""
-        self.counts[bisect_left(self.edges, value)] += count
+        self.counts[bisect_left(self.buckets, value)] += count
 
     def observe_all(self, values: Array, counts: Array) -> None:
         """`counts[i]` observations of `values[i]`, all at once."""
-        found = np.bincount(np.searchsorted(self.edges, values), counts, len(self.counts))
+        found = np.bincount(np.searchsorted(self.buckets, values), counts, len(self.counts))
         self.counts = [*map(add, self.counts, map(int, found))]
 
     def cumulated(self) -> list[int]:
         """The number of observations up to each edge, and last the total."""
-        return list(accumulate(self.counts))
+        counts = list(accumulate(self.counts))
+        return [*[counts[place] for place in self._places], counts[-1]]
 
 
+_durations = partial(Histogram, DURATION_EDGES_NS, DURATION_BUCKETS_NS)
 # The counters of all responses at one position, by their names in JSON: each a count and a sum of durations in ns. The
 # duration of a response begins at the end of the one before it.
 _RESPONSE_COUNTERS: Final = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
@@ -171,9 +185,9 @@ class Statistics:
     cache_misses: int = 0
     cache_miss_ns: int = 0
     batches: dict[int, BatchSizeStatistics] = field(default_factory=dict)
-    request_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
-    queue_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
-    compute_duration: Histogram = field(default_factory=partial(Histogram, DURATION_EDGES_NS))
+    request_duration: Histogram = field(default_factory=_durations)
+    queue_duration: Histogram = field(default_factory=_durations)
+    compute_duration: Histogram = field(default_factory=_durations)
     responses: ResponseStatistics = field(default_factory=ResponseStatistics)
     first_response: tuple[Histogram, list[int]] | None = None
     nodes: tuple[NodeTraffic, ...] = ()
@@ -305,7 +319,7 @@ class Statistics:
     def first_answered(self, ns: int) -> None:
         """Count the first response of a decoupled request, `ns` after its arrival."""
         if self.first_response is None:
-            self.first_response = Histogram(DURATION_EDGES_NS), [0]
+            self.first_response = _durations(), [0]
         histogram, total = self.first_response
         histogram.observe(ns)
         total[0] += ns

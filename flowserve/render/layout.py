@@ -55,7 +55,7 @@ class Box:
     top: float = 0.0
     layer_left: float = 0.0
     inside: Drawing | None = None
-    is_space: bool = False  # a frame of a space, not of an ensemble
+    space: int = 0  # of a frame around the nodes of a space; 0: of an ensemble
     wires_in: list[Wire] = field(default_factory=list)
     wires_out: list[Wire] = field(default_factory=list)
 
@@ -226,7 +226,7 @@ class _Layout:
         inside = self.scope(scope)
         title = scope_title(scope, self.configs)
         box = Box("frame", (title,), scope=scope.path if scope.space is None else "", inside=inside)
-        box.is_space = scope.space is not None
+        box.space = scope.space.index if scope.space is not None else 0
         box.width = max(inside.width, text_width((title,)) + 2 * PAD)
         box.height = FRAME_HEAD + inside.height + PAD
         inside.shift(0.0, FRAME_HEAD)

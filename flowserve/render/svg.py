@@ -86,8 +86,9 @@ def _label_svg(wire: Wire) -> str:
 
 def _box_svg(box: Box) -> str:
     kind_class, radius = CLASSES[box.kind]
-    kind_class += " w" * box.is_space
+    kind_class += " w" * (box.space > 0)
     means = f' data-node="{box.node}"' if box.kind == "node" else ""
+    means += f' data-space="{box.space}"' if box.space else ""
     means += f" data-scope={quoteattr(_text(box.scope))}" if box.scope else ""
     shape = (
         f'<rect class="{kind_class}" x="{box.left:.1f}" y="{box.top:.1f}" width="{box.width:.1f}"'

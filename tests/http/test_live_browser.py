@@ -116,7 +116,9 @@ def test_the_page_asks_for_a_missing_key_and_lists_models_with_it(page: Page) ->
     page.press("Enter", 13)
     page.until("document.querySelector('#link').innerText === 'live'")
     listed = page.run("[...document.querySelectorAll('#list .who')].map(who => who.innerText)")
-    assert listed == sorted([MARKUP, "echo", "pair", "same", "wrong"])
+    assert sorted(listed) == sorted([MARKUP, "echo", "pair", "same", "wrong"])
+    assert listed[:2] == ["pair", "same"]  # a graph, and its model below it
+    assert page.run("[...document.querySelectorAll('#list .under .who')].map(who => who.innerText)") == ["same"]
     page.until("document.querySelectorAll('#picture [data-node]').length === 2")
     assert text(page, "#title") == "pair"  # a graph, where there is one
     assert text(page, "#state") == "ready"
@@ -146,6 +148,74 @@ def test_figures_are_updated_in_the_picture_and_in_the_tables(served: Served, pa
     assert "B/s" in page.run("document.querySelector('#picture text[data-edges]').textContent")
     assert page.run("document.querySelectorAll('#steps tr')[1].children[3].innerText") == "2"
     assert page.run("document.querySelector('#cards dd').innerText") != "0 /s"
+
+
+def test_a_chart_shows_the_values_of_the_server_under_the_pointer(served: Served, page: Page) -> None:
+    choose(page, "pair")
+    infer(served, 20)
+    page.until("history.values.rate && history.values.rate.at(-1) > 0 && history.at.length > 2")
+    page.run("document.querySelectorAll('.chart')[0].focus()")
+    page.press("ArrowRight", 39)
+    page.press("ArrowLeft", 37)
+    shown = page.run("document.querySelectorAll('.chart')[0].querySelectorAll('.u-value')[1].innerText")
+    right = page.run("count(charts[0].plot.data[1][charts[0].plot.cursor.idx])")
+    assert shown == right
+    assert shown == page.run(
+        "count(history.values.rate[history.at.indexOf(charts[0].plot.data[0][charts[0].plot.cursor.idx])])"
+    )
+    durations = page.run("history.values.p99.filter(one => one !== null)")
+    assert durations
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{served.base_url}/v2/models/pair/stats", headers={"admin-key": "secret"})
+    ) as answer:
+        counted = json.load(answer)["model_stats"][0]["inference_stats"]["success"]
+    mean_ms = counted["ns"] / counted["count"] / 1e6
+    assert 0.3 * mean_ms < max(durations) < 100 * mean_ms
+    page.run("document.querySelector('#range').value = '60'")
+    page.run("document.querySelector('#range').dispatchEvent(new Event('change'))")
+    low, high = page.run("[charts[0].plot.scales.x.min, charts[0].plot.scales.x.max]")
+    assert high - low == pytest.approx(60)
+
+
+def test_the_picture_is_made_larger_and_smaller_and_fits_again(page: Page) -> None:
+    choose(page, "pair")
+    width = "document.querySelector('#picture svg').getBoundingClientRect().width"
+    page.until("!!document.querySelector('#picture svg')")
+    page.run("fit(false)")
+    whole = page.run(width)
+    assert text(page, "#size") == "100 %"
+    page.run("document.querySelector('#larger').focus()")
+    page.press("Enter", 13)
+    assert page.run(width) == pytest.approx(1.25 * whole, rel=0.01)
+    assert text(page, "#size") == "125 %"
+    page.run("document.querySelector('#picture').focus()")
+    page.press("-", 189)
+    page.press("-", 189)
+    assert page.run(width) == pytest.approx(0.8 * whole, rel=0.01)
+    page.run("document.querySelector('#fit').click()")
+    assert page.run(width) == pytest.approx(page.run("document.querySelector('#picture').clientWidth"), abs=2)
+
+
+def test_on_a_narrow_screen_the_list_is_a_drawer(page: Page) -> None:
+    page.look("dark", 390, 844)
+    seen = "getComputedStyle(document.querySelector('nav')).visibility"
+    try:
+        page.until(f"{seen} === 'hidden'")
+        assert page.run("document.documentElement.scrollWidth") <= 390
+        page.run("document.querySelector('#menu').focus()")
+        page.press("Enter", 13)
+        page.until(f"{seen} === 'visible'")
+        assert page.run("document.activeElement.id") == "filter"
+        page.press("Escape", 27)
+        page.until(f"{seen} === 'hidden'")
+        assert page.run("document.activeElement.id") == "menu"
+        page.run("document.querySelector('#menu').click()")
+        choose(page, "echo")
+        page.until(f"{seen} === 'hidden'")
+    finally:
+        page.look("light", 1280, 900)
+    choose(page, "pair")
+    page.until("!!document.querySelector('#input-0')")
 
 
 def test_a_request_is_sent_with_the_keyboard_and_its_time_is_drawn(page: Page) -> None:
@@ -232,6 +302,20 @@ def test_the_page_follows_the_preferred_color_scheme(page: Page) -> None:
         assert page.screenshot().startswith(b"\x89PNG")
     assert min(shades["light"]) > 200
     assert max(shades["dark"]) < 60
+
+
+def test_the_page_of_the_interface_works_without_a_network(served: Served, page: Page) -> None:
+    page.said.clear()
+    page.open(f"{served.base_url}/docs")
+    page.until("document.querySelectorAll('.opblock').length > 20")
+    assert page.run("document.querySelector('#operations-default-get_v2_health_live') !== null")
+    page.run("document.querySelector('#operations-default-get_v2_health_live button').click()")
+    page.until("!!document.querySelector('.execute')")
+    page.run("document.querySelector('.execute').click()")
+    page.until("document.querySelector('.live-responses-table .response .response-col_status')?.innerText.includes('200')")
+    assert page.said == []
+    page.open(f"{served.base_url}/")
+    page.until("document.querySelector('#link').innerText === 'live'")
 
 
 def test_a_server_that_ends_does_not_wait_for_viewers_and_the_page_reconnects(

@@ -15,7 +15,7 @@ from flowserve.http.page.sampler import (
     quantile_ms,
     read,
 )
-from flowserve.observe.statistics import DURATION_EDGES_NS, Statistics
+from flowserve.observe.statistics import DURATION_BUCKETS_NS, Statistics
 
 MS = 1_000_000
 
@@ -30,7 +30,7 @@ def after(*batches: tuple[int, int]) -> CounterSample:
 
 
 def test_events_before_the_period_do_not_count() -> None:
-    figures = model_figures(after((16, 90 * MS)), after((16, 90 * MS), *[(4, MS)] * 10), 5.0, DURATION_EDGES_NS)
+    figures = model_figures(after((16, 90 * MS)), after((16, 90 * MS), *[(4, MS)] * 10), 5.0, DURATION_BUCKETS_NS)
     assert figures["rate"] == 8.0
     assert figures["mean_batch"] == 4.0
     assert 0.5 <= figures["compute_p50"] <= figures["compute_p99"] <= 1
@@ -39,12 +39,12 @@ def test_events_before_the_period_do_not_count() -> None:
 
 def test_without_events_there_are_rates_and_no_times() -> None:
     one = after((1, MS))
-    assert deployment_figures(one, one, 5.0, DURATION_EDGES_NS) == {"rate": 0, "failing": 0, "p50": None, "p99": None}
-    assert deployment_figures(one, one, 0.0, DURATION_EDGES_NS)["rate"] == 0
+    assert deployment_figures(one, one, 5.0, DURATION_BUCKETS_NS) == {"rate": 0, "failing": 0, "p50": None, "p99": None}
+    assert deployment_figures(one, one, 0.0, DURATION_BUCKETS_NS)["rate"] == 0
 
 
 def test_a_decreased_counter_has_restarted() -> None:
-    figures = deployment_figures(after(*[(1, MS)] * 50), after(*[(1, MS)] * 10), 5.0, DURATION_EDGES_NS)
+    figures = deployment_figures(after(*[(1, MS)] * 50), after(*[(1, MS)] * 10), 5.0, DURATION_BUCKETS_NS)
     assert figures["rate"] == 2.0
     assert figures["p50"] is not None
 
@@ -87,4 +87,4 @@ def test_unchanged_counters_are_not_sampled_again() -> None:
     second = read(one, first)
     assert (second is first, second.failures) == (False, 1)
     figures = {"rate": 0.0, "failing": 0.0, "p50": None, "p99": None}
-    assert deployment_figures(second, read(one, second), 5.0, DURATION_EDGES_NS) == figures
+    assert deployment_figures(second, read(one, second), 5.0, DURATION_BUCKETS_NS) == figures

@@ -197,6 +197,9 @@ _CALLS: Final[tuple[_Call, ...]] = (
     ("get", "/metrics", "Prometheus text", "", "text/plain"),
     ("get", "/openapi.json", "this", "", "Document"),
     ("get", "/", "the live page", "", "text/html"),
+    ("get", "/docs", "this document as a page", "", "text/html"),
+    ("get", "/docs/swagger-ui-bundle.js", "a script of that page", "", "text/javascript"),
+    ("get", "/docs/swagger-ui.css", "its style", "", "text/css"),
     ("get", "/live/events", _SEEN, "", _EVENTS),
     ("get", "/live/graphs/{name}/versions/{version}", "a graph as the live page draws it", "", "Drawn"),
 )

@@ -26,7 +26,17 @@ from flowserve.runtime.loading.control import Control
 from flowserve.version import __version__
 
 VIEWERS_MAX: Final = 32
-SCRIPTS: Final = ("base", "server", "list", "shown", "graph", "request", "timeline", "start")  # in this order one
+SCRIPTS: Final = (
+    "base",
+    "server",
+    "list",
+    "shown",
+    "charts",
+    "graph",
+    "request",
+    "timeline",
+    "start",
+)  # in this order one
 END: Final = b'{"end":true}'  # the server ends, and so do the events
 # What the page writes into the picture: as wide as it may get. assets/graph.js writes these lines.
 SPARE: Final = Spare(("0000/s, batches of 000.0", "queue 00000, busy 00/00", "p50 0000 ms, p99 0000 ms"), "  0000 MB/s")
@@ -96,16 +106,20 @@ def live_routes(engine: Engine, control: Control | None) -> list[Route]:
 
 @cache
 def _page() -> tuple[bytes, str]:
-    """The page, and the policy by which a browser runs only the page's own script."""
+    """The page, and the policy by which a browser runs only the page's own scripts."""
     folder = files("flowserve.http.page") / "assets"
-    style = (folder / "live.css").read_text("utf-8") + STYLE
+    vendor = files("flowserve.http.page") / "vendor"
+    plots = (vendor / "uplot.js").read_text("utf-8")
+    styles = [vendor / "uplot.css", folder / "live.css"]
+    style = "".join(one.read_text("utf-8") for one in styles) + STYLE
     script = "\n".join((folder / f"{part}.js").read_text("utf-8") for part in SCRIPTS)
     text = (folder / "live.html").read_text("utf-8")
-    for mark, part in (("<!--VERSION-->", __version__), ("/*STYLE*/", style), ("/*SCRIPT*/", script)):
+    parts = {"<!--VERSION-->": __version__, "/*STYLE*/": style, "/*VENDOR*/": plots, "/*SCRIPT*/": script}
+    for mark, part in parts.items():
         text = text.replace(mark, part, 1)
     policy = (
-        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; connect-src 'self';"
-        " img-src blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; script-src '{_digest(plots)}' '{_digest(script)}'; style-src '{_digest(style)}';"
+        " connect-src 'self'; img-src blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return text.encode(), policy
 

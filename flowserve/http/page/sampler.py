@@ -22,7 +22,7 @@ import orjson
 
 from flowserve.config.types import ModelConfig
 from flowserve.graph.types import ModelKey
-from flowserve.observe.statistics import DURATION_EDGES_NS, Statistics
+from flowserve.observe.statistics import DURATION_BUCKETS_NS, Statistics
 from flowserve.render.jsontext import graph_document
 from flowserve.runtime.clock import SECOND_NS, wall_clock_ms
 from flowserve.runtime.engine.deployments import Deployment
@@ -35,7 +35,8 @@ _DIGITS: Final = 4  # significant digits of a figure; further ones would be nois
 
 @dataclass(frozen=True, slots=True)
 class CounterSample:
-    """One deployment's counters at one time. `nodes[i]` are (batches, rows) of node i, and `edges[i]` the (passed on,
+    """One deployment's counters at one time. `nodes[i]` are (batches, rows) of node i, `spaces[i]`
+    (requests, rows, rows around) of space i + 1, and `edges[i]` the (passed on,
     copied) bytes of each edge into it.
     """
 
@@ -47,6 +48,7 @@ class CounterSample:
     queue: tuple[int, ...]
     compute: tuple[int, ...]
     nodes: tuple[tuple[int, int], ...]
+    spaces: tuple[tuple[int, int, int], ...]
     edges: tuple[tuple[tuple[int, int], ...], ...]
 
 
@@ -63,6 +65,7 @@ def read(one: Statistics, before: CounterSample | None = None) -> CounterSample:
         tuple(one.queue_duration.counts),
         tuple(one.compute_duration.counts),
         tuple((node.batches, node.rows) for node in one.nodes),
+        tuple((space.requests, space.taken, space.offered) for space in one.spaces),
         tuple(tuple((node.handed_on(edge), edge.copied) for edge in node.edges) for node in one.nodes),
     )
 
@@ -105,6 +108,13 @@ def node_figures(old: CounterSample, new: CounterSample, index: int, seconds: fl
     was = old.nodes[index] if len(old.nodes) == len(new.nodes) else (0, 0)
     batches, rows = new.nodes[index]
     return {"batches": _per_second(was[0], batches, seconds), "mean_batch": _mean(was[1], rows, was[0], batches)}
+
+
+def space_figures(old: CounterSample, new: CounterSample, index: int) -> dict[str, float | None]:
+    """The share of the rows around a space that are in it, and its mean rows per request; None without requests."""
+    was = old.spaces[index] if len(old.spaces) == len(new.spaces) else (0, 0, 0)
+    requests, rows, around = new.spaces[index]
+    return {"share": _mean(was[1], rows, was[2], around), "rows": _mean(was[1], rows, was[0], requests)}
 
 
 def edge_figures(old: CounterSample, new: CounterSample, index: int, seconds: float) -> list[dict[str, Any]]:
@@ -163,8 +173,8 @@ INTERVAL_S: Final = 1.0
 WINDOW_S: Final = 5.0  # figures cover this period
 _FRESH_NS: Final = round(0.9 * INTERVAL_S * SECOND_NS)
 _WINDOW_NS: Final = round((WINDOW_S + 0.5 * INTERVAL_S) * SECOND_NS)
-_NO_DURATIONS: Final = (0,) * (len(DURATION_EDGES_NS) + 1)
-_NOTHING: Final = CounterSample(0, 0, 0, 0, _NO_DURATIONS, _NO_DURATIONS, _NO_DURATIONS, (), ())
+_NO_DURATIONS: Final = (0,) * (len(DURATION_BUCKETS_NS) + 1)
+_NOTHING: Final = CounterSample(0, 0, 0, 0, _NO_DURATIONS, _NO_DURATIONS, _NO_DURATIONS, (), (), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +265,13 @@ class Sampler:
 
     def _figures(self, one: Statistics) -> dict[str, Any]:
         key = ModelKey(one.name, one.version)
+        graph = self._engine.deployments.entries[one.name].ready[one.version].graph
         return {
-            "is_ensemble": self._engine.deployments.entries[one.name].ready[one.version].graph.is_ensemble,
+            "is_ensemble": graph.is_ensemble,
+            "models": [*dict.fromkeys(node.model.name for node in graph.nodes)] if graph.is_ensemble else [],
             "error": one.last_error,
             "error_ms": one.last_error_ms,
-            **deployment_figures(*self._between(key), DURATION_EDGES_NS),
+            **deployment_figures(*self._between(key), DURATION_BUCKETS_NS),
         }
 
     def _between(self, key: ModelKey) -> tuple[CounterSample, CounterSample, float]:
@@ -284,7 +296,7 @@ class Sampler:
             for node, queue in zip(graph.nodes, deployment.queues, strict=True):
                 into = [number for number, edge in enumerate(graph.edges) if edge.consumer == node.index]
                 edges |= zip(into, edge_figures(old, new, node.index, seconds), strict=True)
-                model = model_figures(*self._between(node.model), DURATION_EDGES_NS)
+                model = model_figures(*self._between(node.model), DURATION_BUCKETS_NS)
                 figures = node_figures(old, new, node.index, seconds)
                 nodes.append({**figures, **_now(queue), "model": model})
         return {
@@ -292,6 +304,7 @@ class Sampler:
             "version": str(deployment.version),
             "picture": self.picture(deployment),
             "nodes": nodes,
+            "spaces": [space_figures(old, new, i) for i in range(len(new.spaces))],
             "edges": [edges.get(number) for number in range(len(graph.edges))],
         }
 

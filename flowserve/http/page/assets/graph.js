@@ -20,8 +20,8 @@ async function fetchPicture(word) {
 function build({ picture: word, svg, graph }) {
   const drawn = document.importNode(new DOMParser().parseFromString(svg, "image/svg+xml").documentElement, true);
   $("picture").replaceChildren(drawn);
+  picture = { word, graph, nodes: [], labels: [], wires: [], spaces: [], sends: null, zoom: 1 };
   fit($("picture").clientWidth / drawn.viewBox.baseVal.width > READABLE);
-  picture = { word, graph, nodes: [], labels: [], wires: [], sends: null };
   for (const group of drawn.querySelectorAll("[data-node]")) {
     const number = Number(group.dataset.node);
     const lines = [...group.querySelectorAll("text")].slice(-3);
@@ -43,6 +43,10 @@ function build({ picture: word, svg, graph }) {
     picture.labels.push({ label, of, type });
     label.textContent = type;
   }
+  for (const frame of drawn.querySelectorAll("[data-space]")) {
+    const text = frame.querySelector("text");
+    picture.spaces.push({ number: Number(frame.dataset.space), text, title: text.textContent });
+  }
   for (const wire of drawn.querySelectorAll("path[data-edges]")) {
     picture.wires.push({ wire, of: wire.dataset.edges.split(" ").map(Number) });
   }
@@ -58,7 +62,56 @@ function build({ picture: word, svg, graph }) {
 function fit(isFitting) {
   $("picture").classList.toggle("fit", isFitting);
   $("fit").setAttribute("aria-pressed", String(isFitting));
+  zoom(isFitting ? null : 1);
 }
+
+// `factor` null: as wide as the page.
+function zoom(factor) {
+  const drawn = $("picture").querySelector("svg");
+  if (!drawn) return;
+  const whole = drawn.viewBox.baseVal;
+  const shownAs = factor ?? $("picture").clientWidth / whole.width;
+  drawn.setAttribute("width", Math.round(whole.width * shownAs));
+  drawn.setAttribute("height", Math.round(whole.height * shownAs));
+  picture && (picture.zoom = shownAs);
+  say($("size"), `${Math.round(shownAs * 100)} %`);
+}
+
+// Around a point of the picture that stays where it is, by default its middle.
+function zoomBy(step, x = $("picture").clientWidth / 2, y = $("picture").clientHeight / 2) {
+  if (!picture || !picture.zoom) return;
+  const [box, before] = [$("picture"), picture.zoom];
+  box.classList.remove("fit");
+  $("fit").setAttribute("aria-pressed", "false");
+  zoom(Math.min(Math.max(before * step, 0.1), 4));
+  const grown = picture.zoom / before;
+  box.scrollLeft = (box.scrollLeft + x) * grown - x;
+  box.scrollTop = (box.scrollTop + y) * grown - y;
+}
+
+$("smaller").addEventListener("click", () => zoomBy(1 / 1.25));
+$("larger").addEventListener("click", () => zoomBy(1.25));
+$("picture").addEventListener("keydown", (press) => {
+  if (press.key !== "+" && press.key !== "-") return;
+  press.preventDefault();
+  zoomBy(press.key === "+" ? 1.25 : 1 / 1.25);
+});
+$("picture").addEventListener("wheel", (turn) => {
+  if (!turn.ctrlKey) return;
+  turn.preventDefault();
+  const at = $("picture").getBoundingClientRect();
+  zoomBy(turn.deltaY < 0 ? 1.1 : 1 / 1.1, turn.clientX - at.left, turn.clientY - at.top);
+}, { passive: false });
+// Dragging the background moves the picture.
+$("picture").addEventListener("pointerdown", (press) => {
+  if (press.button || press.pointerType === "touch" || press.target.closest("[data-node]")) return;
+  const box = $("picture");
+  const from = [box.scrollLeft + press.clientX, box.scrollTop + press.clientY];
+  const move = (now) => { box.scrollLeft = from[0] - now.clientX; box.scrollTop = from[1] - now.clientY; };
+  const end = () => { removeEventListener("pointermove", move); removeEventListener("pointerup", end); };
+  addEventListener("pointermove", move);
+  addEventListener("pointerup", end);
+});
 
 function line(texts, more) {
   return el("tr", {}, ...texts.map((text) => el("td", { text })), ...Array.from({ length: more }, () => el("td")));
@@ -92,7 +145,14 @@ function showGraph(graph) {
     wire.classList.toggle("flows", flows);
     wire.classList.toggle("copies", sum(of, "copied") > 0);
   }
+  for (const { number, text, title } of picture.spaces) say(text, title + shareOf(graph.spaces[number - 1], title));
   graph.edges.forEach((edge, i) => showEdge(graph, edge, i));
+}
+
+// Of the rows that some steps run for: which part of all rows, or how many items of a request.
+function shareOf(space, title) {
+  if (!space || space.rows === null) return "";
+  return title.startsWith("each") ? `: ${digits(space.rows)} a request` : `: ${digits((space.share || 0) * 100)} % of rows`;
 }
 
 const producerWorks = (graph, edge) => edge.from.node !== null && graph.nodes[edge.from.node].batches > 0;

@@ -5,7 +5,7 @@ const STALE_MS = 3500; // events come once a second
 const LOST_MS = 10000;
 const RETRY_MS_MAX = 10000;
 
-const link = { abort: null, last: 0, state: "", isEnded: false };
+const link = { abort: null, last: 0, at: 0, state: "", isEnded: false };
 const rows = new Map(); // of the list, by key
 let order = []; // the keys, as the list has them
 let selected = null; // {name, version}
@@ -119,6 +119,7 @@ function connection(look, text) {
 const trouble = (text) => sayOrHide($("trouble"), text);
 
 function show(frame) {
+  link.at = frame.at_ms;
   canLoad = frame.can_load;
   sayOrHide($("ready"), frame.server.is_ready ? "ready" : "not ready");
   $("ready").className = `pill ${frame.server.is_ready ? "good" : "wait"}`;

@@ -52,6 +52,7 @@ function selectFromAddress() {
   picture = null;
   cards = {};
   $("cards").replaceChildren();
+  forgetCharts();
   for (const id of ["picture", "steps", "edges", "inputs", "answer", "timeline"]) $(id).replaceChildren();
   for (const id of ["answer", "timeline"]) $(id).hidden = true;
   for (const id of ["sending", "control-said"]) say($(id), "");
@@ -103,6 +104,7 @@ function anyVersion() {
 }
 
 function showCards(row, graph) {
+  const values = {};
   for (const [id, title, unit, read, write] of CARDS) {
     if (!cards[id]) {
       const canvas = el("canvas", { "aria-hidden": "true" });
@@ -111,12 +113,14 @@ function showCards(row, graph) {
       cards[id] = { value, canvas, ring: new Ring() };
     }
     const value = read(row, graph);
+    values[id] = value;
     const card = cards[id];
     const total = id === "busy" && value !== null ? ` / ${perModel(graph, "instances")}` : "";
     say(card.value, (value === null || value === undefined ? "–" : write(value)) + total);
     card.ring.push(value || 0);
     spark(card.canvas, card.ring);
   }
+  if (link.at) keep(link.at, values);
 }
 
 function spark(canvas, ring) {
