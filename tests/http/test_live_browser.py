@@ -312,7 +312,8 @@ def test_the_page_of_the_interface_works_without_a_network(served: Served, page:
     page.run("document.querySelector('#operations-default-get_v2_health_live button').click()")
     page.until("!!document.querySelector('.execute')")
     page.run("document.querySelector('.execute').click()")
-    page.until("document.querySelector('.live-responses-table .response .response-col_status')?.innerText.includes('200')")
+    status = "document.querySelector('.live-responses-table .response .response-col_status')"
+    page.until(f"{status}?.innerText.includes('200')")
     assert page.said == []
     page.open(f"{served.base_url}/")
     page.until("document.querySelector('#link').innerText === 'live'")
