@@ -177,6 +177,26 @@ def test_a_chart_shows_the_values_of_the_server_under_the_pointer(served: Served
     assert high - low == pytest.approx(60)
 
 
+def test_the_last_requests_are_listed_with_their_times_and_errors(served: Served, page: Page) -> None:
+    choose(page, "echo")
+    page.until("document.querySelector('#link').innerText === 'live'")
+    choose(page, "pair")
+    page.until("!!document.querySelector('#picture svg') && document.querySelector('#link').innerText === 'live'")
+    time.sleep(0.5)  # the stream of events about this deployment has begun
+    for _ in range(3):
+        infer(served, 1)
+        time.sleep(0.15)
+    page.until("document.querySelectorAll('#recent tr').length >= 3")
+    page.run("document.querySelector('#recent button').focus()")
+    page.press("Enter", 13)
+    page.until("document.querySelectorAll('#recent-shown .lane').length >= 2")
+    shown = text(page, "#recent-shown")
+    assert "in the server" in shown
+    assert "same#2" in shown
+    assert page.run("document.querySelector('#recent tr.marked td:last-child').innerText") == "answered"
+    assert page.run("recent.every((one) => one.request.ms > 0 && one.request.rows === 2)")
+
+
 def test_the_picture_is_made_larger_and_smaller_and_fits_again(page: Page) -> None:
     choose(page, "pair")
     width = "document.querySelector('#picture svg').getBoundingClientRect().width"
@@ -316,7 +336,7 @@ def test_the_page_of_the_interface_works_without_a_network(served: Served, page:
     page.until(f"{status}?.innerText.includes('200')")
     assert page.said == []
     page.open(f"{served.base_url}/")
-    page.until("document.querySelector('#link').innerText === 'live'")
+    page.until("document.querySelector('#link').innerText === 'live' && !!document.querySelector('#picture svg')")
 
 
 def test_a_server_that_ends_does_not_wait_for_viewers_and_the_page_reconnects(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from contextlib import ExitStack
 from functools import cache, partial
 from hashlib import sha256
 from importlib.resources import files
-from typing import Final
+from typing import Any, Final
 
 import orjson
 import trio
@@ -18,14 +19,18 @@ from flowserve.errors import Unavailable
 from flowserve.http.api.events import EventResponse, Say
 from flowserve.http.api.json_bodies import json_response
 from flowserve.http.page.sampler import INTERVAL_S, Sampler
+from flowserve.observe.server_timing import server_timing
+from flowserve.observe.trace import Trace
 from flowserve.render.jsontext import graph_document
 from flowserve.render.layout import Spare
 from flowserve.render.svg import STYLE, render_svg
+from flowserve.runtime.clock import wall_clock_ms
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.loading.control import Control
 from flowserve.version import __version__
 
 VIEWERS_MAX: Final = 32
+_NS_PER_MS: Final = 1_000_000
 SCRIPTS: Final = (
     "base",
     "server",
@@ -35,6 +40,7 @@ SCRIPTS: Final = (
     "graph",
     "request",
     "timeline",
+    "recent",
     "start",
 )  # in this order one
 END: Final = b'{"end":true}'  # the server ends, and so do the events
@@ -81,27 +87,47 @@ def live_routes(engine: Engine, control: Control | None) -> list[Route]:
         """Send the whole state, then about once a second the changes, until the server ends."""
         nonlocal viewers
         viewers += 1
-        try:
-            seen = 0
+        recent = engine.traces.recent
+        with ExitStack() as leaving:
+            leaving.callback(left)
+            leaving.enter_context(recent.watching(name))
+            seen = told = 0
             while not engine.stopping.is_set():
                 sampler.look()
                 entry = engine.deployments.entries.get(name)
                 ready = {str(number): one for number, one in entry.ready.items()} if entry else {}
                 frame = sampler.frame(ready.get(version), seen)  # None: the deployment does not serve
                 frame["can_load"] = can_load
+                requests = recent.since(name, told)
+                frame["requests"] = [_request(trace, engine.clock()) for _, trace in requests]
+                told = requests[-1][0] if requests else told
                 seen = sampler.number
                 await say(orjson.dumps(frame))
                 with trio.move_on_after(INTERVAL_S):
                     await engine.stopping.wait()
             await say(END)
-        finally:
-            viewers -= 1
+
+    def left() -> None:
+        nonlocal viewers
+        viewers -= 1
 
     return [
         Route("/", page),
         Route("/live/events", events),
         Route("/live/graphs/{name}/versions/{version}", graph),
     ]
+
+
+def _request(trace: Trace, now_ns: int) -> dict[str, Any]:
+    """A request that is over, for the list of the last ones. `timing` as in the header Server-Timing."""
+    return {
+        "id": trace.request_id,
+        "at_ms": wall_clock_ms() - (now_ns - trace.arrived_ns) // _NS_PER_MS,
+        "ms": (trace.ended_ns - trace.arrived_ns) / _NS_PER_MS,
+        "rows": trace.rows,
+        "error": trace.error,
+        "timing": server_timing(trace),
+    }
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Which requests are traced by the settings or by a timeline, and where their traces go.
+"""Which requests are traced by the settings, by a timeline or for the live page, and where their traces go.
 
 Decides that front ends call `sample` for each request while `is_on` and not otherwise; listeners are notified when
 `is_on` changes; how many requests a timeline's window holds, and how long its unfinished requests are waited for after
@@ -30,6 +30,7 @@ from flowserve.observe.trace_settings import (
     TraceSettings,
 )
 from flowserve.runtime.clock import wall_clock_ns
+from flowserve.runtime.tracing.recent import Recent
 from flowserve.runtime.tracing.tracing import TraceSink, Tracing, Watch
 
 WINDOWS_MAX: Final = 4  # each may hold many traces
@@ -68,6 +69,7 @@ class Traces:
             options.choice, retired=self._retired, check=self._check, api_max_bytes=options.api_max_bytes
         )
         self._windows: list[Window] = []
+        self.recent = Recent(tracing.clock, self._update_is_on)
         self._listeners: list[Callable[[bool], None]] = []
         self.is_on = False
         self._update_is_on()
@@ -93,6 +95,8 @@ class Traces:
             self._update_is_on()
         windows = [window for window in self._windows if window.is_open]
         sinks += [window.traces.append for window in windows]
+        if self.recent.is_on and self.recent.wants(model):
+            sinks.append(self.recent.put)
         if not sinks:
             return None
         has_tensors = is_chosen and setting.choice.has_tensors
@@ -152,7 +156,7 @@ class Traces:
             self._file.check()
 
     def _update_is_on(self) -> None:
-        is_on = self._settings.is_tracing or bool(self._windows)
+        is_on = self._settings.is_tracing or bool(self._windows) or self.recent.is_on
         if is_on != self.is_on:
             self.is_on = is_on
             for listener in self._listeners:

@@ -133,6 +133,7 @@ function show(frame) {
   list();
   if (!selected) select(first());
   shown(frame.graph);
+  showRecent(frame.requests || []);
 }
 
 // In mode explicit the repository holds more than is loaded. That is asked for when the list changes, not all the time.

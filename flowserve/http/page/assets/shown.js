@@ -53,6 +53,7 @@ function selectFromAddress() {
   cards = {};
   $("cards").replaceChildren();
   forgetCharts();
+  forgetRecent();
   for (const id of ["picture", "steps", "edges", "inputs", "answer", "timeline"]) $(id).replaceChildren();
   for (const id of ["answer", "timeline"]) $(id).hidden = true;
   for (const id of ["sending", "control-said"]) say($(id), "");
