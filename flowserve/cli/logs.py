@@ -1,13 +1,15 @@
 """Format and destination of the log: one line per record, on standard error or in the operator's file.
 
 Decides the format of a line, and escapes control characters in every record, so that text from a client or a file
-cannot forge a line. Only a traceback adds lines below its record; each begins with spaces, unlike a record. Decides
+cannot forge a line. Only a traceback adds lines below its record; each begins with spaces, unlike a record. In JSON a
+record is always one line. Decides
 that records that cannot be written are lost. Does not know what is logged. Callers: `run`; `escape` is used by all
 commands that print names from files.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -19,6 +21,7 @@ from logging.handlers import WatchedFileHandler
 from typing import Any, Final, TextIO
 
 from flowserve.observe.settings import LogChoice, LogSettings
+from flowserve.observe.trace import REQUEST
 from flowserve.runtime.processes.log_level import tell_log_level
 from flowserve.runtime.processes.printed import OF_LINES
 
@@ -55,6 +58,26 @@ class LineFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         message = super().formatMessage(record)
         return "\n".join(map(escape, message.split("\n"))) if getattr(record, OF_LINES, False) else escape(message)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object on a line: `time` (UTC), `level`, `logger`, `message`, `process`, and `exception`, a traceback,
+    if there is one. A record about a request has what `of_request` says of it.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created, tz=UTC)
+        line = {
+            "time": f"{when:%Y-%m-%dT%H:%M:%S.%f}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "process": record.process,
+            **getattr(record, REQUEST, {}),
+        }
+        if record.exc_info and record.exc_info[0] is not None:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=True, default=str)
 
 
 class LossyHandler(logging.Handler):
@@ -140,7 +163,8 @@ def configure(choice: LogChoice) -> LogSettings:
     def apply(changed: LogChoice) -> None:
         nonlocal choice
         choice = changed
-        handler.setFormatter(LineFormatter(choice.log_format))
+        is_json = choice.log_format == "json"
+        handler.setFormatter(JsonFormatter() if is_json else LineFormatter(choice.log_format))
         level = choice.log_verbose_level
         logging.getLogger().setLevel(logging.DEBUG if level > 1 else logging.INFO)
         logging.getLogger("flowserve").setLevel(logging.DEBUG if level else logging.INFO)

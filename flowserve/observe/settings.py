@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from flowserve.errors import Invalid, Unsupported
 
-FORMATS: Final = ("default", "ISO8601")
+FORMATS: Final = ("default", "ISO8601", "json")  # the last is flowserve's own
 _VERBOSE_MAX: Final = 2**31 - 1
 
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import getrandbits
-from typing import Final
+from typing import Any, Final
 
 from flowserve.graph.types import Graph, ModelKey, Node
 from flowserve.values import Array
@@ -255,6 +255,21 @@ def is_sampled(traceparent: str) -> bool | None:
 def trace_id_for(parent: str) -> int:
     """The id of a trace that begins below `parent`, a context or ""."""
     return int(parent[3:35], 16) if parent else getrandbits(128) or 1
+
+
+REQUEST: Final = "flowserve_request"  # the attribute of a log record with the facts of its request
+
+
+def of_request(model: str, version: int, request_id: str, trace: Trace | None) -> dict[str, Any]:
+    """The `extra` of a log record about a request: its deployment and id, and the ids of its trace and of the span of
+    its last step, if its spans are sent.
+    """
+    facts: dict[str, Any] = {"model": model, "version": version, "request_id": request_id}
+    if trace is not None and trace.trace_id:
+        facts["trace_id"] = f"{trace.trace_id:032x}"
+        if span_id := next((step.span_id for step in reversed(trace.steps) if step.span_id), 0):
+            facts["span_id"] = f"{span_id:016x}"
+    return {REQUEST: facts}
 
 
 def new_span_id() -> int:

@@ -1,4 +1,4 @@
-"""The last requests of watched deployments: which are traced, how many are kept, and that nothing is without viewers."""
+"""The last requests of watched deployments: which are traced, how many are kept, and that none is without viewers."""
 
 from __future__ import annotations
 

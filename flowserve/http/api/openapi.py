@@ -49,7 +49,7 @@ _LOG: Final[Json] = {
     "log_warning": _BOOL,
     "log_error": _BOOL,
     "log_verbose_level": _WHOLE,
-    "log_format": {"type": "string", "enum": ["default", "ISO8601"]},
+    "log_format": {"type": "string", "enum": ["default", "ISO8601", "json"]},
 }
 _TRACE: Final[Json] = {
     "trace_level": _list({"type": "string", "enum": ["OFF", "TIMESTAMPS", "TENSORS"]}),

@@ -27,6 +27,7 @@ from flowserve.errors import DeadlineExceeded, FlowserveError, Internal, ModelRa
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
 from flowserve.observe.statistics import CANCELED, REJECTED
+from flowserve.observe.trace import Trace, of_request
 from flowserve.runtime.admission.steps import look_up_all
 from flowserve.runtime.clock import running_clock, wall_clock_ms
 from flowserve.runtime.engine.accounting import (
@@ -567,7 +568,7 @@ class Engine:
     def response(self, flow: Flow) -> Response:
         """The response of a finished flow. Raises the error of its steps."""
         if flow.error is not None:
-            raise _own(flow.error, flow.owner)
+            raise _own(flow.error, flow, self.tracing.trace_of(flow))
         return self.response_from(flow)
 
     def response_from(self, flow: Flow) -> Response:
@@ -712,12 +713,14 @@ async def _poll(is_over: Callable[[], bool], deadline: float) -> bool:
     return is_over()
 
 
-def _own(error: FlowserveError, deployment: Deployment) -> FlowserveError:
+def _own(error: FlowserveError, flow: Flow, trace: Trace | None) -> FlowserveError:
     """An error of the caller's own: one failure may be raised in many tasks, and tracebacks must not pile up on it."""
+    deployment: Deployment = flow.owner
     text = f"in ensemble '{deployment.name}', {error}{error.lineage}" if deployment.graph.is_ensemble else str(error)
     deployment.statistics.note_error(text, wall_clock_ms())
     if isinstance(error, Internal):  # the server's side has to act, and the client may not be its operator's
-        log.error("a request to '%s' failed: %s", deployment.name, text)
+        facts = of_request(deployment.name, deployment.version, flow.request.id, trace)
+        log.error("a request to '%s' failed: %s", deployment.name, text, extra=facts)
     return type(error)(text)
 
 

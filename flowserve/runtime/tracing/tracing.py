@@ -217,6 +217,11 @@ class Tracing:
                     execution.calls.append(self.begin(flow, has_tensors=has_tensors, trace_id=trace_id))
                     return
 
+    def trace_of(self, flow: Flow) -> Trace | None:
+        """The trace of a flow that is traced, None of others, and after its `end`."""
+        live = self._live.get(flow)
+        return None if live is None else live.trace
+
     def end(self, flow: Flow, *, has_left: bool = False) -> None:
         """Complete the trace of a flow that is over or was never submitted. No effect if called again."""
         live = self._live.pop(flow, None)
