@@ -19,6 +19,21 @@ Configs = Mapping[str, ModelConfig]  # of the deployments in a picture, by name
 UNKNOWN: Final = ModelConfig("", "", "", 0, (), (), SourceMap(""))  # of a deployment that is not among them
 
 
+# The fill and stroke of a model's box by its backend, in pictures of one colour scheme; assets/picture.css has both.
+TINTS: Final[Mapping[str, tuple[str, str]]] = {
+    "onnxruntime": ("#ddf4ff", "#0969da"),
+    "python": ("#fbefff", "#8250df"),
+    "callable": ("#ffeff7", "#bf3989"),
+    "tensorrt": ("#fff1e5", "#bc4c00"),
+    "": ("#eaeef2", "#57606a"),  # any other
+}
+
+
+def tint_of(config: ModelConfig) -> str:
+    """The key of a configuration's backend in TINTS."""
+    return config.backend if config.backend in TINTS else ""
+
+
 def batcher(config: ModelConfig) -> Literal["none", "dynamic", "sequence"]:
     if config.sequence is not None:
         return "sequence"

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Final, Literal
 
 from flowserve.graph.types import Graph
-from flowserve.render.labels import Configs, ensemble_title, kind, node_lines, scope_title
+from flowserve.render.labels import UNKNOWN, Configs, ensemble_title, kind, node_lines, scope_title, tint_of
 from flowserve.render.scopes import BoxId, Joint, Scope, scopes_of
 
 CHAR: Final = 6.7  # width of a character of the label font, in px: generous, because the viewer's font is unknown
@@ -54,6 +54,7 @@ class Box:
     left: float = 0.0
     top: float = 0.0
     layer_left: float = 0.0
+    tint: str = ""  # of a node, by its model's backend
     inside: Drawing | None = None
     space: int = 0  # of a frame around the nodes of a space; 0: of an ensemble
     wires_in: list[Wire] = field(default_factory=list)
@@ -203,6 +204,7 @@ class _Layout:
             lines = (*node_lines(self.graph, node, self.configs), *self.spare.lines)
             box = _box("node", lines, len(node.inputs), len(node.outputs))
             box.node = node.index
+            box.tint = tint_of(self.configs.get(node.model.name, UNKNOWN))
             boxes["node", node.index] = box
         for number, inner in enumerate(scope.inner):
             boxes["scope", number] = self._fold(inner) if inner.path in self.folded else self._open(inner)

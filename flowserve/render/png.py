@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from flowserve.errors import Unsupported
 from flowserve.graph.types import Graph
-from flowserve.render.labels import Configs, title
+from flowserve.render.labels import TINTS, Configs, title
 from flowserve.render.layout import LINE, MARGIN, PAD, Box, Drawing, Wire, lay_out
 from flowserve.render.svg import ARROW
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 SCALE: Final = 2.0
 PIXELS_MAX: Final = 80_000_000  # about 240 MB while drawing; a larger drawing gets a lower resolution
 PAPER, INK, PALE, LABEL = "#ffffff", "#24292f", "#57606a", 11
-BOXES: Final = {  # fill, outline, corner
+SPACE: Final = ("#f0fbf3", "#1a7f37")  # the fill and outline of a frame around the nodes of a space
+BOXES: Final = {  # fill, outline, corner; nodes are tinted by their backend
     "end": ("#f6f8fa", "#6e7781", 14),
     "node": ("#ddf4ff", "#0969da", 6),
     "folded": ("#fff8c5", "#9a6700", 6),
@@ -70,6 +71,10 @@ class _Canvas:
 
     def _box(self, box: Box) -> None:
         fill, outline, radius = BOXES[box.kind]
+        if box.kind == "node":
+            fill, outline = TINTS[box.tint]
+        elif box.space:
+            fill, outline = SPACE
         corners = [(box.left, box.top), (box.left + box.width, box.top + box.height)]
         self._pen.rounded_rectangle(
             [self._at(*corner) for corner in corners], radius * self._scale, fill, outline, round(self._scale)

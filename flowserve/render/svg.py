@@ -87,6 +87,8 @@ def _label_svg(wire: Wire) -> str:
 def _box_svg(box: Box) -> str:
     kind_class, radius = CLASSES[box.kind]
     kind_class += " w" * (box.space > 0)
+    if box.kind == "node":
+        kind_class += f" {box.tint or 'other'}"
     means = f' data-node="{box.node}"' if box.kind == "node" else ""
     means += f' data-space="{box.space}"' if box.space else ""
     means += f" data-scope={quoteattr(_text(box.scope))}" if box.scope else ""

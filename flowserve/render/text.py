@@ -94,7 +94,7 @@ class _Language:
     """The statements of a language. The first argument is an id; texts are the lines of a label."""
 
     end: Callable[..., str]  # an input or output of the graph: id, name, type
-    node: Callable[..., str]
+    node: Callable[..., str]  # id, tint, and the lines of the label
     scope: Callable[[int, str], list[str]]  # the beginning of a nested ensemble: number, title
     space: Callable[[int, str], list[str]]  # as `scope`, of steps that run for some rows or items
     scope_end: str
@@ -114,7 +114,12 @@ def render_dot(graph: Graph, configs: labels.Configs) -> str:
 
 def render_mermaid(graph: Graph, configs: labels.Configs) -> str:
     """The text of a ```mermaid block, without its fences."""
-    return "flowchart LR\n" + "".join(f"    {line}\n" for line in _statements(graph, configs, _MERMAID))
+    used = dict.fromkeys(labels.tint_of(configs.get(node.model.name, labels.UNKNOWN)) for node in graph.nodes)
+    tints = [
+        f"classDef {one or 'other'} fill:{labels.TINTS[one][0]},stroke:{labels.TINTS[one][1]},color:#1f2328"
+        for one in used
+    ]
+    return "flowchart LR\n" + "".join(f"    {line}\n" for line in [*_statements(graph, configs, _MERMAID), *tints])
 
 
 def _statements(graph: Graph, configs: labels.Configs, language: _Language) -> Iterator[str]:
@@ -123,7 +128,8 @@ def _statements(graph: Graph, configs: labels.Configs, language: _Language) -> I
 
     def contents(scope: Scope) -> Iterator[str]:
         for node in scope.nodes:
-            yield language.node(f"n{node.index}", *labels.node_lines(graph, node, configs))
+            tint = labels.tint_of(configs.get(node.model.name, labels.UNKNOWN))
+            yield language.node(f"n{node.index}", tint, *labels.node_lines(graph, node, configs))
         for inner in scope.inner:
             scope_of = language.scope if inner.space is None else language.space
             yield from scope_of(numbers[id(inner)], labels.scope_title(inner, configs))
@@ -162,7 +168,7 @@ def _label(*lines: str) -> str:
 
 _DOT = _Language(
     end=lambda name, *lines: f'{name} [shape=oval, fillcolor="#f6f8fa", label={_quote(*lines)}];',
-    node=lambda name, *lines: f"{name} [label={_quote(*lines)}];",
+    node=lambda name, tint, *lines: f'{name} [fillcolor="{labels.TINTS[tint][0]}", label={_quote(*lines)}];',
     scope=lambda number, text: [f"subgraph cluster_{number} {{", f"    label={_quote(text)};"],
     space=lambda number, text: [f"subgraph cluster_{number} {{", f"    label={_quote(text)}; style=dashed;"],
     scope_end="}",
@@ -170,7 +176,7 @@ _DOT = _Language(
 )
 _MERMAID = _Language(
     end=lambda name, *lines: f'{name}(["{_label(*lines)}"])',
-    node=lambda name, *lines: f'{name}["{_label(*lines)}"]',
+    node=lambda name, tint, *lines: f'{name}["{_label(*lines)}"]:::{tint or "other"}',
     scope=lambda number, text: [f'subgraph s{number}["{_label(text)}"]'],
     space=lambda number, text: [f"style s{number} stroke-dasharray:6 4", f'subgraph s{number}["{_label(text)}"]'],
     scope_end="end",

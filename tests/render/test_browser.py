@@ -44,7 +44,7 @@ def test_a_browser_draws_the_svg_in_its_size_and_colours(tmp_path: Path) -> None
     assert shot.size == (width + 20, height + 20)
     for box in drawing.boxes():
         if box.kind == "node":
-            assert shot.getpixel((round(box.left) + 4, round(box.top) + 44 + 8)) == (0xDD, 0xF4, 0xFF)
+            assert shot.getpixel((round(box.left) + 4, round(box.top) + 44 + 8)) == (0xEA, 0xEE, 0xF2)
     edge_pixels = sum(count for count, color in shot.getcolors(1 << 24) if color == (0x57, 0x60, 0x6A))
     assert edge_pixels > 100, "no wires are drawn"
 
