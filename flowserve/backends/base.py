@@ -67,20 +67,22 @@ class ModelFiles:
         except OSError as error:
             raise Invalid(f"{failed}{self.shown(path)} cannot be read: {error.strerror}") from error
         if not is_there:
-            raise Invalid(f"{failed}file {self.shown(path)} does not exist; {self._neighbours()}")
+            raise Invalid(f"{failed}file {self.shown(path)} does not exist; {self._neighbours(name)}")
         return path
 
     def shown(self, path: Path) -> str:
         """`path` relative to the repository, as messages show it."""
         return path.relative_to(self.repository).as_posix()
 
-    def _neighbours(self) -> str:
+    def _neighbours(self, name: str) -> str:
         where = self.shown(self.version_folder)
         if not self.version_folder.is_dir():
             return f"there is no folder {where} either"
         found = sorted(entry.name for entry in self.version_folder.iterdir())
         if not found:
-            return f"folder {where} is empty"
+            if (self.folder / name).exists():
+                return f"it is one folder too high: move {self.shown(self.folder / name)} into {where}/"
+            return f"folder {where} is empty; put the file there"
         return f"folder {where} holds {', '.join(found)}; default_model_filename can name another file"
 
     def __reduce__(self) -> tuple[Any, ...]:

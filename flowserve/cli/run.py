@@ -69,6 +69,7 @@ from flowserve.memory.garbage import FrozenHeap
 from flowserve.memory.heap import tune_malloc
 from flowserve.memory.pool import HOST
 from flowserve.observe.settings import LogSettings
+from flowserve.repository.layout import not_a_repository
 from flowserve.runtime.budget import Budget
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
@@ -148,8 +149,7 @@ def _allow_many_descriptors() -> None:
 async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
     for repository in arguments.repositories:
         if not repository.is_dir():
-            what = "is not a folder" if repository.exists() else "does not exist"
-            return _failed(f"model repository '{repository}' {what}")
+            return _failed(not_a_repository(repository))
     exit_timeout_s, restrictions = arguments.exit_timeout_secs, tuple(arguments.http_restricted_api)
     metrics_shown = metrics_choice(arguments)
     with Shutdown(exit_timeout_s, arguments.repositories) as shutdown, FrozenHeap() as heap:

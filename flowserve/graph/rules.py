@@ -317,7 +317,7 @@ def _data_types_agree(w: Wiring) -> Iterator[Problem]:
             " is inferred from model"
             f" {first.owner.name} while {second.spec.dtype.config_name} is inferred from model {second.owner.name}",
             place,
-            hint=f"{first} meets {second} here",
+            hint=f"{first} meets {second} here; {CONVERT}",
         )
 
 
@@ -418,6 +418,9 @@ def _unreachable(w: Wiring, tensor: str, readers: set[int]) -> str:
     return f"ensemble tensor '{tensor}' is unused in ensemble '{w.name}'"
 
 
+CONVERT: Final = "change one of the two, or put a step between them that converts"
+
+
 def _shape_hint(first: Declaration, second: Declaration, ensemble: ModelConfig) -> str:
     """The hint for two shapes that do not match: the change that was probably intended, else both ends."""
     both = f"{first} meets {second} here"
@@ -427,7 +430,7 @@ def _shape_hint(first: Declaration, second: Declaration, ensemble: ModelConfig) 
             return f"{both}; dims leave out the batch dimension, and those of {one} begin with it?"
     own, dims = first.spec.dims, second.spec.dims
     if -1 in (*own, *dims) or first.batches != second.batches or prod(own) != prod(dims):
-        return both
+        return f"{both}; {CONVERT}"
     inner = dims if second.spec.reshape is None else second.spec.reshape
     outside, within = (dims, own) if second.owner is ensemble else (own, inner)
     wanted, shape = (", ".join(map(str, sizes)) for sizes in (outside, within))

@@ -15,7 +15,7 @@ from typing import Final
 from flowserve.config.backends import is_version_folder
 from flowserve.config.load import CONFIG_FILE
 from flowserve.config.parameters import MARKS
-from flowserve.config.suggest import meant
+from flowserve.config.suggest import did_you_mean, meant
 from flowserve.config.types import VersionPolicy
 from flowserve.errors import FlowserveError, NotFound, Place, Problem, Problems
 
@@ -133,6 +133,16 @@ def _scan(repository: Path, only: Collection[str] | None = None) -> tuple[list[M
     return folders, warnings
 
 
+def not_a_repository(repository: Path) -> str:
+    """Why a path that is no folder cannot be served, and what to give instead."""
+    if repository.exists():
+        return f"model repository '{repository}' is a file; give the folder that holds the models' folders"
+    here = repository.parent
+    folders = [entry.name for entry in here.iterdir() if entry.is_dir()] if here.is_dir() else []
+    hint = did_you_mean(repository.name, folders) or "give the folder that holds the models' folders"
+    return f"model repository '{repository}' does not exist ({hint})"
+
+
 def _entries(repository: Path, only: Collection[str] | None) -> list[os.DirEntry[str]]:
     """The entries of the repository, by name."""
     try:
@@ -140,11 +150,9 @@ def _entries(repository: Path, only: Collection[str] | None) -> list[os.DirEntry
             found = [entry for entry in entries if only is None or entry.name in only]
         return sorted(found, key=lambda entry: entry.name)
     except FileNotFoundError:
-        raise NotFound(f"model repository '{repository}' does not exist") from None
+        raise NotFound(not_a_repository(repository)) from None
     except NotADirectoryError:
-        raise Problems(
-            [Problem(f"model repository '{repository}' is a file; give the folder that holds the models' folders")]
-        ) from None
+        raise Problems([Problem(not_a_repository(repository))]) from None
     except OSError as error:
         raise Problems([Problem(f"model repository '{repository}' cannot be read: {error.strerror}")]) from error
 

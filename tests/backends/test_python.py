@@ -549,7 +549,7 @@ else:
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        ("raise ValueError('no such thing')", "message: ValueError: no such thing (model 'm')"),
+        ("raise ValueError('no such thing')", "message: ValueError: no such thing (model 'm', m/1/model.py:10)"),
         ("raise pb_utils.TritonModelException('of its own')", "TritonModelException: of its own"),
         ("import sys; sys.exit(3)", "message: SystemExit: 3"),
         ("import asyncio; raise asyncio.CancelledError('gave up')", "message: CancelledError: gave up"),
@@ -594,7 +594,8 @@ def test_another_number_of_responses_than_requests_fails_the_batch(python: Open,
         model.run({"x": rows(1)}, {"x": rows(2)})
     assert str(caught.value) == (
         "Number of InferenceResponse objects do not match the number of InferenceRequest objects. InferenceRequest(s) "
-        f"size is:2, and InferenceResponse(s) size is:{count} (model 'm')"
+        f"size is:2, and InferenceResponse(s) size is:{count} "
+        "(model 'm': execute must return one for each request, in their order)"
     )
 
 
@@ -840,7 +841,11 @@ def test_functions_that_need_a_server_raise_without_one(python: Open, body: str,
     ("source", "text"),
     [
         ("class TritonPythonModel:\n  def execute(self, requests:\n", "m/1/model.py:2:"),
-        ("class Model: pass\n", "m/1/model.py: model 'm' has no class TritonPythonModel"),
+        ("class Model: pass\n", "m/1/model.py:1:1: model 'm' has no class TritonPythonModel (call class Model "),
+        (
+            "def execute(requests): ...\n",
+            "m/1/model.py: model 'm' has no class TritonPythonModel (write a class TritonPythonModel with a method",
+        ),
         ("import no_such_package\n", "model 'm' (m/1/model.py:1): import failed: ModuleNotFoundError: No module named"),
         (
             "from .helper import x\n",

@@ -304,7 +304,8 @@ def test_every_version_and_every_file_beside_it_is_checked_without_running_code(
     assert "own/config.pbtxt:4:1: error: warmup sample 'one' of model 'own': input 'X' needs 16 bytes" in err
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert f"own/1/model.py:1:12: error: model 'own' is not valid Python {version}: invalid syntax [M92]\n" in err
-    assert "own/3/model.py: error: model 'own' has no class TritonPythonModel [M92]\n" in err
+    assert "own/3/model.py:1:1: error: model 'own' has no class TritonPythonModel [M92]\n" in err
+    assert "    call class TritonPythonMode TritonPythonModel\n" in err
     assert "\n3 problems" in err
 
 

@@ -113,7 +113,15 @@ def test_a_repository_that_is_missing_is_named(tmp_path: Path, serve: Serve) -> 
         serve(tmp_path / "nowhere")
     assert ended.value.status == 1
     assert ended.value.log.startswith("flowserve: model repository '")
-    assert ended.value.log.endswith("nowhere' does not exist\n")
+    assert ended.value.log.endswith("nowhere' does not exist (give the folder that holds the models' folders)\n")
+
+
+@pytest.mark.fault("K2")
+def test_a_mistyped_repository_gets_the_similar_name(tmp_path: Path, serve: Serve) -> None:
+    (tmp_path / "models").mkdir()
+    with pytest.raises(DidNotServe) as ended:
+        serve(tmp_path / "modles")
+    assert ended.value.log.endswith('modles\' does not exist (did you mean "models"?)\n')
 
 
 @pytest.mark.fault("K2")
@@ -122,7 +130,7 @@ def test_a_repository_that_is_a_file_is_named(tmp_path: Path, serve: Serve) -> N
     with pytest.raises(DidNotServe) as ended:
         serve(tmp_path / "file")
     assert ended.value.status == 1
-    assert ended.value.log.endswith("file' is not a folder\n")
+    assert ended.value.log.endswith("file' is a file; give the folder that holds the models' folders\n")
 
 
 @pytest.mark.fault("K3")

@@ -82,4 +82,4 @@ def test_a_missing_environment_is_reported_with_other_mistakes(tmp_path: Path) -
     )
     failed = read_apart([tmp_path]).resolution.failed["m"]
     assert isinstance(failed, Problems)
-    assert [(one.place and one.place.line, one.rule) for one in failed.problems] == [(0, "M92"), (2, "M8"), (3, "R14")]
+    assert [(one.place and one.place.line, one.rule) for one in failed.problems] == [(1, "M92"), (2, "M8"), (3, "R14")]

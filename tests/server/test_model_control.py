@@ -846,7 +846,7 @@ def _survives(repository: Repository) -> None:
                 assert "reason" not in rows(client)["m"]
         until(lambda: ask(client, "m") == 3, "the whole file serves")
         repository.folder.rename(repository.folder.parent / "elsewhere")
-        lost = "does not exist; nothing is unloaded, what is loaded serves on"
+        lost = "; nothing is unloaded, what is loaded serves on"
         until(lambda: lost in served.log, "the loss is noticed")
         assert ask(client, "m") == 3
         (repository.folder.parent / "elsewhere").rename(repository.folder)

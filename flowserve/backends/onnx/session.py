@@ -301,7 +301,8 @@ def _what_to_do(text: str, path: Path) -> str:
         if begins == b"version https://git-":
             return " It is a pointer of Git LFS: `git lfs pull` fetches the file itself"
         size = path.stat().st_size
-        return f" It is another kind of file, or not the whole of one: {size} bytes, which begin with {begins!r}"
+        kind = "It is another kind of file, or not the whole of one"
+        return f" {kind}: {size} bytes, which begin with {begins!r}; copy or export it again"
     newest = re.search(r"max supported IR version: ([0-9]+)", text)
     if newest is None:
         return ""

@@ -201,6 +201,7 @@ def _mismatches(
                 ".data_type",
                 f"the model expects data type {port.dtype.config_name} ({file}) but the model configuration specifies "
                 f"{spec.dtype.config_name}",
+                hint=f"write data_type: {port.dtype.config_name}",
             )
         mismatch = _shape_mismatch(config, spec, port)
         if mismatch and not (kind == "output" and spec.name in flat):

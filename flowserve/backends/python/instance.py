@@ -52,7 +52,7 @@ from flowserve.backends.python.pb_utils.inference import (
     TritonError,
     _Input,
 )
-from flowserve.backends.python.source import CLASS, RAISED, ModelSource, forget_model, reason
+from flowserve.backends.python.source import CLASS, RAISED, ModelSource, forget_model, line_of, reason
 from flowserve.config.types import InstanceGroup
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
 from flowserve.graph.types import inner_shape
@@ -525,7 +525,7 @@ class PythonInstance:
             raise ModelFailed(
                 f"Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
                 f"InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) size is:{len(responses)} "
-                f"(model '{self.model_name}')"
+                f"(model '{self.model_name}': execute must return one for each request, in their order)"
             )
         results = self._answers.read(responses, work)
         results.gathered_ns = gathered_ns
@@ -565,10 +565,18 @@ class PythonInstance:
 
     def _failed(self, error: BaseException) -> ModelFailed:
         log.error("model '%s', instance '%s' failed", self.model_name, self._name, exc_info=error)
+        where = line_of(self._source.raised_at(error))
         return ModelFailed(
             f"Failed to process the request(s) for model instance '{self._name}', message: {reason(error)} "
-            f"(model '{self.model_name}')"
+            f"(model '{self.model_name}', {where}{self._missing_input(error)})"
         )
+
+    def _missing_input(self, error: BaseException) -> str:
+        """A remedy if the model used a tensor that `get_input_tensor_by_name` did not find, "" otherwise."""
+        if not isinstance(error, AttributeError) or error.obj is not None or not hasattr(Tensor, error.name or ""):
+            return ""
+        names = ", ".join(f"'{spec.name}'" for spec in self._source.config.inputs)
+        return f": no tensor of that name; the model's inputs are {names}"
 
 
 def _run_coroutine(loop: asyncio.AbstractEventLoop, execute: Callable[[Any], Any], requests: Sequence[Any]) -> Any:

@@ -19,6 +19,7 @@ Callers: backend.py and instance.py.
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import os
@@ -146,7 +147,16 @@ class ModelSource:
         return found
 
     def no_class(self) -> Problems:
-        return Problems([Problem(f"model '{self.config.name}' has no class {CLASS}", Place(self.shown))])
+        """The problem of a file without the class, with the line of the class that is probably meant to be it."""
+        try:
+            classes = [node for node in ast.parse(self.text()).body if isinstance(node, ast.ClassDef)]
+        except SyntaxError:  # for another version of Python, of the model's own environment
+            classes = []
+        place, hint = Place(self.shown), f"write a class {CLASS} with a method execute"
+        if len(classes) == 1:
+            place = Place(self.shown, classes[0].lineno, classes[0].col_offset + 1)
+            hint = f"call class {classes[0].name} {CLASS}"
+        return Problems([Problem(f"model '{self.config.name}' has no class {CLASS}", place, hint=hint)])
 
     def arguments(self, instance: str, group: InstanceGroup) -> dict[str, str]:
         """The argument of `initialize`: all strings, as on Triton."""
@@ -172,18 +182,27 @@ class ModelSource:
             raise
         except RAISED as error:
             log.error("model '%s': %s failed", self.config.name, what, exc_info=error)
-            where, place = self.shown, Place(self.shown)
-            lines = reversed(extract_tb(error.__traceback__))
-            if (line := next((one for one in lines if _is_own(self.context, one.filename)), None)) is not None:
-                place = Place(self.files.shown(Path(line.filename)), line.lineno or 1, 1)
-                where = f"{place.file}:{place.line}"
+            place = self.raised_at(error)
             hint = ""
             if isinstance(error, ModuleNotFoundError):
                 where_not = f"neither beside {MODEL_FILE} nor in the Python environment at {sys.prefix}"
                 hint = f" (it is {where_not}: install it there)"
-            failed = ModelFailed(f"model '{self.config.name}' ({where}): {what} failed: {reason(error)}{hint}")
+            failed = ModelFailed(f"model '{self.config.name}' ({line_of(place)}): {what} failed: {reason(error)}{hint}")
             failed.place = place
             raise failed from error
+
+    def raised_at(self, error: BaseException) -> Place:
+        """The model's own line from which an exception came; the model's file if no line of it is in the traceback."""
+        lines = reversed(extract_tb(error.__traceback__))
+        line = next((one for one in lines if _is_own(self.context, one.filename)), None)
+        if line is None:
+            return Place(self.shown)
+        return Place(self.files.shown(Path(line.filename)), line.lineno or 1, 1)
+
+
+def line_of(place: Place) -> str:
+    """The file and line of a place, without the column, which a traceback does not have."""
+    return f"{place.file}:{place.line}" if place.line else place.file
 
 
 def reason(error: BaseException) -> str:

@@ -39,6 +39,7 @@ _BEHIND_THE_JSON: Final = "unexpected content after document"  # in orjson's wor
 _LIMITS: Final = ElementLimits()
 _DECODED: Final = frozenset({DType.BYTES, DType.BOOL})
 _BINARY_HINT: Final = "where binary data follow the JSON, Inference-Header-Content-Length says how long the JSON is"
+_QUOTES_HINT: Final = "JSON has double quotes, as json.dumps writes them"
 
 # How files begin that clients send without saying so.
 _FILES: Final[Mapping[bytes, str]] = {
@@ -147,6 +148,8 @@ def explained(error: Invalid, text: BytesLike) -> Invalid:
     for magic, kind in _FILES.items():
         if start.startswith(magic):
             return Invalid(f"{error}: the body is {kind}; {_FILE_HINT}")
+    if start.startswith(b"{'"):
+        return Invalid(f"{error} ({_QUOTES_HINT})")
     return Invalid(f"{error} ({_BINARY_HINT})") if _BEHIND_THE_JSON in str(error) else error
 
 

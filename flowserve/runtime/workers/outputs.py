@@ -62,7 +62,8 @@ def record_notes(notes: OutputNotes, model: str, statistics: Statistics) -> None
         statistics.missing_outputs += count
         if statistics.is_first(f"left out {name}"):
             text = "model '%s' left out output '%s', which its configuration has and a request asked for; the response "
-            log.warning(text + "lacks it (--strict-outputs refuses that)", model, name)
+            remedy = "return it from the model, or remove it from the configuration (--strict-outputs refuses that)"
+            log.warning(text + "lacks it; " + remedy, model, name)
 
 
 def unusable_output(ticket: Ticket, row: Sequence[Tensor | None], notes: OutputNotes) -> FlowserveError | None:
