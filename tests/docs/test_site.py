@@ -1,7 +1,9 @@
-"""The pages make a site, with the reference from docstrings."""
+"""The pages make a site without a broken link, with the reference from docstrings, tabs, pictures and a search."""
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,17 +12,45 @@ import pytest
 
 
 def beside(root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    build = ["nice", sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-f", str(root / ".mkdocs.yml")]
-    return subprocess.run(
-        [*build, "-d", str(folder)], cwd=folder, capture_output=True, text=True, timeout=300, check=False
-    )
+    """Build the site of a copy of the pages: the build writes beside its configuration."""
+    shutil.copytree(root / "docs", folder / "docs")
+    shutil.copy(root / ".mkdocs.yml", folder)
+    build = [
+        "nice",
+        sys.executable,
+        "-m",
+        "zensical",
+        "build",
+        "--strict",
+        "--config-file",
+        str(folder / ".mkdocs.yml"),
+    ]
+    return subprocess.run(build, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture
+def site(done_beside: subprocess.CompletedProcess[str]) -> Path:
+    assert done_beside.returncode == 0, done_beside.stdout + done_beside.stderr
+    return Path(done_beside.args[-1]).parent / "site"
 
 
 @pytest.mark.slow
-def test_the_site_is_built_and_its_reference_has_the_public_api(
-    done_beside: subprocess.CompletedProcess[str],
-) -> None:
-    assert (done_beside.returncode, done_beside.stdout) == (0, ""), done_beside.stdout + done_beside.stderr
-    reference = (Path(done_beside.args[-1]) / "reference/index.html").read_text()
+def test_the_site_has_the_public_api_in_its_reference(site: Path) -> None:
+    reference = (site / "reference/index.html").read_text()
     for name in ("AsyncEngine.infer", "Engine.stream", "flowserve.Graph", "flowserve.testing.simulate"):
         assert f'id="{name}"' in reference or name in reference
+
+
+@pytest.mark.slow
+def test_the_site_has_tabs_pictures_and_a_search_over_its_pages(site: Path) -> None:
+    page = (site / "http/index.html").read_text()
+    assert re.findall(r"<label for=[^>]*>(\w+)</label>", page) == ["curl", "Python", "gRPC"]
+    assert "/// tab" not in page
+    assert (site / "live-page-light.png").is_file()
+    assert "typical-mistakes" in (site / "search.json").read_text()
+
+
+@pytest.mark.slow
+def test_the_site_asks_no_other_host_for_anything(site: Path) -> None:
+    page = (site / "index.html").read_text()
+    assert not re.findall(r"""(?:src|href)=["']?https?://[^"'>]*\.(?:js|css|woff2?)|fonts\.googleapis""", page)
