@@ -295,7 +295,7 @@ MISTAKES: dict[str, tuple[Callable[[Newcomer], str], tuple[str, str, str]]] = {
         lambda newcomer: newcomer.refused(400, newcomer.post(b"{'inputs': []}")),
         ("line 1 column 2", "unexpected character", "JSON has double quotes"),
     ),
-    "A picture without a word about it": (
+    "A picture without its header": (
         lambda newcomer: newcomer.refused(400, newcomer.post(PICTURE)),
         ("line 1 column 1", "the body is a PNG image", "send a file as a form"),
     ),
