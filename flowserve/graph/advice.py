@@ -22,8 +22,8 @@ def advise(graph: Graph, configs: Mapping[str, ModelConfig]) -> Iterator[Problem
     """
     largest: dict[str, ModelConfig] = {}
     for edge in graph.edges:
-        if GRAPH in (edge.producer, edge.consumer) or graph.nodes[edge.consumer].space:
-            continue  # in a space, rows are divided as the model needs them
+        if GRAPH in (edge.producer, edge.consumer) or edge.derived >= 0 or graph.nodes[edge.consumer].space:
+            continue  # the rows of a space are divided, and those that leave it put together, as models need them
         first, second = (configs[graph.nodes[end].model.name] for end in (edge.producer, edge.consumer))
         if _hands_on_batches(first) and _rows(first) > _rows(largest.get(second.name)):
             largest[second.name] = first

@@ -43,7 +43,8 @@ class Chain:
         boxes, marks = FIND.marks_of(page)
         degrees = int(self.orient.run(None, {"MARKS": marks[None]})[0][0, 0])
         glyphs, places, layout = ARRANGE.arrange(page, boxes, degrees)
-        probabilities = self.recognise.run(None, {"GLYPHS": glyphs[None], "PLACES": places[None]})[0][0]
+        used = layout[:, 0] >= 0
+        probabilities = self.recognise.run(None, {"GLYPH": glyphs[used], "PLACE": places[used]})[0]
         text, confidence = ASSEMBLE.assemble(probabilities, layout, self.characters)
         return text, confidence, degrees
 

@@ -2,9 +2,8 @@
 
     python graphs/read_text_recognise/train.py
 
-Decided here: the shape of the network, how long it learns, and how the file deals with unused places: only crops that
-hold ink go through the network. Seeded; some minutes on two cores. Needs numpy, Pillow,
-matplotlib (for its fonts) and onnx.
+Decided here: the shape of the network and how long it learns. The file has one character in a row. Seeded; some minutes
+on two cores. Needs numpy, Pillow, matplotlib (for its fonts) and onnx.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from training import Conv, Dense, Floats, Network, TensorProto, Writer, train  #
 SEED = 20260
 PAGES, HELD_OUT_PAGES = 1800, 200
 EPOCHS = 10
-MOST_GLYPHS = 256
 
 
 def pictures(glyphs: Glyphs) -> Floats:
@@ -32,25 +30,17 @@ def pictures(glyphs: Glyphs) -> Floats:
 
 def export(network: Network) -> None:
     out = Writer()
-    flat = out.node("Reshape", "GLYPHS", out.ints(-1, 1, 32, 32))
-    ink = out.node("ReduceMax", out.node("Cast", flat, to=TensorProto.FLOAT), axes=[1, 2, 3], keepdims=0)
-    used = out.node("Transpose", out.node("NonZero", ink))
-    crops = out.node("Cast", out.node("GatherND", flat, used), to=TensorProto.FLOAT)
+    crops = out.node("Cast", out.node("Reshape", "GLYPH", out.ints(-1, 1, 32, 32)), to=TensorProto.FLOAT)
     crops = out.node("Mul", crops, out.constant(np.array(1 / 255, np.float32)))
-    places = out.node("GatherND", out.node("Reshape", "PLACES", out.ints(-1, 4)), used)
-    probabilities = out.node("Softmax", out.network(network, crops, places), axis=1)
-    count = out.node("Concat", out.node("Shape", ink), out.ints(len(CHARACTERS)), axis=0)
-    nothing = out.node("ConstantOfShape", count)
-    everywhere = out.node("ScatterND", nothing, used, probabilities)
-    out.node("Reshape", everywhere, out.ints(-1, MOST_GLYPHS, len(CHARACTERS)), output="PROBABILITIES")
+    out.node("Softmax", out.network(network, crops, "PLACE"), axis=1, output="PROBABILITIES")
     out.save(
         GRAPHS / "read_text_recognise" / "1" / "model.onnx",
         "read_text_recognise",
         {
-            "GLYPHS": (TensorProto.UINT8, ["batch", MOST_GLYPHS, 32, 32]),
-            "PLACES": (TensorProto.FLOAT, ["batch", MOST_GLYPHS, 4]),
+            "GLYPH": (TensorProto.UINT8, ["batch", 32, 32]),
+            "PLACE": (TensorProto.FLOAT, ["batch", 4]),
         },
-        {"PROBABILITIES": (TensorProto.FLOAT, ["batch", MOST_GLYPHS, len(CHARACTERS)])},
+        {"PROBABILITIES": (TensorProto.FLOAT, ["batch", len(CHARACTERS)])},
     )
     (GRAPHS / "read_text_assemble" / "1" / "characters.txt").write_text("\n".join(CHARACTERS) + "\n", encoding="utf-8")
 

@@ -85,6 +85,27 @@ def test_an_empty_page_is_empty_text_with_full_confidence(
     assert answer.as_numpy("CONFIDENCE").tolist() == [[1.0]]
 
 
+def test_the_characters_of_many_pictures_share_batches_and_a_picture_without_text_runs_none(
+    client: triton.InferenceServerClient, files: dict[str, bytes]
+) -> None:
+    def counts() -> tuple[int, int]:
+        (model,) = client.get_inference_statistics("read_text_recognise")["model_stats"]
+        return int(model["inference_count"]), int(model["execution_count"])
+
+    before = counts()
+    client.infer("read_text", _images(files["empty.png"]))
+    assert counts() == before
+    one = client.infer("read_text", _images(files["hello.png"])).as_numpy("TEXT")[0, 0].decode()
+    characters = len(one.replace(" ", "").replace("\n", ""))
+    alone = counts()
+    assert alone == (before[0] + characters, before[1] + 1)
+    names = sorted(name for name in files if name.endswith(".png"))
+    for waiting in [client.async_infer("read_text", _images(files[name])) for name in names]:
+        waiting.get_result()
+    rows, batches = counts()
+    assert (rows - alone[0]) / (batches - alone[1]) > 32
+
+
 @pytest.mark.fault("E9")
 def test_only_the_requested_branch_runs(client: triton.InferenceServerClient, files: dict[str, bytes]) -> None:
     def inferences(model: str) -> int:

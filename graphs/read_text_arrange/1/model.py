@@ -120,5 +120,7 @@ class TritonPythonModel:
             found = [arrange(*each) for each in zip(pages, boxes, degrees[:, 0].tolist(), strict=True)]
         except ValueError as error:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG))
-        outputs = zip(("GLYPHS", "PLACES", "LAYOUT"), zip(*found, strict=True), strict=True)
-        return pb_utils.InferenceResponse([pb_utils.Tensor(name, np.stack(parts)) for name, parts in outputs])
+        glyphs, places, layouts = (np.stack(parts) for parts in zip(*found, strict=True))
+        counts = (layouts[:, :, 0] >= 0).sum(axis=1, keepdims=True).astype(np.int32)
+        outputs = {"GLYPHS": glyphs, "PLACES": places, "COUNT": counts, "LAYOUT": layouts}
+        return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in outputs.items()])

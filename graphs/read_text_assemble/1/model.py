@@ -17,10 +17,13 @@ AIR_OF_ONE = 0.15
 
 
 def assemble(probabilities: np.ndarray, layout: np.ndarray, characters: list[str]) -> tuple[str, float]:
-    """The text of one picture, and the probability of its least certain character (1.0 where there is none)."""
-    used = layout[:, 0] >= 0
+    """The text of one picture, and the probability of its least certain character (1.0 where there is none). Another
+    picture of the request may have more characters: the first rows of `probabilities` are those of this one.
+    """
+    layout = layout[layout[:, 0] >= 0]
+    probabilities = probabilities[: len(layout)]
     text, last, last_line = "", "", 0.0
-    for best, (line, gap) in zip(probabilities[used].argmax(axis=1).tolist(), layout[used].tolist(), strict=True):
+    for best, (line, gap) in zip(probabilities.argmax(axis=1).tolist(), layout.tolist(), strict=True):
         now = characters[best]
         if line != last_line:
             text += "\n"
@@ -28,7 +31,7 @@ def assemble(probabilities: np.ndarray, layout: np.ndarray, characters: list[str
             text += " "
         text += now
         last, last_line = now, line
-    return text, float(probabilities[used].max(axis=1).min(initial=1.0))
+    return text, float(probabilities.max(axis=1).min(initial=1.0))
 
 
 class TritonPythonModel:
