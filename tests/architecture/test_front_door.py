@@ -65,6 +65,11 @@ def test_every_link_of_the_documents_has_a_target(root: Path) -> None:
     assert not broken
 
 
+def test_the_comparison_with_other_servers_is_about_this_version(root: Path) -> None:
+    (version,) = re.findall(r"^\| flowserve \| ([\d.]+) \|", (root / "docs/flowserve-or.md").read_text(), re.MULTILINE)
+    assert __version__.startswith(f"{version}.")
+
+
 def test_every_page_has_its_line_in_the_site_once_and_every_line_its_page(root: Path) -> None:
     lines = re.findall(r": ([\w/-]+\.md)$", (root / ".mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(lines) == sorted(page.name for page in (root / "docs").glob("*.md"))

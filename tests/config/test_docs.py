@@ -37,7 +37,7 @@ def test_valid_examples_of_the_page_are_accepted(page: str, draft: Read) -> None
 
 
 def test_invalid_examples_of_the_page_are_refused_with_these_messages(page: str, draft: Read) -> None:
-    examples = re.findall(r"```pbtxt refused\n(.*?)```\s+```text\n(.*?)\n```", page, re.DOTALL)
+    examples = re.findall(r'```pbtxt title="refused"\n(.*?)```\s+```text\n(.*?)\n```', page, re.DOTALL)
     assert len(examples) == 3
     for text, expected in examples:
         with pytest.raises(Problems) as caught:

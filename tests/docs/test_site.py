@@ -51,6 +51,13 @@ def test_the_site_has_tabs_pictures_and_a_search_over_its_pages(site: Path) -> N
 
 
 @pytest.mark.slow
+def test_every_block_of_a_page_is_shown_as_code_with_the_name_of_its_file(site: Path) -> None:
+    assert '<span class="filename">detect/1/model.py</span>' in (site / "rows/index.html").read_text()
+    pages = {path.parent.name: path.read_text() for path in site.rglob("*.html")}
+    assert [name for name, text in pages.items() if re.search(r"^(?:<p>)?```", text, re.MULTILINE)] == []
+
+
+@pytest.mark.slow
 def test_the_site_asks_no_other_host_for_anything(site: Path) -> None:
     page = (site / "index.html").read_text()
     assert not re.findall(r"""(?:src|href)=["']?https?://[^"'>]*\.(?:js|css|woff2?)|fonts\.googleapis""", page)

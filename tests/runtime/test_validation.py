@@ -72,7 +72,10 @@ def test_a_wrong_shape_error_without_a_batch_dimension_mentions_none() -> None:
 @pytest.mark.fault("S3")
 def test_too_large_a_batch_names_the_limit() -> None:
     text = refusal(validator_of(floats("INPUT0", 3)), Request({"INPUT0": zeros(5, 3)}))
-    assert text == "inference request batch-size must be <= 4 for 'idf'"
+    assert text == (
+        "inference request batch-size must be <= 4 for 'idf' "
+        "(input 'INPUT0' has 5 rows: send several requests, or raise its max_batch_size)"
+    )
 
 
 @pytest.mark.fault("S4")
@@ -94,16 +97,17 @@ def test_unknown_and_missing_names_are_named() -> None:
     assert refusal(validator, Request({"A": one})).startswith(
         "expected 2 inputs but got 1 inputs for model 'idf'. Got input(s) ['A'], but missing required input(s) ['B']."
     )
-    assert refusal(validator, Request({"A": one, "C": two})) == "unexpected inference input 'C' for model 'idf'"
+    unexpected = "unexpected inference input 'C' for model 'idf' (its inputs are ['A','B'])"
+    assert refusal(validator, Request({"A": one, "C": two})) == unexpected
     too_many = refusal(validator, Request({"A": one, "B": two, "C": one}))
     assert too_many.startswith("expected 2 inputs but got 3 inputs")
     assert too_many.endswith(" It has no input(s) ['C'].")
     assert (
         refusal(validator, Request({"A": one, "B": two}, outputs=("NOPE",)))
-        == "unexpected inference output 'NOPE' for model 'idf'"
+        == "unexpected inference output 'NOPE' for model 'idf' (its outputs are ['OUT'])"
     )
     optional = validator_of(floats("A", 3), floats("B", 3, optional=True))
-    assert refusal(optional, Request({"A": one, "C": two})) == "unexpected inference input 'C' for model 'idf'"
+    assert refusal(optional, Request({"A": one, "C": two})) == unexpected
 
 
 def test_an_error_for_a_misspelled_input_suggests_the_name() -> None:
@@ -112,7 +116,8 @@ def test_an_error_for_a_misspelled_input_suggests_the_name() -> None:
     text = "unexpected inference input 'rihgt' for model 'idf' (did you mean 'right'?)"
     assert refusal(validator, Request(given)) == text
     text = refusal(validator, Request({"left": zeros(1, 3), "lefft": zeros(1, 3)}))
-    assert text == "unexpected inference input 'lefft' for model 'idf'"  # the only name near is given already
+    # The only name near is given already.
+    assert text == "unexpected inference input 'lefft' for model 'idf' (its inputs are ['left','right'])"
 
 
 def test_a_refusal_carries_the_requests_id() -> None:

@@ -15,7 +15,9 @@ from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.testing.serve import Served, serving
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/bls.md"
-BLOCKS = re.findall(r"^```(\w+) ?(\S*)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(
+    r'^```(\w+)(?: title="(\S+)")?\n(.*?)^```$', PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+)
 REQUESTS = [(command, printed) for (kind, _, command), (_, _, printed) in pairwise(BLOCKS) if kind == "sh"]
 
 # Not on the page: two models that call each other, each with one instance.

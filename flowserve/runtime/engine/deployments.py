@@ -494,7 +494,7 @@ class Validator:
         name = self._graph.name
         for output in request.outputs or ():
             if output not in self._output_names:
-                hint = meant(output, self.outputs)
+                hint = meant(output, self.outputs) or f" (its outputs are [{_names(list(self.outputs))}])"
                 _refuse(request, f"unexpected inference output '{output}' for model '{name}'{hint}")
         total, given = len(self._specs), len(request.inputs)
         if not self._required <= given <= total:
@@ -504,6 +504,7 @@ class Validator:
         for unknown in request.inputs:
             if unknown not in self._index:
                 hint = meant(unknown, [one for one in self._index if one not in request.inputs])
+                hint = hint or f" (its inputs are [{_names(list(self._index))}])"
                 _refuse(request, f"unexpected inference input '{unknown}' for model '{name}'{hint}")
         if self._missing(request):
             # Triton only counts, so that an optional input can hide a required one that is missing.
@@ -537,7 +538,8 @@ class Validator:
                 _refuse(request, f"input '{given}' batch size does not match other inputs for '{name}'")
             rows = array.shape[0]
         if rows > limit:
-            _refuse(request, f"inference request batch-size must be <= {limit} for '{name}'")
+            cause = f"input '{given}' has {rows} rows: send several requests, or raise its max_batch_size"
+            _refuse(request, f"inference request batch-size must be <= {limit} for '{name}' ({cause})")
 
     def _check_tensor(self, request: Request, spec: TensorSpec, array: Array) -> None:
         name = self._graph.name
