@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flowserve import Engine, Graph, Problems, model
-from flowserve.errors import Invalid
+from flowserve.errors import Invalid, ModelFailed
 from flowserve.testing import Arrival, Faked, FakeModel, simulate
 from flowserve.values import Array
 
@@ -182,3 +182,20 @@ def test_a_tensor_that_others_read_cannot_stand_for_the_rest() -> None:
         pass
     graph.merge(x, otherwise=0)
     assert "input 'X' cannot be merged" in graph.problems[0].message
+
+
+@model({"X": "FP32[2]"}, {"WORD": "INT32[-1]"}, max_batch_size=1)
+def spell(crops: Any) -> Any:
+    return np.zeros((1, 1 + int(crops[0, 0]) % 2), np.int32)
+
+
+def test_a_request_whose_items_cannot_be_one_tensor_fails() -> None:
+    graph = Graph("words", max_batch_size=8)
+    found = find(graph.input("IMAGE", "FP32[2]"))
+    with graph.each(found.CROPS) as crop:
+        word = spell(crop).WORD
+    graph.output("WORDS", word)
+    with Engine(graph, python_execution="inline") as engine:
+        with pytest.raises(ModelFailed, match=r"rows of tensor 'WORD' have different shapes, \[1\] and \[2\]"):
+            engine.infer("words", {"IMAGE": [[2, 0]]})
+        assert engine.infer("words", {"IMAGE": [[1, 0]]})["WORDS"].shape == (1, 1, 2)
