@@ -165,12 +165,18 @@ def _taken_apart(space: Space, tensors: Sequence[Tensor], count: Tensor | None) 
 
 def take(tensor: Tensor, spread: Spread, has_rows: bool) -> Tensor | None:
     """The rows of a tensor of the parent space that a space has, None if it has none. `has_rows`: whether the tensors
-    of the space have a batch dimension.
+    of the space have a batch dimension. Raises ModelFailed if the tensor has other rows than those that the space was
+    made from; models without a batch dimension may write such a tensor.
     """
     if not spread.rows:
         return None
     if has_rows:
         tensor = _with_rows(tensor)
+        if tensor.stop - tensor.start != spread.parent_rows:
+            raise ModelFailed(
+                f"these rows were chosen among {spread.parent_rows}, and a tensor that is read for them has "
+                f"{tensor.stop - tensor.start}"
+            )
     return tensor if spread.picked is None else Picked(tensor, spread.picked)
 
 

@@ -348,12 +348,23 @@ class SpaceFlow(Flow):
         is_absent = around is not None and not around.rows
         made = self._opened(operation, around) if operation.opens is not None else None
         if made is None and not is_absent:
-            made = self._derived(operation)
+            try:
+                made = self._derived(operation)
+            except FlowserveError as error:
+                error.lineage = error.lineage or self._border(operation)
+                raise
             if made is None and self.plan.needed_by[operation.slot]:
                 raise self._left_out(operation)
         self.tensors[operation.slot] = made
         self._count_down(self.plan.consumers[operation.slot])
         self._read(operation.reads)
+
+    def _border(self, operation: Operation) -> str:
+        """The place of an operation in the graph, for the text of an error: the innermost space that it is about."""
+        spaces, derived = self.plan.graph.spaces, operation.derived
+        assert derived is not None
+        index = max((*derived.spaces, derived.space))
+        return _lineage(spaces[index - 1]) if index else ""
 
     def _opened(self, operation: Operation, around: Spread | None) -> Spread:
         """The rows of a space begin."""
@@ -369,7 +380,7 @@ class SpaceFlow(Flow):
             try:
                 spread = self.rows.open_space(space, tensors)
             except FlowserveError as error:
-                error.lineage = f" (`{space.title}`" + (f" at {space.place})" if space.place is not None else ")")
+                error.lineage = _lineage(space)
                 raise
         self.spreads[space.index] = spread
         return spread
@@ -419,3 +430,7 @@ class SpaceFlow(Flow):
 
     def __repr__(self) -> str:
         return f"SpaceFlow({self.plan.graph.name}, open={self.open}, parts={len(self.live)}, done={self.done})"
+
+
+def _lineage(space: Space) -> str:
+    return f" (`{space.title}`" + (f" at {space.place})" if space.place is not None else ")")
