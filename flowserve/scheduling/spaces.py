@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from flowserve.errors import FlowserveError, Internal
 from flowserve.graph.plan import NO_SLOT, Operation, Plan, PlanNode
-from flowserve.graph.types import Derivation, Derived, Space
+from flowserve.graph.types import Conversion, Derivation, Derived, Space
 from flowserve.scheduling.flow import TOOK_NOTHING, E, Facts, Flow, Ticket
 
 
@@ -402,6 +402,9 @@ class SpaceFlow(Flow):
         if how is Derivation.ITEMS:
             tensor, spread = held[operation.tensors[0]], held[operation.spreads[0]]
             return None if tensor is None else rows.items(tensor, spread)
+        if how is Derivation.RESHAPE:
+            tensor = held[operation.tensors[0]]
+            return None if tensor is None else tensor.converted(Conversion(derived.reshapes))
         spreads = [held[slot] if slot != NO_SLOT else None for slot in operation.spreads]
         if how is Derivation.MERGE:
             return rows.merge(derived, [held[slot] for slot in operation.tensors], spreads, operation.has_rows)
