@@ -318,13 +318,20 @@ def ensemble(s: RuleInput) -> Iterator[Problem]:
         if step.HasField("each") and not (step.each.tensor and all(step.each.tensor)):
             yield s.problem("M87", f"{path}.each", f"each: must specify 'tensor' {where}", "the tensors to take apart")
     seen: set[str] = set()
+    flags: set[str] = set()
+    filled = {fill.tensor for fill in scheduling.fill}
     for index, fill in enumerate(scheduling.fill):
         path = f"{SCHEDULING}.fill[{index}]"
         if not fill.tensor:
             yield s.problem("M88", path, f"fill: must specify 'tensor' in ensemble '{m.name}'")
         elif fill.tensor in seen:
             yield s.problem("M88", path, f"tensor '{fill.tensor}' of ensemble '{m.name}' is filled twice")
+        elif fill.present and (fill.present in filled or fill.present in flags):
+            what = "is filled itself" if fill.present in filled else "is named by another fill"
+            text = f"fill: 'present' of '{fill.tensor}' names '{fill.present}', which {what}, in ensemble '{m.name}'"
+            yield s.problem("M88", f"{path}.present", text, "a name of its own: of a BOOL tensor that no step writes")
         seen.add(fill.tensor)
+        flags.add(fill.present)
 
 
 TEST_FORMS: Final = (
