@@ -312,6 +312,10 @@ def ensemble(s: RuleInput) -> Iterator[Problem]:
                     text = f"{field} entry without '{'value' if port else 'key'}' {where}"
                     hint = "key is the model's tensor, value the ensemble's"
                     yield s.problem("M85", f"{path}.{field}[{port}]", text, hint)
+        if step.name and (not step.name.isprintable() or not step.name.strip() or set("/#") & set(step.name)):
+            text = f"{step.name!r} {where} is no name of a step"
+            hint = "it is printable and without / and #, which are between nested names and before numbers"
+            yield s.problem("M89", f"{path}.name", text, hint)
         for number, test in enumerate(step.when):
             if text := _wrong_test(test):
                 yield s.problem("M86", f"{path}.when[{number}]", f"when: {text} {where}", TEST_FORMS)

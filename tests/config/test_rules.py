@@ -946,3 +946,10 @@ def test_rule_M88_what_is_present_has_a_name_of_its_own(said: Said) -> None:
         f"fill: 'present' of 'D' names 'p', which is named by another fill, in ensemble 'm' {hint}",
     ]
     assert len(problems) == 3
+
+
+@pytest.mark.parametrize("name", ["m#2", "inner/m", r"a\nb", "  "])
+def test_rule_M89_the_name_of_a_step_is_one_that_no_other_step_can_get(said: Said, name: str) -> None:
+    named = STEP.replace("step {", f'step {{ name: "{name}"')
+    (problem,) = said("M89", f"ensemble_scheduling {{ {named} }}")
+    assert "in step 0 of ensemble 'm' is no name of a step" in problem
