@@ -142,6 +142,9 @@ def _taken_apart(space: Space, tensors: Sequence[Tensor], count: Tensor | None) 
     each = space.each
     assert each is not None
     shapes = [tensor.shape if tensor.stop != WHOLE else (1, *tensor.shape) for tensor in tensors]
+    for name, shape in zip(each.tensors, shapes, strict=True):
+        if len(shape) < 2:
+            raise ModelFailed(f"'{name}' has shape {[*shape]}, in which nothing is an item")
     rows, most = shapes[0][0], shapes[0][1]
     for name, shape in zip(each.tensors, shapes, strict=True):
         if shape[:2] != (rows, most):

@@ -203,3 +203,8 @@ def test_a_tensor_of_other_rows_than_those_a_test_was_made_for_is_refused() -> N
     one = spread_of(0, of=1)  # as of a model without a batch dimension, which writes one number for all rows
     with pytest.raises(ModelFailed, match="were chosen among 1, and a tensor that is read for them has 4"):
         rows.take(tensor(np.zeros((4, 2))), one, True)
+
+
+def test_a_tensor_without_a_dimension_of_items_is_refused() -> None:
+    with pytest.raises(ModelFailed, match=r"has shape \[2\], in which nothing is an item"):
+        apart(tensor(np.zeros(2)))
