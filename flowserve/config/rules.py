@@ -312,19 +312,30 @@ def ensemble(s: RuleInput) -> Iterator[Problem]:
                     text = f"{field} entry without '{'value' if port else 'key'}' {where}"
                     hint = "key is the model's tensor, value the ensemble's"
                     yield s.problem("M85", f"{path}.{field}[{port}]", text, hint)
+        if step.name and (not step.name.isprintable() or not step.name.strip() or set("/#") & set(step.name)):
+            text = f"{step.name!r} {where} is no name of a step"
+            hint = "it is printable and without / and #, which are between nested names and before numbers"
+            yield s.problem("M89", f"{path}.name", text, hint)
         for number, test in enumerate(step.when):
             if text := _wrong_test(test):
                 yield s.problem("M86", f"{path}.when[{number}]", f"when: {text} {where}", TEST_FORMS)
         if step.HasField("each") and not (step.each.tensor and all(step.each.tensor)):
             yield s.problem("M87", f"{path}.each", f"each: must specify 'tensor' {where}", "the tensors to take apart")
     seen: set[str] = set()
+    flags: set[str] = set()
+    filled = {fill.tensor for fill in scheduling.fill}
     for index, fill in enumerate(scheduling.fill):
         path = f"{SCHEDULING}.fill[{index}]"
         if not fill.tensor:
             yield s.problem("M88", path, f"fill: must specify 'tensor' in ensemble '{m.name}'")
         elif fill.tensor in seen:
             yield s.problem("M88", path, f"tensor '{fill.tensor}' of ensemble '{m.name}' is filled twice")
+        elif fill.present and (fill.present in filled or fill.present in flags):
+            what = "is filled itself" if fill.present in filled else "is named by another fill"
+            text = f"fill: 'present' of '{fill.tensor}' names '{fill.present}', which {what}, in ensemble '{m.name}'"
+            yield s.problem("M88", f"{path}.present", text, "a name of its own: of a BOOL tensor that no step writes")
         seen.add(fill.tensor)
+        flags.add(fill.present)
 
 
 TEST_FORMS: Final = (

@@ -357,7 +357,7 @@ class _Borders:
         if any(one.name == name for one in self.spaces):
             name += f"#{1 + sum(one.name.partition('#')[0] == name for one in self.spaces)}"
         has_rows = space.each is not None or self.has_rows(space.parent)
-        refs = tuple(source.ref for source in opens)
+        refs = tuple(self._settled(source).ref for source in opens)
         self.spaces.append(replace(space, index=index, name=name, opens=refs, has_rows=has_rows))
         makers = {call for source in opens for call, _ in source.made_by}
         self._openers.append(self._openers[space.parent] | makers)
@@ -383,6 +383,7 @@ class _Borders:
 
     def merged(self, space: int, branches: list[_Source], fill: Fill | None) -> _Source:
         """The tensor of `space` that several conditions write, each for other rows."""
+        branches = [self._settled(one) for one in branches]
         first = branches[0]
         dims = tuple(
             sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*(one.spec.dims for one in branches), strict=True)
@@ -414,6 +415,7 @@ class _Borders:
 
     def _take(self, inner: int, source: _Source) -> _Source:
         """A tensor of the space around `inner` as one of `inner`."""
+        source = self._settled(source)
         space = self.spaces[inner]
         each = space.each
         if each is None or source.ref not in space.opens[: len(each.tensors)]:
@@ -423,15 +425,22 @@ class _Borders:
 
     def _leave(self, source: _Source) -> _Source:
         """A tensor as one of the space around its own."""
+        source = self._settled(source)
         space = self.spaces[source.space]
         if space.each is None:
             return self._derive(Derivation.MERGE, space.parent, source, [source])
         spec = replace(source.spec, dims=(-1, *source.spec.dims))
         return self._derive(Derivation.GATHER, space.parent, replace(source, spec=spec), [source])
 
+    def _settled(self, source: _Source) -> _Source:
+        """A tensor at a border of a space: in the shape that the ensemble of this border knows, because items are a
+        dimension of that shape, and so that all branches of a merge have one shape.
+        """
+        return self._derive(Derivation.RESHAPE, source.space, source, [source]) if source.reshapes else source
+
     def _derive(self, how: Derivation, space: int, like: _Source, reads: list[_Source]) -> _Source:
-        """The tensor of `space` derived from `reads`, each of which enters or leaves a space; `like` is its source
-        apart from that. The reshapes of nested ensembles on the way are applied where it is read.
+        """The tensor of `space` derived from `reads`, each of which enters or leaves a space or is reshaped; `like` is
+        its source apart from that.
         """
         key = (how, space, like.spec, like.reshapes, *(one.ref for one in reads))
         if key not in self._known:
@@ -440,10 +449,12 @@ class _Borders:
             value = None if fill is None else fill.string.encode() if like.spec.dtype is DType.BYTES else fill.value
             if how is Derivation.GATHER and value is None:
                 value = b"" if like.spec.dtype is DType.BYTES else 0.0
-            self.derived.append(Derived(how, space, like.spec, tuple(one.ref for one in reads), inner, value))
+            refs = tuple(one.ref for one in reads)
+            self.derived.append(Derived(how, space, like.spec, refs, inner, value, like.reshapes))
             makers = tuple(dict.fromkeys(maker for one in reads for maker in one.made_by))
-            made = replace(like, space=space, derived=len(self.derived) - 1, makers=makers)
-            batches = self.has_rows(space) or (like.batches and how in (Derivation.TAKE, Derivation.MERGE))
+            made = replace(like, space=space, derived=len(self.derived) - 1, makers=makers, reshapes=())
+            batches = like.batches and how in (Derivation.TAKE, Derivation.MERGE, Derivation.RESHAPE)
+            batches |= how is not Derivation.RESHAPE and self.has_rows(space)
             self._known[key] = replace(made, call=makers[0][0], output=makers[0][1], batches=batches)
         return self._known[key]
 

@@ -150,7 +150,8 @@ class Space:
 class Derivation(Enum):
     """How a derived tensor is made: TAKE, the rows of a tensor of the parent space that a space has; ITEMS, the items
     of a tensor that the space takes apart; MERGE, one tensor of those written in several conditions; GATHER, the items
-    of each row as one row; PRESENT, whether rows or items were written.
+    of each row as one row; PRESENT, whether rows or items were written; RESHAPE, the same rows in the shape that they
+    have outside or inside of nested ensembles.
     """
 
     TAKE = "take"
@@ -158,6 +159,7 @@ class Derivation(Enum):
     MERGE = "merge"
     GATHER = "gather"
     PRESENT = "present"
+    RESHAPE = "reshape"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,8 @@ class Derived:
 
     It is a tensor of `space`, declared by `spec`. `reads` are the tensors it is made from. `spaces[i]` is the space
     below that `reads[i]` belongs to or enters; of a MERGE also `space` itself, for rows that no condition took. `fill`:
-    the value of what was not written, None if that cannot occur or the whole tensor is then left out.
+    the value of what was not written, None if that cannot occur or the whole tensor is then left out. `reshapes`: of a
+    RESHAPE, as of a `Conversion`.
     """
 
     how: Derivation
@@ -175,6 +178,7 @@ class Derived:
     reads: tuple[Ref, ...]
     spaces: tuple[int, ...]
     fill: float | bytes | None = None
+    reshapes: tuple[tuple[Dims, Dims], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,9 @@ def _taken_apart(space: Space, tensors: Sequence[Tensor], count: Tensor | None) 
     each = space.each
     assert each is not None
     shapes = [tensor.shape if tensor.stop != WHOLE else (1, *tensor.shape) for tensor in tensors]
+    for name, shape in zip(each.tensors, shapes, strict=True):
+        if len(shape) < 2:
+            raise ModelFailed(f"'{name}' has shape {[*shape]}, in which nothing is an item")
     rows, most = shapes[0][0], shapes[0][1]
     for name, shape in zip(each.tensors, shapes, strict=True):
         if shape[:2] != (rows, most):
@@ -165,12 +168,18 @@ def _taken_apart(space: Space, tensors: Sequence[Tensor], count: Tensor | None) 
 
 def take(tensor: Tensor, spread: Spread, has_rows: bool) -> Tensor | None:
     """The rows of a tensor of the parent space that a space has, None if it has none. `has_rows`: whether the tensors
-    of the space have a batch dimension.
+    of the space have a batch dimension. Raises ModelFailed if the tensor has other rows than those that the space was
+    made from; models without a batch dimension may write such a tensor.
     """
     if not spread.rows:
         return None
     if has_rows:
         tensor = _with_rows(tensor)
+        if tensor.stop - tensor.start != spread.parent_rows:
+            raise ModelFailed(
+                f"these rows were chosen among {spread.parent_rows}, and a tensor that is read for them has "
+                f"{tensor.stop - tensor.start}"
+            )
     return tensor if spread.picked is None else Picked(tensor, spread.picked)
 
 

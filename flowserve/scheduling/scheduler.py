@@ -695,7 +695,7 @@ class Scheduler:
                     for one in following:
                         self._put(one, now_ns)
             except FlowserveError as error:
-                if not one.flow.done:
+                if not one.flow.whole.done:  # a part of a step is done, and its request is not
                     self._fail(one.flow, error)
                 if one is not ticket:  # the rest may belong to other requests, if requests share in-flight slots
                     self.streams.put(following[following.index(one) + 1 :], now_ns)

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from flowserve.errors import FlowserveError, Internal
 from flowserve.graph.plan import NO_SLOT, Operation, Plan, PlanNode
-from flowserve.graph.types import Derivation, Derived, Space
+from flowserve.graph.types import Conversion, Derivation, Derived, Space
 from flowserve.scheduling.flow import TOOK_NOTHING, E, Facts, Flow, Ticket
 
 
@@ -348,12 +348,23 @@ class SpaceFlow(Flow):
         is_absent = around is not None and not around.rows
         made = self._opened(operation, around) if operation.opens is not None else None
         if made is None and not is_absent:
-            made = self._derived(operation)
+            try:
+                made = self._derived(operation)
+            except FlowserveError as error:
+                error.lineage = error.lineage or self._border(operation)
+                raise
             if made is None and self.plan.needed_by[operation.slot]:
                 raise self._left_out(operation)
         self.tensors[operation.slot] = made
         self._count_down(self.plan.consumers[operation.slot])
         self._read(operation.reads)
+
+    def _border(self, operation: Operation) -> str:
+        """The place of an operation in the graph, for the text of an error: the innermost space that it is about."""
+        spaces, derived = self.plan.graph.spaces, operation.derived
+        assert derived is not None
+        index = max((*derived.spaces, derived.space))
+        return _lineage(spaces[index - 1]) if index else ""
 
     def _opened(self, operation: Operation, around: Spread | None) -> Spread:
         """The rows of a space begin."""
@@ -369,7 +380,7 @@ class SpaceFlow(Flow):
             try:
                 spread = self.rows.open_space(space, tensors)
             except FlowserveError as error:
-                error.lineage = f" (`{space.title}`" + (f" at {space.place})" if space.place is not None else ")")
+                error.lineage = _lineage(space)
                 raise
         self.spreads[space.index] = spread
         return spread
@@ -391,6 +402,9 @@ class SpaceFlow(Flow):
         if how is Derivation.ITEMS:
             tensor, spread = held[operation.tensors[0]], held[operation.spreads[0]]
             return None if tensor is None else rows.items(tensor, spread)
+        if how is Derivation.RESHAPE:
+            tensor = held[operation.tensors[0]]
+            return None if tensor is None else tensor.converted(Conversion(derived.reshapes))
         spreads = [held[slot] if slot != NO_SLOT else None for slot in operation.spreads]
         if how is Derivation.MERGE:
             return rows.merge(derived, [held[slot] for slot in operation.tensors], spreads, operation.has_rows)
@@ -419,3 +433,7 @@ class SpaceFlow(Flow):
 
     def __repr__(self) -> str:
         return f"SpaceFlow({self.plan.graph.name}, open={self.open}, parts={len(self.live)}, done={self.done})"
+
+
+def _lineage(space: Space) -> str:
+    return f" (`{space.title}`" + (f" at {space.place})" if space.place is not None else ")")

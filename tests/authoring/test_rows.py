@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flowserve import Engine, Graph, Problems, model
-from flowserve.errors import Invalid
+from flowserve.errors import Invalid, ModelFailed
 from flowserve.testing import Arrival, Faked, FakeModel, simulate
 from flowserve.values import Array
 
@@ -182,3 +182,65 @@ def test_a_tensor_that_others_read_cannot_stand_for_the_rest() -> None:
         pass
     graph.merge(x, otherwise=0)
     assert "input 'X' cannot be merged" in graph.problems[0].message
+
+
+@model({"X": "FP32[2]"}, {"WORD": "INT32[-1]"}, max_batch_size=1)
+def spell(crops: Any) -> Any:
+    return np.zeros((1, 1 + int(crops[0, 0]) % 2), np.int32)
+
+
+def test_a_request_whose_items_cannot_be_one_tensor_fails() -> None:
+    graph = Graph("words", max_batch_size=8)
+    found = find(graph.input("IMAGE", "FP32[2]"))
+    with graph.each(found.CROPS) as crop:
+        word = spell(crop).WORD
+    graph.output("WORDS", word)
+    with Engine(graph, python_execution="inline") as engine:
+        with pytest.raises(ModelFailed, match=r"rows of tensor 'WORD' have different shapes, \[1\] and \[2\]"):
+            engine.infer("words", {"IMAGE": [[2, 0]]})
+        assert engine.infer("words", {"IMAGE": [[1, 0]]})["WORDS"].shape == (1, 1, 2)
+
+
+TENFOLD = """\
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        arrays = [pb_utils.get_input_tensor_by_name(one, "X").as_numpy() for one in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", array * 10)]) for array in arrays]
+"""
+RESHAPED = {
+    "tenfold": 'backend: "python" max_batch_size: 8 input { name: "X" data_type: TYPE_FP32 dims: 4 }'
+    ' output { name: "Y" data_type: TYPE_FP32 dims: 4 }',
+    "pairs": 'platform: "ensemble" max_batch_size: 8 input { name: "X" data_type: TYPE_FP32 dims: 4 }'
+    ' output { name: "P" data_type: TYPE_FP32 dims: [ 2, 2 ] reshape { shape: 4 } } ensemble_scheduling {'
+    ' step { model_name: "tenfold" model_version: -1'
+    ' input_map { key: "X" value: "X" } output_map { key: "Y" value: "P" } } }',
+    "twofold": 'backend: "python" max_batch_size: 8 input { name: "X" data_type: TYPE_FP32 dims: 2 }'
+    ' output { name: "Y" data_type: TYPE_FP32 dims: 2 }',
+    "apart": 'platform: "ensemble" max_batch_size: 8 input { name: "X" data_type: TYPE_FP32 dims: 4 }'
+    ' output { name: "Z" data_type: TYPE_FP32 dims: [ -1, 2 ] } ensemble_scheduling {'
+    ' step { model_name: "pairs" model_version: -1'
+    ' input_map { key: "X" value: "X" } output_map { key: "P" value: "pairs" } }'
+    ' step { model_name: "twofold" model_version: -1 each { tensor: "pairs" }'
+    ' input_map { key: "X" value: "pairs" } output_map { key: "Y" value: "Z" } } }',
+    "gathered": 'platform: "ensemble" max_batch_size: 8 input { name: "X" data_type: TYPE_FP32 dims: [ -1, 4 ] }'
+    ' output { name: "Z" data_type: TYPE_FP32 dims: [ -1, 2, 2 ] } ensemble_scheduling {'
+    ' step { model_name: "pairs" model_version: -1 each { tensor: "X" }'
+    ' input_map { key: "X" value: "X" } output_map { key: "P" value: "Z" } } }',
+}
+
+
+def test_items_are_of_the_shape_that_a_nested_ensemble_has_outside(tmp_path: Path) -> None:
+    for name, config in RESHAPED.items():
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "config.pbtxt").write_text(config)
+        if "python" in config:
+            (tmp_path / name / "1/model.py").write_text(TENFOLD)
+    rows = np.arange(8, dtype=np.float32).reshape(2, 4)
+    with Engine(tmp_path, python_execution="inline") as engine:
+        assert engine.infer("apart", {"X": rows})["Z"].tolist() == (rows * 100).reshape(2, 2, 2).tolist()
+        found = engine.infer("gathered", {"X": np.stack([rows, rows + 1, rows], axis=1)})["Z"]
+    wanted = np.stack([rows, rows + 1, rows], axis=1) * 10
+    assert found.tolist() == wanted.reshape(2, 3, 2, 2).tolist()

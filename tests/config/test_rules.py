@@ -932,3 +932,24 @@ def test_rule_M88_a_tensor_is_filled_once(said: Said) -> None:
         "fill: must specify 'tensor' in ensemble 'm'",
         "tensor 'B' of ensemble 'm' is filled twice",
     ]
+
+
+def test_rule_M88_what_is_present_has_a_name_of_its_own(said: Said) -> None:
+    fills = (
+        'fill { tensor: "B" present: "B" } fill { tensor: "C" present: "p" } fill { tensor: "D" present: "p" } '
+        'fill { } fill { tensor: "E" }'
+    )
+    problems = said("M88", f"ensemble_scheduling {{ {STEP} {fills} }}")
+    hint = "(a name of its own: of a BOOL tensor that no step writes)"
+    assert [problem.partition(": ")[2] for problem in problems[:2]] == [
+        f"fill: 'present' of 'B' names 'B', which is filled itself, in ensemble 'm' {hint}",
+        f"fill: 'present' of 'D' names 'p', which is named by another fill, in ensemble 'm' {hint}",
+    ]
+    assert len(problems) == 3
+
+
+@pytest.mark.parametrize("name", ["m#2", "inner/m", r"a\nb", "  "])
+def test_rule_M89_the_name_of_a_step_is_one_that_no_other_step_can_get(said: Said, name: str) -> None:
+    named = STEP.replace("step {", f'step {{ name: "{name}"')
+    (problem,) = said("M89", f"ensemble_scheduling {{ {named} }}")
+    assert "in step 0 of ensemble 'm' is no name of a step" in problem

@@ -197,3 +197,14 @@ def test_large_text_that_stayed_encoded_is_read_where_rows_are_picked() -> None:
     picked = rows.take(Tensor(encoded, 0, 3), spread_of(0, 2, of=3), has_rows=True)
     assert picked is not None
     assert picked.array.tolist() == [[b"a"], [b""]]
+
+
+def test_a_tensor_of_other_rows_than_those_a_test_was_made_for_is_refused() -> None:
+    one = spread_of(0, of=1)  # as of a model without a batch dimension, which writes one number for all rows
+    with pytest.raises(ModelFailed, match="were chosen among 1, and a tensor that is read for them has 4"):
+        rows.take(tensor(np.zeros((4, 2))), one, True)
+
+
+def test_a_tensor_without_a_dimension_of_items_is_refused() -> None:
+    with pytest.raises(ModelFailed, match=r"has shape \[2\], in which nothing is an item"):
+        apart(tensor(np.zeros(2)))
