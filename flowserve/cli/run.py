@@ -52,7 +52,7 @@ from flowserve.cli.options import (
     warning_of,
     without_effect,
 )
-from flowserve.cli.progress import Progress, TerminalProgress
+from flowserve.cli.progress import progress_for
 from flowserve.cli.standard_output import say
 from flowserve.config.types import OFF, Gpus
 from flowserve.errors import FlowserveError, Invalid
@@ -225,7 +225,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
                     await nursery.start(
                         grpc_server.serve, engine, control, app_options.client_memory, log_settings, budget
                     )
-                status = await _load(arguments.exit_on_error, engine, control, shutdown, where)
+                status = await _load(arguments, engine, control, shutdown, where)
                 if status == 0:
                     await shutdown.asked.wait()
                 control.stop()
@@ -254,9 +254,9 @@ def _metrics_listeners(arguments: argparse.Namespace) -> list[socket.socket]:
     return listeners
 
 
-async def _load(exit_on_error: bool, engine: Engine, control: Control, shutdown: Shutdown, where: str) -> int:
+async def _load(arguments: argparse.Namespace, engine: Engine, control: Control, shutdown: Shutdown, where: str) -> int:
     """Load all models and print the progress. Returns 0 if the server should continue (or was asked to stop)."""
-    progress = TerminalProgress(sys.stdout) if sys.stdout.isatty() else Progress(sys.stdout)
+    progress = progress_for(sys.stdout, is_quiet=arguments.quiet)
     try:
         with shutdown.until_asked() as loading, progress:
             failures = await control.start(progress.report)
@@ -266,7 +266,7 @@ async def _load(exit_on_error: bool, engine: Engine, control: Control, shutdown:
         return 0
     if failures:
         _report_failures(failures, len(engine.deployments.entries))
-        if exit_on_error:
+        if arguments.exit_on_error:
             return _failed("not serving; --exit-on-error false serves the models that did load")
     progress.served(engine.deployments.entries, where)
     say(f"listening on {where}")
