@@ -40,7 +40,7 @@ from flowserve.cli.option_values import (
 )
 from flowserve.grpc.options import KEY_PREFIX, MESSAGE_BYTES, MESSAGE_BYTES_MAX, GrpcOptions
 from flowserve.memory.capacity import memory_bytes, open_files
-from flowserve.observe.settings import LogChoice, MetricsChoice
+from flowserve.observe.settings import FORMATS, LogChoice, MetricsChoice
 from flowserve.observe.trace_settings import API_MAX_BYTES, LEVELS, OFF, OPENTELEMETRY, TRITON, TraceChoice
 from flowserve.runtime.budget import Budget
 from flowserve.version import SERVER_NAME
@@ -323,8 +323,8 @@ def _add_process_arguments(group: argparse._ArgumentGroup) -> None:
     add_option(
         group, "--log-verbose LEVEL", "0 (default): what an operator needs; 1 and more: details", whole_number(0), 0
     )
-    text = "format of the time of a line: default or ISO8601"
-    add_option(group, "--log-format FORMAT", text, one_of("default", "ISO8601"), "default")
+    text = "default or ISO8601, which are formats of the time of a line; json: an object per line, with trace ids"
+    add_option(group, "--log-format FORMAT", text, one_of(*FORMATS), "default")
     for what in ("info", "warning", "error"):
         add_switch(group, f"--log-{what}", True, f"log {what} lines")
     add_option(group, "--log-file PATH", "file to append the log to; default: standard error", default="")

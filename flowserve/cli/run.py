@@ -313,14 +313,22 @@ def _must_be_closed(hung: Sequence[str]) -> None:
 
 
 def _report_failures(failures: Mapping[str, str], total: int) -> None:
-    print(f"flowserve: {len(failures)} of {total} models failed to load:", file=sys.stderr)
+    """A line with their number, and below it each model with its problems; as JSON, a line for each problem."""
+    write = sys.stderr.write
+    if logs.messages.are_json:
+        for name, reason in failures.items():
+            for problem in reason.splitlines():
+                write(logs.messages.line(f"failed to load {name}: {problem}", model=name))
+        write(logs.messages.line(f"{len(failures)} of {total} models failed to load"))
+        return
+    write(logs.messages.line(f"{len(failures)} of {total} models failed to load:"))
     for name, reason in failures.items():
-        lines = [logs.escape(line) for line in reason.splitlines()]
-        print(f"  {logs.escape(name)}", *lines, sep="\n    ", file=sys.stderr)
+        write("\n    ".join([f"  {logs.escape(name)}", *map(logs.escape, reason.splitlines())]) + "\n")
 
 
 def _failed(message: str) -> int:
-    print("\n".join(f"flowserve: {logs.escape(line)}" for line in message.splitlines()), file=sys.stderr, flush=True)
+    sys.stderr.write("".join(map(logs.messages.line, message.splitlines())))
+    sys.stderr.flush()
     return 1
 
 
@@ -400,7 +408,7 @@ class Shutdown:
 def end_now(status: int, message: str) -> None:
     """Write the reason to standard error and end the process, regardless of its threads."""
     # Not print(): a signal may arrive during one, and a buffered stream is not reentrant.
-    os.write(2, f"flowserve: {message}\n".encode())
+    os.write(2, logs.messages.line(message).encode(errors="backslashreplace"))
     os._exit(status)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.cli.logs import LineFormatter, configure, escape, log_thread_exception
+from flowserve.cli.logs import JsonFormatter, LineFormatter, configure, escape, log_thread_exception, messages
 from flowserve.cli.options import run_arguments
 from flowserve.cli.run import run
 from flowserve.observe.settings import LogChoice
@@ -73,6 +74,30 @@ def test_both_formats_show_time_level_and_logger() -> None:
     assert LineFormatter("ISO8601").format(record) == "2025-11-21T14:03:05.250000Z WARNING flowserve.http] text"
 
 
+@pytest.mark.fault("Z4")
+def test_as_json_a_record_is_one_object_with_its_fields_and_its_traceback() -> None:
+    record = _record("request %s", 'a\n{"level": "INFO"}\r\x1b[31m\u2028\x85\udc80"')
+    record.created = 1_763_733_785.25
+    record.fields = {"model": "m", "trace_id": "4b"}
+    try:
+        raise ValueError("first\nsecond\u2028third")
+    except ValueError as error:
+        record.exc_info = (type(error), error, error.__traceback__)
+    line = JsonFormatter().format(record)
+    assert len(line.splitlines()) == 1
+    assert line.isascii()
+    said = json.loads(line)
+    assert said.pop("exception").splitlines()[0] == "Traceback (most recent call last):"
+    assert said == {
+        "time": "2025-11-21T14:03:05.250000Z",
+        "level": "WARNING",
+        "logger": "flowserve.http",
+        "message": 'request a\n{"level": "INFO"}\r\x1b[31m\u2028\x85\udc80"',
+        "model": "m",
+        "trace_id": "4b",
+    }
+
+
 def test_letters_of_every_script_pass_unchanged() -> None:
     assert escape("größe 猫 ok") == "größe 猫 ok"
 
@@ -83,6 +108,7 @@ def loggers() -> Iterator[logging.Logger]:
     root, own = logging.getLogger(), logging.getLogger("flowserve")
     before = root.handlers[:], root.level, own.level
     yield own
+    messages.use("default")
     root.handlers[:] = before[0]
     root.setLevel(before[1])
     own.setLevel(before[2])
@@ -107,6 +133,9 @@ def test_log_settings_can_change_while_the_server_runs(
     settings.change({"log_info": True, "log_error": True, "log_verbose_level": 0, "log_format": "ISO8601"})
     loggers.warning("text")
     assert capsys.readouterr().err.split(" ", 1)[1] == "WARNING flowserve] text\n"
+    settings.change({"log_format": "json"})
+    loggers.warning("text")
+    assert json.loads(capsys.readouterr().err)["message"] == "text"
 
 
 def test_the_log_goes_to_the_operators_file_and_reopens_it_after_rotation(
@@ -127,6 +156,19 @@ def test_the_log_goes_to_the_operators_file_and_reopens_it_after_rotation(
     assert kept[0] == "before"
     assert kept[1].endswith("flowserve] one")
     assert path.read_text().endswith("flowserve] two\n")
+
+
+@pytest.mark.parametrize("style", ["default", "json"])
+def test_why_a_server_ends_has_the_form_of_its_log(
+    style: str, loggers: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(LogChoice(log_format=style))
+    line = messages.line("not served\n", model="m")
+    if style == "default":
+        assert line == "flowserve: not served\\n\n"
+    else:
+        said = json.loads(line)
+        assert (said["level"], said["message"], said["model"]) == ("ERROR", "not served\n", "m")
 
 
 @pytest.mark.fault("W10")

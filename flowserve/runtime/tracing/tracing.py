@@ -24,6 +24,7 @@ from flowserve.backends.base import Results
 from flowserve.errors import FlowserveError, InstanceDied
 from flowserve.memory.tensor import Tensor
 from flowserve.observe import trace as reasons
+from flowserve.observe.log_fields import of_request
 from flowserve.observe.trace import (
     BACKEND_OUTPUT,
     QUEUE_INPUT,
@@ -80,7 +81,12 @@ class Watch:
 
         def traced(*facts: Any) -> Flow:
             flow = self._flow = make(*facts)
-            self.trace = self._tracing.begin(flow, self._parent, has_tensors=self._has_tensors, trace_id=self._trace_id)
+            trace_id = self._trace_id
+            trace = self._tracing.begin(flow, self._parent, has_tensors=self._has_tensors, trace_id=trace_id)
+            if trace_id:
+                trace.span_id = new_span_id()
+                flow.request.trace_context = traceparent_of(trace_id, trace.span_id)
+            self.trace = trace
             return flow
 
         return traced
@@ -295,7 +301,8 @@ class Tracing:
         try:
             self.end(flow)
         except Exception:  # the trace is lost, not the response
-            log.exception("a request to '%s' cannot be traced", flow.plan.graph.name)
+            name = flow.plan.graph.name
+            log.exception("a request to '%s' cannot be traced", name, extra=of_request(flow.request, model=name))
 
     failed = finished
 
