@@ -15,6 +15,7 @@ from flowserve.values import Request
 
 FIELDS: Final = "fields"  # the attribute of the record
 TRACES_MAX: Final = 32  # of one record: a batch may have thousands of members
+ID_CHARS_MAX: Final = 200  # of a request's id, which is its client's text
 
 
 def of(**fields: Any) -> Mapping[str, Any]:
@@ -31,7 +32,7 @@ def of_request(request: Request | None, **fields: Any) -> Mapping[str, Any]:
     """`extra` of a record about one request. None: one of the server's own."""
     if request is None:
         return of(**fields)
-    return of_context(request.trace_context, request_id=request.id, **fields)
+    return of_context(request.trace_context, request_id=request.id[:ID_CHARS_MAX], **fields)
 
 
 def of_requests(requests: Iterable[Request | None], **fields: Any) -> Mapping[str, Any]:

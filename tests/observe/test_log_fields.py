@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowserve.observe.log_fields import FIELDS, TRACES_MAX, of_requests
+from flowserve.observe.log_fields import FIELDS, ID_CHARS_MAX, TRACES_MAX, of_requests
 from flowserve.values import Request
 
 SPAN = "00f067aa0ba902b7"
@@ -35,6 +35,7 @@ def test_a_batch_has_the_fields_of_its_request_or_the_traces_of_its_requests(
     assert of_requests(requests, model="m", instance="")[FIELDS] == {"model": "m", **fields}
 
 
-def test_the_traces_of_a_large_batch_are_bounded() -> None:
+def test_the_traces_of_a_large_batch_and_the_text_of_a_client_are_bounded() -> None:
+    assert of_requests([_request(0, "x" * 1_000_000)])[FIELDS] == {"request_id": "x" * ID_CHARS_MAX}
     found = of_requests(map(_request, range(1, 1000)))[FIELDS]["traces"]
     assert found == [_ids(trace) for trace in range(1, TRACES_MAX + 1)]

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+OF_BUILDS = ("FLOWSERVE_ONNXRUNTIME", "SOURCE_DATE_EPOCH")
 Kind = Literal["wheel", "sdist", "editable"]
 
 
@@ -24,13 +25,16 @@ def copy_source(root: Path, folder: Path) -> Path:
 
 
 def build(source: Path, folder: Path, kind: Kind = "wheel", environment: Mapping[str, str] | None = None) -> Path:
-    """The built file, in `folder`. Raises AssertionError with the output of a build that fails."""
+    """The built file, in `folder`. Raises AssertionError with the output of a build that fails. `environment`: besides
+    the test's own, of which the variables of builds are left out.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     code = f"import sys; from hatchling import build; print(build.build_{kind}(sys.argv[1]))"
+    kept = {name: value for name, value in os.environ.items() if name not in OF_BUILDS}
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder)],
         cwd=source,
-        env={**os.environ, **(environment or {})},
+        env={**kept, **(environment or {})},
         capture_output=True,
         text=True,
         timeout=300,
