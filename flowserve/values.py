@@ -135,7 +135,8 @@ class Request:
 
     `outputs` are the requested output names, None for all. `timeout_us` 0 means none. `stamp` orders requests that
     arrive in one iteration of the event loop: the front end assigns it while parsing, because trio shuffles tasks that
-    become ready together.
+    become ready together. `trace_context` is the `traceparent` of the span that the request belongs to: its caller's,
+    or its own if it is exported as spans; "" for none.
     """
 
     inputs: dict[str, Array]
@@ -148,6 +149,7 @@ class Request:
     sequence_end: bool = False
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     stamp: int = 0
+    trace_context: str = ""
 
 
 @dataclass(slots=True, eq=False)

@@ -81,6 +81,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="tests/triton/ runs against the real server, whose launcher the variable TRITONSERVER names",
     )
+    parser.addoption(
+        "--wheel",
+        action="store_true",
+        help="installs the wheel with each extra in an environment of its own, from a package index",
+    )
 
 
 @pytest.fixture(scope="session")

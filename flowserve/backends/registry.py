@@ -24,11 +24,11 @@ log = logging.getLogger("flowserve.backends")
 
 GROUP: Final = "flowserve.backends"
 
-# name: module, class, default file
+# name: module, class or function, default file
 _BUILT_IN: Final = {
     # Before "python", the default for a model.py.
     "callable": ("flowserve.backends.functions", "CallableBackend", "model.py"),
-    "onnxruntime": ("flowserve.backends.onnx.backend", "OnnxRuntime", "model.onnx"),
+    "onnxruntime": ("flowserve.backends.onnx.installation", "make_backend", "model.onnx"),
     "tensorrt": ("flowserve.backends.tensorrt.backend", "TensorRtBackend", "model.plan"),
     "python": ("flowserve.backends.python.backend", "PythonBackend", "model.py"),
 }

@@ -103,7 +103,7 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 
 def _each_level(arguments: argparse.Namespace, measure_level: Callable[[int, float], Awaitable[T]]) -> list[T]:
     measured = []
-    with _progress() as progress:
+    with _progress(arguments) as progress:
         task = progress.add_task("measuring", total=len(arguments.concurrency))
         for level in arguments.concurrency:
             progress.update(task, description=f"{level} at a time")
@@ -116,7 +116,7 @@ def _sweep(arguments: argparse.Namespace, model: str) -> int:
     target = SweepTarget(arguments.sweep, model)
     if arguments.sequence_length and target.make_id is None:
         raise Invalid(f"--sequence-length: '{target.name}' has no sequences")
-    with _progress() as progress:
+    with _progress(arguments) as progress:
         task = progress.add_task("reading", total=None)
 
         def report(variant: Variant, number: int, total: int) -> None:
@@ -288,10 +288,10 @@ def _described(graph: Graph) -> Iterator[Mapping[str, Any]]:
 # ---------------------------------------------------------------------------------------------- output
 
 
-def _progress() -> Progress:
-    """A progress bar, visible on a terminal only."""
+def _progress(arguments: argparse.Namespace) -> Progress:
+    """A progress bar, visible on a terminal only, and not with --quiet."""
     console = Console(file=sys.stderr, markup=False)
-    return Progress(console=console, transient=True, disable=not console.is_terminal)
+    return Progress(console=console, transient=True, disable=arguments.quiet or not console.is_terminal)
 
 
 def _say(message: str) -> None:

@@ -25,5 +25,6 @@ def execute(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         output.write_bytes(plan)
     except OSError as error:
         raise Invalid(f"{error.filename}: {error.strerror}") from None
-    print(f"{output}: {len(plan)} bytes, for GPUs like gpu{parsed.gpu} and TensorRT {library.version}")
+    if not parsed.quiet:
+        print(f"{output}: {len(plan)} bytes, for GPUs like gpu{parsed.gpu} and TensorRT {library.version}")
     return 0

@@ -43,7 +43,8 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     """The command: `check`, with standard output and error."""
     config_name = arguments.model_config_name or ""
     repositories = arguments.repositories
-    return check(repositories, sys.stdout, sys.stderr, _has_color(), config_name, as_json=arguments.json)
+    is_json, is_quiet = arguments.json, arguments.quiet
+    return check(repositories, sys.stdout, sys.stderr, _has_color(), config_name, as_json=is_json, is_quiet=is_quiet)
 
 
 def check(
@@ -54,11 +55,13 @@ def check(
     config_name: str = "",
     *,
     as_json: bool = False,
+    is_quiet: bool = False,
 ) -> int:
     """Print all problems to `err` and return 1, or the compiled graphs to `out` and return 0. A single repository may
     also be one deployment's folder, or "module:graph".
 
-    Warnings go to `err` in both cases. `as_json`: only one line of JSON to `out`.
+    Warnings go to `err` in both cases. `as_json`: only one line of JSON to `out`. `is_quiet`: only problems
+    and warnings are printed.
     """
     reading: Reading | None = None
     try:
@@ -73,7 +76,7 @@ def check(
         return 1 if errors else 0
     for found in findings:
         _print_finding(found, err, color)
-    if reading is not None:
+    if reading is not None and not is_quiet:
         _print_result(reading, errors, out, err)
     return 1 if errors else 0
 

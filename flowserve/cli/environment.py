@@ -3,7 +3,8 @@
 Decides the names of the variables, for every long option of every command; the command line wins over them. An option
 that may be repeated gets one value from its variable, before those of the command line. Does not know any option. A
 variable with that prefix that belongs to no option is reported, since it is probably misspelt; but not those that
-Kubernetes sets for a service called flowserve. Called by `main`.
+Kubernetes sets for a service called flowserve, nor the one that chooses onnxruntime when flowserve is installed. Called
+by `main`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 PREFIX: Final = "FLOWSERVE_"
-_KUBERNETES: Final = re.compile(r"FLOWSERVE_(SERVICE_(HOST|PORT)|PORT($|_\d+_))")
+_NO_OPTIONS: Final = re.compile(r"FLOWSERVE_(SERVICE_(HOST|PORT)|PORT($|_\d+_)|ONNXRUNTIME$)")
 _YES: Final = frozenset({"1", "true", "yes", "on"})
 _NO: Final = frozenset({"", "0", "false", "no", "off"})
 
@@ -52,7 +53,7 @@ def unknown_variables(commands: Iterable[argparse.ArgumentParser], environment: 
     known = {variable_of(option) for command in commands for action in command._actions if (option := _long(action))}
     lines = []
     for name in sorted(environment):
-        if name.startswith(PREFIX) and name not in known and not _KUBERNETES.match(name):
+        if name.startswith(PREFIX) and name not in known and not _NO_OPTIONS.match(name):
             near = difflib.get_close_matches(name, known, n=1)
             lines.append(f"{name} is no option's variable" + (f"; did you mean {near[0]}?" if near else ""))
     return lines

@@ -1,10 +1,11 @@
-"""Format and destination of the log: one line per record, on standard error or in the operator's file.
+"""Format and destination of the log: one line per record, on standard error or in the operator's file; and of the
+messages that a server writes to standard error besides.
 
 Decides the format of a line, and escapes control characters in every record, so that text from a client or a file
-cannot forge a line. Only a traceback adds lines below its record; each begins with spaces, unlike a record. In JSON a
-record is always one line. Decides
-that records that cannot be written are lost. Does not know what is logged. Callers: `run`; `escape` is used by all
-commands that print names from files.
+cannot forge a line. Only a traceback adds lines below its record; each begins with spaces, unlike a record. In the
+format `json` every line is an object, messages included, and a traceback is one of its fields. Decides that records
+that cannot be written are lost. Does not know what is logged. Callers: `run`; `escape` is used by all commands that
+print names from files.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from io import FileIO, TextIOWrapper
 from logging.handlers import WatchedFileHandler
 from typing import Any, Final, TextIO
 
-from flowserve.observe.settings import LogChoice, LogSettings
-from flowserve.observe.trace import REQUEST
+from flowserve.observe.log_fields import FIELDS, of
+from flowserve.observe.settings import JSON, LogChoice, LogSettings
 from flowserve.runtime.processes.log_level import tell_log_level
 from flowserve.runtime.processes.printed import OF_LINES
 
@@ -61,8 +62,8 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object on a line: `time` (UTC), `level`, `logger`, `message`, `process`, and `exception`, a traceback,
-    if there is one. A record about a request has what `of_request` says of it.
+    """`{"time": ..., "level": ..., "logger": ..., "message": ...}`, with the record's fields and its traceback. ASCII
+    only, so that no text can end a line or fail to be encoded.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -72,12 +73,37 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
-            "process": record.process,
-            **getattr(record, REQUEST, {}),
+            **getattr(record, FIELDS, {}),
         }
         if record.exc_info and record.exc_info[0] is not None:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=True, default=str)
+        return json.dumps(line, default=str)
+
+
+class Messages:
+    """The lines that a server writes to standard error besides its log: why it does not start, or ends at once."""
+
+    def __init__(self) -> None:
+        self._formatter: logging.Formatter | None = None
+
+    def use(self, style: str) -> None:
+        """`style`: the log's format."""
+        self._formatter = JsonFormatter() if style == JSON else None
+
+    @property
+    def are_json(self) -> bool:
+        return self._formatter is not None
+
+    def line(self, text: str, **fields: str) -> str:
+        """`text`, which is one problem, as one line: with the program's name, or as an object with these fields."""
+        if self._formatter is None:
+            return f"flowserve: {escape(text)}\n"
+        record = logging.LogRecord(_log.name, logging.ERROR, "", 0, "%s", (text,), None)
+        record.__dict__.update(of(**fields))
+        return f"{self._formatter.format(record)}\n"
+
+
+messages: Final = Messages()
 
 
 class LossyHandler(logging.Handler):
@@ -107,7 +133,9 @@ class LossyHandler(logging.Handler):
         if not self._lost:
             what = f"{self.destination} cannot be written: {error.strerror}"
             with suppress(OSError):
-                os.write(2, f"flowserve: {what}; log records are lost until it can be\n".encode())
+                os.write(
+                    2, messages.line(f"{what}; log records are lost until it can be").encode(errors="backslashreplace")
+                )
         self._lost += 1
 
 
@@ -163,8 +191,9 @@ def configure(choice: LogChoice) -> LogSettings:
     def apply(changed: LogChoice) -> None:
         nonlocal choice
         choice = changed
-        is_json = choice.log_format == "json"
-        handler.setFormatter(JsonFormatter() if is_json else LineFormatter(choice.log_format))
+        style = choice.log_format
+        handler.setFormatter(JsonFormatter() if style == JSON else LineFormatter(style))
+        messages.use(style)
         level = choice.log_verbose_level
         logging.getLogger().setLevel(logging.DEBUG if level > 1 else logging.INFO)
         logging.getLogger("flowserve").setLevel(logging.DEBUG if level else logging.INFO)

@@ -22,7 +22,7 @@ from typing import Any, Final, NoReturn
 from flowserve.cli.environment import from_environment, unknown_variables
 from flowserve.cli.interrupts import INTERRUPTED, silent_interrupts
 from flowserve.cli.option_values import add_option, levels, profile, request_parameter, seconds, whole_number
-from flowserve.cli.options import INSTEAD, NOT_YET, add_config_name, add_run_arguments, contradiction
+from flowserve.cli.options import INSTEAD, NOT_YET, add_config_name, add_quiet, add_run_arguments, contradiction
 from flowserve.cli.standard_output import NOT_WRITTEN, drop_output
 from flowserve.errors import FlowserveError, Unsupported
 from flowserve.version import __version__
@@ -44,6 +44,7 @@ graph of the others.
 _WRONG_COMMAND: Final = re.compile(r"COMMAND: invalid choice: '(.*)' \(choose from (.*)\)$", re.DOTALL)
 # What other programs call these commands.
 _OTHER_NAMES: Final = {"serve": "run", "start": "run", "up": "run", "validate": "check", "draw": "graph", "init": "new"}
+QUIET: Final = ("-q", "--quiet")
 SHELLS: Final = ("bash", "zsh", "tcsh")
 
 
@@ -70,12 +71,14 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = _Parser(prog="flowserve", description=DESCRIPTION, epilog=_examples("flowserve"), **style)
     parser.add_argument("-V", "--version", action="version", version=f"flowserve {__version__}")
+    add_quiet(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     made: dict[str, argparse.ArgumentParser] = {}
 
     def command(name: str, summary: str, description: str) -> argparse.ArgumentParser:
         text = _examples(name)
         made[name] = commands.add_parser(name, help=summary, description=description, epilog=text, **style)
+        add_quiet(made[name])
         return made[name]
 
     run = command(
@@ -226,6 +229,8 @@ def _prepare_streams() -> None:
 def _main(arguments: Sequence[str] | None) -> int:
     parser, subparsers = _parsers()
     words = [*(sys.argv[1:] if arguments is None else arguments)]
+    if len(words) > 1 and words[0] in QUIET:  # before the command or after it; argparse would forget it before
+        words[:2] = words[1], words[0]
     if words and words[0] in subparsers:
         for line in unknown_variables(subparsers.values(), os.environ):
             print(f"flowserve: warning: {line}", file=sys.stderr)

@@ -39,5 +39,6 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         raise Invalid(f"{path} exists already; nothing was written") from None
     except OSError as error:
         raise Invalid(f"{path} cannot be written: {error.strerror}") from None
-    print(f"{path} is a repository of a graph called {name}; next: flowserve run {path}")
+    if not arguments.quiet:
+        print(f"{path} is a repository of a graph called {name}; next: flowserve run {path}")
     return 0

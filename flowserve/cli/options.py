@@ -161,6 +161,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     _add_arguments_without_effect(parser)
 
 
+def add_quiet(parser: argparse._ActionsContainer) -> None:
+    """Add -q, an option of every command."""
+    text = "only results, addresses, warnings and errors: no progress, no table, no informational log records"
+    parser.add_argument("-q", "--quiet", action="store_true", help=text)
+
+
 def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
     text = "default %(default)s: this machine only; 0.0.0.0 for all; unix:PATH for a socket in the file system"
     add_option(group, "--http-address ADDRESS", text, default=LOCALHOST)
@@ -317,7 +323,7 @@ def _add_process_arguments(group: argparse._ArgumentGroup) -> None:
     add_option(
         group, "--log-verbose LEVEL", "0 (default): what an operator needs; 1 and more: details", whole_number(0), 0
     )
-    text = "format of a line: default, ISO8601, or json: one object with its fields"
+    text = "default or ISO8601, which are formats of the time of a line; json: an object per line, with trace ids"
     add_option(group, "--log-format FORMAT", text, one_of(*FORMATS), "default")
     for what in ("info", "warning", "error"):
         add_switch(group, f"--log-{what}", True, f"log {what} lines")
@@ -404,6 +410,7 @@ def _repeated_group(restrictions: Iterable[Restriction]) -> str:
 def run_arguments(*words: str) -> argparse.Namespace:
     """The arguments of a `flowserve run` with these words."""
     parser = argparse.ArgumentParser()
+    add_quiet(parser)
     add_run_arguments(parser)
     return parser.parse_args(words)
 
@@ -434,9 +441,10 @@ def backend_settings(arguments: argparse.Namespace) -> dict[str, dict[str, str]]
 
 
 def log_choice(arguments: argparse.Namespace) -> LogChoice:
+    """--quiet wins over --log-info."""
     return LogChoice(
         log_file=arguments.log_file,
-        log_info=arguments.log_info,
+        log_info=arguments.log_info and not arguments.quiet,
         log_warning=arguments.log_warning,
         log_error=arguments.log_error,
         log_verbose_level=arguments.log_verbose,

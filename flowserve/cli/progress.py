@@ -48,6 +48,16 @@ class Progress:
         say(f"served at {url}", *lines, out=self._out)
 
 
+class NoProgress(Progress):
+    """Prints nothing."""
+
+    def report(self, event: LoadEvent) -> None:
+        pass
+
+    def served(self, entries: Mapping[str, Entry], url: str) -> None:
+        pass
+
+
 class TerminalProgress(Progress):
     """Coloured lines, and a last line that names the models that are still loading."""
 
@@ -84,6 +94,13 @@ class TerminalProgress(Progress):
         for name, entry in sorted(entries.items()):
             table.add_row(*deployment_row(name, entry), style="red" if entry.latest is None else None)
         self._console.print(table)
+
+
+def progress_for(out: TextIO, *, is_quiet: bool) -> Progress:
+    """What is printed to `out` while a server starts."""
+    if is_quiet:
+        return NoProgress(out)
+    return TerminalProgress(out) if out.isatty() else Progress(out)
 
 
 def output() -> Console:

@@ -52,7 +52,7 @@ from flowserve.cli.options import (
     warning_of,
     without_effect,
 )
-from flowserve.cli.progress import Progress, TerminalProgress
+from flowserve.cli.progress import progress_for
 from flowserve.cli.standard_output import say
 from flowserve.config.types import OFF, Gpus
 from flowserve.errors import FlowserveError, Invalid
@@ -226,7 +226,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
                     await nursery.start(
                         grpc_server.serve, engine, control, app_options.client_memory, log_settings, budget
                     )
-                status = await _load(arguments.exit_on_error, engine, control, shutdown, where, heap)
+                status = await _load(arguments, engine, control, shutdown, where, heap)
                 if status == 0:
                     await shutdown.asked.wait()
                 control.stop()
@@ -256,10 +256,10 @@ def _metrics_listeners(arguments: argparse.Namespace) -> list[socket.socket]:
 
 
 async def _load(
-    exit_on_error: bool, engine: Engine, control: Control, shutdown: Shutdown, where: str, heap: FrozenHeap
+    arguments: argparse.Namespace, engine: Engine, control: Control, shutdown: Shutdown, where: str, heap: FrozenHeap
 ) -> int:
     """Load all models and print the progress. Returns 0 if the server should continue (or was asked to stop)."""
-    progress = TerminalProgress(sys.stdout) if sys.stdout.isatty() else Progress(sys.stdout)
+    progress = progress_for(sys.stdout, is_quiet=arguments.quiet)
     try:
         with shutdown.until_asked() as loading, progress:
             failures = await control.start(progress.report)
@@ -269,7 +269,7 @@ async def _load(
         return 0
     if failures:
         _report_failures(failures, len(engine.deployments.entries))
-        if exit_on_error:
+        if arguments.exit_on_error:
             return _failed("not serving; --exit-on-error false serves the models that did load")
     heap.settle()  # before the requests: it blocks
     progress.served(engine.deployments.entries, where)
@@ -317,14 +317,22 @@ def _must_be_closed(hung: Sequence[str]) -> None:
 
 
 def _report_failures(failures: Mapping[str, str], total: int) -> None:
-    print(f"flowserve: {len(failures)} of {total} models failed to load:", file=sys.stderr)
+    """A line with their number, and below it each model with its problems; as JSON, a line for each problem."""
+    write = sys.stderr.write
+    if logs.messages.are_json:
+        for name, reason in failures.items():
+            for problem in reason.splitlines():
+                write(logs.messages.line(f"failed to load {name}: {problem}", model=name))
+        write(logs.messages.line(f"{len(failures)} of {total} models failed to load"))
+        return
+    write(logs.messages.line(f"{len(failures)} of {total} models failed to load:"))
     for name, reason in failures.items():
-        lines = [logs.escape(line) for line in reason.splitlines()]
-        print(f"  {logs.escape(name)}", *lines, sep="\n    ", file=sys.stderr)
+        write("\n    ".join([f"  {logs.escape(name)}", *map(logs.escape, reason.splitlines())]) + "\n")
 
 
 def _failed(message: str) -> int:
-    print("\n".join(f"flowserve: {logs.escape(line)}" for line in message.splitlines()), file=sys.stderr, flush=True)
+    sys.stderr.write("".join(map(logs.messages.line, message.splitlines())))
+    sys.stderr.flush()
     return 1
 
 
@@ -404,7 +412,7 @@ class Shutdown:
 def end_now(status: int, message: str) -> None:
     """Write the reason to standard error and end the process, regardless of its threads."""
     # Not print(): a signal may arrive during one, and a buffered stream is not reentrant.
-    os.write(2, f"flowserve: {message}\n".encode())
+    os.write(2, logs.messages.line(message).encode(errors="backslashreplace"))
     os._exit(status)
 
 

@@ -22,6 +22,7 @@ from flowserve.grpc.encode import MessageEncoder, Parts, encode_response
 from flowserve.grpc.guest import GuestLoop
 from flowserve.memory import raw
 from flowserve.memory.client_memory import ClientMemory, Portion, RegionWindow
+from flowserve.observe.log_fields import of_context
 from flowserve.runtime.engine.classification import rank
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine, ResponseIterator
@@ -42,6 +43,8 @@ CallOutcome = Any
 OnCallOutcome = Callable[[CallOutcome], object]
 
 _log = logging.getLogger("flowserve.grpc")
+
+TRACEPARENT: Final = "traceparent"
 
 
 class EngineAccess:
@@ -222,7 +225,7 @@ class InferCall:
             request.inputs[name] = raw.decode(data, name, message.target[0], dtype, shape, count)
         if message.portions:
             self._windows = memory.windows(message.portions)
-        request.stamp = engine.next_stamp()
+        request.stamp, request.trace_context = engine.next_stamp(), self._context
         if watch is not None:
             watch.mark("GRPC_WAITREAD_END")
         if deployment.is_decoupled:
@@ -262,7 +265,7 @@ class InferCall:
             on_outcome(error)
             return
         except Exception as error:
-            on_outcome(internal_error(error))
+            on_outcome(internal_error(error, self._context))
             return
         if flow is None:
             on_outcome(STREAMED)
@@ -318,7 +321,7 @@ class InferCall:
         except FlowserveError as error:
             return error
         except Exception as error:
-            return internal_error(error)
+            return internal_error(error, self._context)
 
     async def _deliver(
         self,
@@ -342,13 +345,18 @@ class InferCall:
         except FlowserveError as error:
             end = error.with_traceback(None)  # avoids a reference cycle with this frame
         except Exception as error:
-            end = internal_error(error)
+            end = internal_error(error, self._context)
         finally:
             post(on_response, end)
             delivered.set()
 
 
-def internal_error(error: Exception) -> Internal:
-    """The error for clients after an unexpected exception, which is logged."""
-    _log.error("a call could not be answered", exc_info=error)
+def trace_context(context: Any) -> str:
+    """The trace context of a call, "" for none."""
+    return str(dict(context.invocation_metadata() or ()).get(TRACEPARENT, ""))
+
+
+def internal_error(error: Exception, context: str = "") -> Internal:
+    """The error for clients after an unexpected exception, which is logged. `context`: the request's trace context."""
+    _log.error("a call could not be answered", exc_info=error, extra=of_context(context))
     return Internal("internal server error")

@@ -25,7 +25,7 @@ from flowserve.grpc.decode import MessageReader, unreadable
 from flowserve.grpc.encode import STATUS, details_of
 from flowserve.grpc.guest import GuestLoop
 from flowserve.grpc.health_pb2 import HealthCheckRequest
-from flowserve.grpc.inference import EngineAccess, internal_error
+from flowserve.grpc.inference import EngineAccess, internal_error, trace_context
 from flowserve.grpc.options import GrpcOptions
 from flowserve.grpc.service import CALLS, GROUP, HEALTH_SERVICE, INFER_CALL, SERVICE, STREAM_CALL, Service
 from flowserve.memory.client_memory import ClientMemory
@@ -222,7 +222,7 @@ def _with_status(method: Handler) -> Handler:
         except grpc.aio.InternalError:  # a response cannot be written, because the client left
             raise asyncio.CancelledError from None
         except Exception as error:
-            failure = internal_error(error)
+            failure = internal_error(error, trace_context(context))
         return await context.abort(STATUS[failure.kind], details_of(failure))  # raises
 
     return respond

@@ -20,7 +20,7 @@ from flowserve.errors import Invalid, NotFound, Unavailable
 from flowserve.grpc import service_pb2 as pb
 from flowserve.grpc.decode import ReceivedMessage
 from flowserve.grpc.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from flowserve.grpc.inference import EngineAccess
+from flowserve.grpc.inference import EngineAccess, trace_context
 from flowserve.grpc.stream import InferStream
 from flowserve.observe.settings import LogSettings
 from flowserve.runtime.loading.control import Control
@@ -32,7 +32,6 @@ SERVICE: Final = "inference.GRPCInferenceService"
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 HEALTH_POLL_S: Final = 0.25
 ERROR_HEADER: Final = "triton_grpc_error"
-TRACEPARENT: Final = "traceparent"
 _TRACE_LISTS: Final = frozenset({"trace_level"})
 
 
@@ -52,14 +51,12 @@ class Service:
 
     async def infer(self, message: ReceivedMessage, context: Any) -> bytes:
         self._prepare(self._headers(context), message)
-        traced = _trace_context(context) if self._engine.traces.is_on else ""
-        return b"".join(await self._access.infer(message, traced))
+        return b"".join(await self._access.infer(message, trace_context(context)))
 
     async def stream(self, context: Any, stopping: asyncio.Event) -> None:
         prepare = partial(self._prepare, self._headers(context))
         ends_on_error = dict(context.invocation_metadata() or ()).get(ERROR_HEADER) in ("true", "1")
-        # The trace context is read even if tracing is off, because it may be turned on during the stream.
-        stream = InferStream(self._access, prepare, _trace_context(context), ends_on_error=ends_on_error)
+        stream = InferStream(self._access, prepare, trace_context(context), ends_on_error=ends_on_error)
         await stream.run(context, stopping)
 
     def _headers(self, context: Any) -> list[tuple[str, str]]:
@@ -183,11 +180,6 @@ class Service:
     def _status(self) -> HealthCheckResponse.ServingStatus:
         is_ready = self._engine.deployments.is_ready
         return HealthCheckResponse.SERVING if is_ready else HealthCheckResponse.NOT_SERVING
-
-
-def _trace_context(context: Any) -> str:
-    """The trace context of a call, "" for none."""
-    return str(dict(context.invocation_metadata() or ()).get(TRACEPARENT, ""))
 
 
 def _refuse_repository(name: str) -> None:

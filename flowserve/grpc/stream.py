@@ -195,7 +195,7 @@ class InferStream:
         except FlowserveError as error:
             failure = error
         except Exception as error:
-            failure = internal_error(error)
+            failure = internal_error(error, self._trace_context)
         return self._failure(request, failure)
 
     def _failure(self, request: _StreamedRequest, error: FlowserveError) -> Message:

@@ -102,7 +102,7 @@ class Spans:
         begun = min([ns for _, ns in trace.marks] + [trace.arrived_ns])
         ended = max([ns for _, ns in trace.marks] + [trace.ended_ns])
         context = self._context.extract({"traceparent": trace.parent}) if trace.parent else None
-        self._ids.trace_id = trace.trace_id
+        self._ids.trace_id, self._ids.span_id = trace.trace_id, trace.span_id
         root = self._span("InferRequest", context, begun, {}, kind=self._api.SpanKind.SERVER)
         self._ids.trace_id = 0  # unused if the caller's context has a trace id
         for name, ns in trace.marks:

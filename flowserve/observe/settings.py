@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from flowserve.errors import Invalid, Unsupported
 
-FORMATS: Final = ("default", "ISO8601", "json")  # the last is flowserve's own
+JSON: Final = "json"
+FORMATS: Final = ("default", "ISO8601", JSON)  # Triton has the first two
 _VERBOSE_MAX: Final = 2**31 - 1
 
 
@@ -78,7 +79,7 @@ def _check(key: str, value: Any) -> None:
             raise Invalid(f"expect unsigned integer for log setting '{key}'")
     elif key == "log_format":
         if value not in FORMATS:
-            raise Invalid(f"invalid argument for log setting '{key}': use {' or '.join(FORMATS)}")
+            raise Invalid(f"invalid argument for log setting '{key}': use {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     elif key in ("log_info", "log_warning", "log_error"):
         if type(value) is not bool:
             raise Invalid(f"expect boolean for log setting '{key}'")

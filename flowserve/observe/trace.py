@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import getrandbits
-from typing import Any, Final
+from typing import Final
 
 from flowserve.graph.types import Graph, ModelKey, Node
 from flowserve.values import Array
@@ -196,7 +196,7 @@ class Trace:
     """One request. `waits` are those before its first step; `marks` are times of its front end, by Triton's names;
     `parent` is its `traceparent`, "" for none. `is_cached`: its response came from the cache. `omitted`: the number of
     steps that ran but are not recorded. `skipped`: the nodes whose space had no row. `trace_id` is the id of its spans,
-    if models may add theirs; else 0.
+    if models may add theirs; else 0. `span_id` is that of its first span, 0 for any.
     """
 
     number: int
@@ -206,6 +206,7 @@ class Trace:
     arrived_ns: int
     parent: str = ""
     trace_id: int = 0
+    span_id: int = 0
     ended_ns: int = 0
     error: str = ""
     is_cached: bool = False
@@ -243,33 +244,30 @@ _FORM: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f
 
 def is_sampled(traceparent: str) -> bool | None:
     """Whether the caller records its trace; None for an invalid context."""
+    found = _parts(traceparent)
+    return None if found is None else bool(int(found[2], 16) & 1)
+
+
+def ids_of(traceparent: str) -> tuple[str, str] | None:
+    """The ids of the trace and of the span, in hexadecimal; None for an invalid context."""
+    found = _parts(traceparent)
+    return None if found is None else found[:2]
+
+
+def _parts(traceparent: str) -> tuple[str, str, str] | None:
+    """Trace, span and flags; None for an invalid context."""
     found = _FORM.fullmatch(traceparent)
     if found is None:
         return None
     version, trace, span, flags, more = found.groups()
     if version == "ff" or (version == "00" and more) or not int(trace, 16) or not int(span, 16):
         return None
-    return bool(int(flags, 16) & 1)
+    return trace, span, flags
 
 
 def trace_id_for(parent: str) -> int:
     """The id of a trace that begins below `parent`, a context or ""."""
     return int(parent[3:35], 16) if parent else getrandbits(128) or 1
-
-
-REQUEST: Final = "flowserve_request"  # the attribute of a log record with the facts of its request
-
-
-def of_request(model: str, version: int, request_id: str, trace: Trace | None) -> dict[str, Any]:
-    """The `extra` of a log record about a request: its deployment and id, and the ids of its trace and of the span of
-    its last step, if its spans are sent.
-    """
-    facts: dict[str, Any] = {"model": model, "version": version, "request_id": request_id}
-    if trace is not None and trace.trace_id:
-        facts["trace_id"] = f"{trace.trace_id:032x}"
-        if span_id := next((step.span_id for step in reversed(trace.steps) if step.span_id), 0):
-            facts["span_id"] = f"{span_id:016x}"
-    return {REQUEST: facts}
 
 
 def new_span_id() -> int:

@@ -146,4 +146,4 @@ def test_a_missing_provider_is_reported_with_a_hint() -> None:
     assert "CUDA 12's and cuDNN 9's libraries have to be found" in why_not_on_gpu("m", [CUDA], "1.26.0", built_in)
     assert "TensorRT 10's libraries" in why_not_on_gpu("m", [TENSORRT], "1.26.0", built_in)
     text = why_not_on_gpu("m", [CUDA], "1.26.0", [CPU])
-    assert "install onnxruntime-gpu, and no onnxruntime beside it" in text
+    assert "install onnxruntime-gpu instead, and no onnxruntime beside it, or write kind: KIND_CPU" in text

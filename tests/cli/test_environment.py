@@ -75,12 +75,13 @@ def test_an_invalid_value_is_a_usage_error_that_names_the_variable(
     assert text in capsys.readouterr().err
 
 
-def test_a_misspelt_variable_is_reported_and_those_of_kubernetes_are_not(
+def test_a_misspelt_variable_is_reported_and_those_of_kubernetes_and_of_the_installation_are_not(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FLOWSERVE_HTTP_PROT", "1")
     for name in ("FLOWSERVE_SERVICE_HOST", "FLOWSERVE_PORT", "FLOWSERVE_PORT_8000_TCP_ADDR", "FLOWSERVE_SERVICE_PORT"):
         monkeypatch.setenv(name, "tcp://10.0.0.1:8000")
+    monkeypatch.setenv("FLOWSERVE_ONNXRUNTIME", "cpu")
     assert main(["check", str(repository)]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
@@ -106,6 +107,36 @@ def test_the_version_has_a_short_option(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["-V"])
     assert capsys.readouterr().out == f"flowserve {__version__}\n"
+
+
+@pytest.mark.parametrize("words", [["-q", "check"], ["check", "-q"], ["--quiet", "check"]])
+def test_a_quiet_check_prints_problems_only(
+    words: list[str], repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, str(repository)]) == 0
+    assert capsys.readouterr() == ("", "")
+    (repository / "m/config.pbtxt").write_text(CONFIG + "max_batch_sise: 1\n")
+    assert main([*words, str(repository)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "max_batch_sise" in printed.err
+    assert "deployments are valid" not in printed.err
+
+
+def test_a_new_repository_is_written_quietly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-q", "new", str(tmp_path / "hello")]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert (tmp_path / "hello/hello/config.pbtxt").is_file()
+
+
+@pytest.mark.server
+def test_a_quiet_server_prints_its_addresses_warnings_and_errors_only(repository: Path) -> None:
+    with serving(repository, environment={"FLOWSERVE_QUIET": "1"}) as served:
+        assert served.lines == [f"listening on {served.base_url}"]
+        assert served.log == ""
+    with serving(repository, "-q", "--rate-limit-resource", "R:1") as served:
+        (warning,) = served.log.splitlines()
+        assert "--rate-limit-resource has no effect" in warning
 
 
 def test_the_script_of_a_shell_completes_commands_and_options(

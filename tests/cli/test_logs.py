@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from flowserve.cli.logs import JsonFormatter, LineFormatter, configure, escape, log_thread_exception
+from flowserve.cli.logs import JsonFormatter, LineFormatter, configure, escape, log_thread_exception, messages
 from flowserve.cli.options import run_arguments
 from flowserve.cli.run import run
 from flowserve.observe.settings import LogChoice
-from flowserve.observe.trace import Trace, of_request
-from flowserve.testing.serve import serving
 
 
 def _record(message: str, *arguments: object) -> logging.LogRecord:
@@ -80,46 +74,28 @@ def test_both_formats_show_time_level_and_logger() -> None:
     assert LineFormatter("ISO8601").format(record) == "2025-11-21T14:03:05.250000Z WARNING flowserve.http] text"
 
 
-def test_a_record_in_json_is_one_line_with_its_request_and_traceback() -> None:
-    record = _record("a model failed\n%s", "forged\u2028")
-    trace = Trace(1, None, "", 1, 0, trace_id=5)  # type: ignore[arg-type]  # its graph is not looked at
-    record.__dict__.update(of_request("pair", 1, "r-7", trace))
+@pytest.mark.fault("Z4")
+def test_as_json_a_record_is_one_object_with_its_fields_and_its_traceback() -> None:
+    record = _record("request %s", 'a\n{"level": "INFO"}\r\x1b[31m\u2028\x85\udc80"')
+    record.created = 1_763_733_785.25
+    record.fields = {"model": "m", "trace_id": "4b"}
     try:
-        raise ValueError("first")
+        raise ValueError("first\nsecond\u2028third")
     except ValueError as error:
         record.exc_info = (type(error), error, error.__traceback__)
     line = JsonFormatter().format(record)
     assert len(line.splitlines()) == 1
-    found = json.loads(line)
-    assert found["message"] == "a model failed\nforged\u2028"
-    assert (found["level"], found["logger"], found["process"]) == ("WARNING", "flowserve.http", os.getpid())
-    assert (found["model"], found["version"], found["request_id"]) == ("pair", 1, "r-7")
-    assert found["trace_id"] == f"{5:032x}"
-    assert "span_id" not in found
-    assert found["exception"].splitlines()[-1] == "ValueError: first"
-    assert datetime.fromisoformat(found["time"]).tzinfo is not None
-
-
-@pytest.mark.server
-def test_every_line_of_a_servers_log_in_json_is_an_object_and_a_failed_request_is_named(tmp_path: Path) -> None:
-    (tmp_path / "bad/1").mkdir(parents=True)
-    (tmp_path / "bad/config.pbtxt").write_text(
-        'backend: "python" input { name: "X" data_type: TYPE_FP32 dims: [ 1 ] } '
-        'output { name: "Y" data_type: TYPE_FP32 dims: [ 1 ] }'
-    )
-    (tmp_path / "bad/1/model.py").write_text(
-        "class TritonPythonModel:\n    def execute(self, requests):\n        raise ValueError('no\\nway')\n"
-    )
-    body = {"id": "r-9", "inputs": [{"name": "X", "shape": [1], "datatype": "FP32", "data": [1.0]}]}
-    with serving(tmp_path, "--log-format", "json") as served:
-        with pytest.raises(urllib.error.HTTPError):
-            urllib.request.urlopen(f"{served.base_url}/v2/models/bad/infer", json.dumps(body).encode(), timeout=30)
-        served.stop()
-        lines = [json.loads(line) for line in served.log.splitlines()]
-    assert {"time", "level", "logger", "message", "process"} <= set.intersection(*(set(line) for line in lines))
-    (failed,) = [line for line in lines if line.get("request_id") == "r-9"]
-    assert (failed["level"], failed["model"]) == ("ERROR", "bad")
-    assert [line for line in lines if "ValueError: no\nway" in line.get("exception", line["message"])]
+    assert line.isascii()
+    said = json.loads(line)
+    assert said.pop("exception").splitlines()[0] == "Traceback (most recent call last):"
+    assert said == {
+        "time": "2025-11-21T14:03:05.250000Z",
+        "level": "WARNING",
+        "logger": "flowserve.http",
+        "message": 'request a\n{"level": "INFO"}\r\x1b[31m\u2028\x85\udc80"',
+        "model": "m",
+        "trace_id": "4b",
+    }
 
 
 def test_letters_of_every_script_pass_unchanged() -> None:
@@ -132,6 +108,7 @@ def loggers() -> Iterator[logging.Logger]:
     root, own = logging.getLogger(), logging.getLogger("flowserve")
     before = root.handlers[:], root.level, own.level
     yield own
+    messages.use("default")
     root.handlers[:] = before[0]
     root.setLevel(before[1])
     own.setLevel(before[2])
@@ -156,6 +133,9 @@ def test_log_settings_can_change_while_the_server_runs(
     settings.change({"log_info": True, "log_error": True, "log_verbose_level": 0, "log_format": "ISO8601"})
     loggers.warning("text")
     assert capsys.readouterr().err.split(" ", 1)[1] == "WARNING flowserve] text\n"
+    settings.change({"log_format": "json"})
+    loggers.warning("text")
+    assert json.loads(capsys.readouterr().err)["message"] == "text"
 
 
 def test_the_log_goes_to_the_operators_file_and_reopens_it_after_rotation(
@@ -176,6 +156,19 @@ def test_the_log_goes_to_the_operators_file_and_reopens_it_after_rotation(
     assert kept[0] == "before"
     assert kept[1].endswith("flowserve] one")
     assert path.read_text().endswith("flowserve] two\n")
+
+
+@pytest.mark.parametrize("style", ["default", "json"])
+def test_why_a_server_ends_has_the_form_of_its_log(
+    style: str, loggers: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(LogChoice(log_format=style))
+    line = messages.line("not served\n", model="m")
+    if style == "default":
+        assert line == "flowserve: not served\\n\n"
+    else:
+        said = json.loads(line)
+        assert (said["level"], said["message"], said["model"]) == ("ERROR", "not served\n", "m")
 
 
 @pytest.mark.fault("W10")

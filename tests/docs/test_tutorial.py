@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -20,9 +19,10 @@ from pathlib import Path
 import pytest
 
 from flowserve.testing.serve import serving
+from tests.support.packages import build, copy_source
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-NOT_LINKED = re.compile(r"flowserve|__editable__|pip\b|.*\.pth$|__pycache__")
+NOT_LINKED = re.compile(r"flowserve|pip\b|.*\.pth$|__pycache__")
 
 
 class Newcomer:
@@ -76,20 +76,11 @@ class Newcomer:
         (packages / "dependencies.pth").write_text(f"{links}\n")
 
 
-def build_wheel(root: Path, source: Path, folder: Path) -> None:
-    """Put flowserve's wheel into the folder. It is built from a copy: a build leaves its own folders behind."""
-    shutil.copytree(root / "flowserve", source / "flowserve", ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(root / file, source)
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*build, "--wheel-dir", str(folder), str(source)], cwd=source, timeout=300, check=True)
-
-
 def beside(root: Path, folder: Path) -> list[str]:
     """Paste everything. Returns what the commands after `flowserve run` printed."""
     home, wheels = folder / "home", folder / "wheels"
     home.mkdir()
-    build_wheel(root, folder / "source", wheels)
+    build(copy_source(root, folder / "source"), wheels)
     page = (root / "docs/tutorial.md").read_text()
     before, after = page.split("```sh\nflowserve run songs\n```")
     blocks = BLOCK.findall(before)
@@ -105,7 +96,9 @@ def beside(root: Path, folder: Path) -> list[str]:
     assert len(shown) == 4
     assert mistaken(newcomer) == next(code for kind, code in blocks if kind == "text" and "leters" in code)
     assert (home / "songs.svg").read_text().startswith("<svg")
-    with serving(home / "songs", python=str(newcomer.python), environment={"PYTHONPATH": ""}) as served:
+    # Not the flowserve of the folder where the tests run, which `python -m` would find first.
+    elsewhere = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
+    with serving(home / "songs", python=str(newcomer.python), environment=elsewhere) as served:
         with urllib.request.urlopen(served.base_url) as page:  # all of it came with the wheel
             assert page.read().rstrip().endswith(b"</html>")
         blocks = BLOCK.findall(after.replace("localhost:8000", served.address))

@@ -6,6 +6,7 @@ graphs, queues or processes. onnxruntime is imported by session.py only.
 
 | module | decides |
 |---|---|
+| installation | whether onnxruntime is installed, and only once |
 | backend | factory: sessions and instances of one version |
 | session | session settings, threads, execution providers |
 | signature | whether file and configuration agree; autocompletion |
@@ -13,6 +14,6 @@ graphs, queues or processes. onnxruntime is imported by session.py only.
 | instance | runs with tensors in host memory; outputs in shared memory |
 | device | runs with tensors on a GPU, as CUDA graphs too |
 
-Callers: the registry loads `backend.OnnxRuntime`. The tensorrt backend uses signature and tensors, since a plan
+Callers: the registry calls `installation.make_backend`. The tensorrt backend uses signature and tensors, since a plan
 is built from an ONNX file.
 """

@@ -170,7 +170,10 @@ def why_not_on_gpu(where: str, missing: Sequence[str], version: str, available: 
     """The error for a session that came up without the providers it was to run on."""
     text = f"{where} cannot run on the GPU: onnxruntime {version} started without {' and '.join(missing)}"
     if not {*missing} <= {*available}:
-        return f"{text}, which this build of it does not have; install onnxruntime-gpu, and no onnxruntime beside it"
+        return (
+            f"{text}, which this build of it does not have; install onnxruntime-gpu instead, and no onnxruntime beside "
+            "it, or write kind: KIND_CPU, or start with --gpu=off"
+        )
     wanted = "TensorRT 10's libraries" if TENSORRT in missing else "CUDA 12's and cuDNN 9's libraries"
     return (
         f"{text}, which it could not load; {wanted} have to be found by the loader (pip install 'flowserve[gpu]' "

@@ -31,8 +31,9 @@ from flowserve.http.api.events import EventResponse, Say
 from flowserve.http.api.infer import AppOptions, forward_headers
 from flowserve.http.api.json_bodies import ReadBody, is_parameter, load_json, off_loop, status_of, wrong_type
 from flowserve.http.api.request_json import InputHeader, check_json
-from flowserve.http.api.request_target import PREFIX, is_timed, is_version, sent_names, trace_context
+from flowserve.http.api.request_target import PREFIX, is_timed, is_version, sent_names
 from flowserve.http.server.connection import error_body
+from flowserve.http.server.request_parser import trace_context
 from flowserve.memory import raw
 from flowserve.observe.server_timing import server_timing
 from flowserve.runtime.engine.deployments import Deployment
@@ -100,7 +101,7 @@ def generate_routes(engine: Engine, body: ReadBody, options: AppOptions) -> list
         asked = await off_loop(partial(_asked, deployment, limits), await body(request))
         if forwarding is not None:
             forward_headers(forwarding, headers, sent_names(request.scope), asked)
-        asked.stamp = engine.next_stamp()
+        asked.stamp, asked.trace_context = engine.next_stamp(), trace_context(headers)
         if watch is not None:
             watch.mark("HTTP_RECV_END")
         return engine.stream(deployment, asked, watch)

@@ -27,7 +27,7 @@ from flowserve.http.api.encode import JSON_HEADERS, Encoder, encode_large
 from flowserve.http.api.form import ALL_JSON, decode_form
 from flowserve.http.api.json_bodies import status_of
 from flowserve.http.api.request_json import AnswerForm
-from flowserve.http.api.request_target import TARGET, RequestTarget, request_target, trace_context
+from flowserve.http.api.request_target import TARGET, RequestTarget, request_target
 from flowserve.http.api.restricted import Guard
 from flowserve.http.server.connection import (
     RESERVATION,
@@ -40,6 +40,7 @@ from flowserve.http.server.connection import (
 )
 from flowserve.http.server.request_parser import MAX_BODY_BYTES, body_too_large
 from flowserve.memory.client_memory import ClientMemory
+from flowserve.observe.log_fields import of_context
 from flowserve.observe.server_timing import server_timing
 from flowserve.observe.settings import EVERYTHING, LogSettings, MetricsChoice
 from flowserve.runtime.budget import Budget, Reservation
@@ -193,7 +194,7 @@ class _Inference:
         # Whether a request is traced is decided when only the model's name is known, as on Triton.
         self._watch: Watch | None = None
         if engine.traces.is_on:
-            self._watch = engine.traces.sample(target.name, trace_context(target.headers))
+            self._watch = engine.traces.sample(target.name, target.context)
         if self._watch is None and target.is_timed:
             self._watch = engine.tracing.watch()
         if self._watch is not None:
@@ -205,6 +206,7 @@ class _Inference:
         if request is None:
             self.start_task(body)
             return self.close
+        request.trace_context = self._target.context
         make = None if self._watch is None else self._make_traced(self._watch)
         flow = self._route.engine.submit(self.deployment, request, make)
         if flow.done:
@@ -232,6 +234,7 @@ class _Inference:
                     request = await self._decoded_in_steps(body)
             # Submitted without a wait after the block, so that a drain cannot end in between.
             body = b""  # freed before the request waits
+            request.trace_context = target.context
             make = None if self._watch is None else self._make_traced(self._watch)
             response = await route.engine.infer(self.deployment, request, make, is_accepted=is_accepted)
             del request
@@ -373,10 +376,12 @@ class _Inference:
 
     def broken(self, error: Exception) -> Encoded:
         """The response to an unexpected exception, or to one for lack of memory. Called in its handler."""
+        name = self.deployment.name
+        extra = of_context(self._target.context, model=name)
         if isinstance(error, MemoryError):
-            _log.error("an answer of model '%s' could not be written: %s", self.deployment.name, no_memory(error))
+            _log.error("an answer of model '%s' could not be written: %s", name, no_memory(error), extra=extra)
             return refusal_of(Overloaded(no_memory(error)))
-        _log.exception("an answer of model '%s' could not be written", self.deployment.name)
+        _log.exception("an answer of model '%s' could not be written", name, extra=extra)
         return 500, JSON_HEADERS, [error_body("internal server error")]
 
 

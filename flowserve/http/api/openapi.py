@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from flowserve.observe.settings import FORMATS
 from flowserve.values import BY_WIRE
 from flowserve.version import __version__
 
@@ -49,7 +50,7 @@ _LOG: Final[Json] = {
     "log_warning": _BOOL,
     "log_error": _BOOL,
     "log_verbose_level": _WHOLE,
-    "log_format": {"type": "string", "enum": ["default", "ISO8601", "json"]},
+    "log_format": {"type": "string", "enum": [*FORMATS]},
 }
 _TRACE: Final[Json] = {
     "trace_level": _list({"type": "string", "enum": ["OFF", "TIMESTAMPS", "TENSORS"]}),

@@ -17,12 +17,11 @@ from flowserve.errors import Invalid
 from flowserve.http.api.compression import Headers, is_compressed, wanted
 from flowserve.http.api.encode import HEADER_LENGTH
 from flowserve.http.api.form import FORM, boundary_of
-from flowserve.http.server.request_parser import SENT_NAMES
+from flowserve.http.server.request_parser import SENT_NAMES, trace_context
 
 PREFIX: Final = "/v2/models/"
 SUFFIX: Final = "/infer"
 TIMING: Final = b"flowserve-timing"  # a request with this header asks for its Server-Timing
-TRACEPARENT: Final = b"traceparent"
 TARGET: Final = "flowserve.target"
 _LENGTH: Final = re.compile(rb"-?[0-9]{1,19}")
 
@@ -32,8 +31,8 @@ class RequestTarget:
     """An inference request without its body. `version` is "" for none. `header_length`: the length in bytes of the JSON
     in the body, None if all of it is JSON. `boundary`: of the form that the body is, None if it is none.
     `is_compressed`: the request's body is. `encoding`: the compression of the response's body, b"" for none. `names`:
-    those of `headers` as they were sent, in lower case if the server does not tell. `error`: why the headers are
-    invalid, if so.
+    those of `headers` as they were sent, in lower case if the server does not tell. `context`: the trace context.
+    `error`: why the headers are invalid, if so.
     """
 
     name: str
@@ -45,6 +44,7 @@ class RequestTarget:
     encoding: bytes = b""
     is_timed: bool = False
     boundary: bytes | None = None
+    context: str = ""
     error: Invalid | None = None
 
 
@@ -65,9 +65,10 @@ def _request_target(scope: Scope) -> RequestTarget | None:
     try:
         length, is_packed = _header_length(headers), is_compressed(headers)
         encoding, boundary = wanted(headers), _boundary(headers)
-        return RequestTarget(*model, headers, names, length, is_packed, encoding, is_timed(headers), boundary)
+        context = trace_context(headers)
+        return RequestTarget(*model, headers, names, length, is_packed, encoding, is_timed(headers), boundary, context)
     except Invalid as error:
-        return RequestTarget(*model, headers, names, error=error.with_traceback(None))
+        return RequestTarget(*model, headers, names, context=trace_context(headers), error=error.with_traceback(None))
 
 
 def sent_names(scope: Scope) -> tuple[bytes, ...]:
@@ -91,11 +92,6 @@ def _model(path: str) -> tuple[str, str] | None:
 def is_timed(headers: Headers) -> bool:
     """Whether the request has the header for its timing."""
     return any(name == TIMING and value != b"0" for name, value in headers)
-
-
-def trace_context(headers: Headers) -> str:
-    """The trace context of a request, "" for none."""
-    return next((value.decode("latin-1") for name, value in headers if name == TRACEPARENT), "")
 
 
 def is_version(text: str) -> bool:

@@ -46,8 +46,10 @@ from flowserve.http.server.request_parser import (
     Limits,
     Refused,
     body_too_large,
+    trace_context,
 )
 from flowserve.memory.pool import ALIGNMENT, POOLED_BYTES_MIN, Pool
+from flowserve.observe.log_fields import of_context
 from flowserve.runtime.budget import Budget, Reservation
 from flowserve.values import Array, BytesLike
 from flowserve.version import __version__
@@ -422,7 +424,7 @@ class Connection:
         if isinstance(error, MemoryError):
             return _without_memory(head, error)
         # The path is the client's text: repr, so that it cannot forge a log line.
-        _log.exception("%s %r failed", head.scope["method"], head.scope["path"])
+        _log.exception("%s %r failed", head.scope["method"], head.scope["path"], extra=_fields(head))
         return Refused(500, "internal server error")
 
     def _respond(self, status: int, headers: HeaderTuple, parts: Sequence[Any]) -> None:
@@ -519,7 +521,8 @@ class Connection:
                 # Too short or too long: the client cannot find the beginning of the next response.
                 self._keeps_alive = False
                 method, path = head.scope["method"], head.scope["path"]
-                _log.error("%s %r: the response differs from its Content-Length", method, path)
+                text = "%s %r: the response differs from its Content-Length"
+                _log.error(text, method, path, extra=_fields(head))
         if out:
             await self._write(out)
 
@@ -727,9 +730,13 @@ class Connection:
             self._task = None
 
 
+def _fields(head: Head) -> Mapping[str, Any]:
+    return of_context(trace_context(head.scope["headers"]))
+
+
 def _without_memory(head: Head, error: MemoryError) -> Refused:
     """The refusal of a request for which there is no memory, which is logged."""
-    _log.error("%s %r: %s", head.scope["method"], head.scope["path"], no_memory(error))
+    _log.error("%s %r: %s", head.scope["method"], head.scope["path"], no_memory(error), extra=_fields(head))
     return Refused(503, no_memory(error))
 
 

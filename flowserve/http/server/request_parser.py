@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import unquote_to_bytes
@@ -25,6 +26,7 @@ import httptools
 MAX_BODY_BYTES: Final = 1 << 26
 MAX_CHUNKS: Final = 65_536
 SENT_NAMES: Final = "flowserve.header_names"  # in the ASGI scope: the headers' names as they were sent, in order
+TRACEPARENT: Final = b"traceparent"
 HEAD_END: Final = b"\r\n\r\n"
 _CACHED_HEADS: Final = 512
 _CACHED_HEAD_BYTES: Final = 2048
@@ -318,3 +320,8 @@ class ChunkedBody:
         self._trailer_bytes += len(line)
         if self._trailer_bytes > _TRAILER_BYTES_MAX or b"\r" in line:
             raise Refused(400, "malformed chunked body: the trailer is too long or not made of lines")
+
+
+def trace_context(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The trace context of a request, "" for none."""
+    return next((value.decode("latin-1") for name, value in headers if name == TRACEPARENT), "")

@@ -33,6 +33,7 @@ from flowserve.errors import FlowserveError, TooLarge, Unavailable
 from flowserve.graph.types import ModelKey
 from flowserve.memory import raw
 from flowserve.memory.tensor import WHOLE, Tensor
+from flowserve.observe.log_fields import of_request
 from flowserve.observe.statistics import REJECTED, Statistics
 from flowserve.scheduling.call_graph import Called
 from flowserve.scheduling.flow import Flow
@@ -386,7 +387,8 @@ class AdmissionController:
             response, nbytes = cached_copy(made, flow.parameters)
             cache.put(key, response, nbytes)
         except Exception:  # no memory for a copy: nothing is cached, and another request leads
-            log.exception("a response of '%s' cannot be cached", flow.plan.graph.name)
+            name = flow.plan.graph.name
+            log.exception("a response of '%s' cannot be cached", name, extra=of_request(flow.request, model=name))
             self._stop_leading(flow)
             return
         self._statistics.missed(lookup_ns + self._clock() - began_ns)

@@ -9,12 +9,13 @@ scheduler decides which step runs, and which waits for an equal one. Called by t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flowserve.backends.base import Results
 from flowserve.errors import FlowserveError
 from flowserve.memory.tensor import Tensor
+from flowserve.observe.log_fields import of_request
 from flowserve.observe.statistics import Statistics
 from flowserve.runtime.admission.controller import (
     CachedResponse,
@@ -38,7 +39,12 @@ def look_up_all(lookups: Iterable[Lookup]) -> None:
         try:
             queue.cache.look_up(queue, ticket)
         except Exception:  # it concerns one request; the others go on
-            log.exception("a step of model '%s' could not be looked up", queue.key.name)
+            name = queue.key.name
+            log.exception("a step of model '%s' could not be looked up", name, extra=_fields(ticket, name))
+
+
+def _fields(ticket: Ticket, model: str) -> Mapping[str, Any]:
+    return of_request(ticket.flow.whole.request, model=model)
 
 
 class StepCache:
@@ -69,7 +75,8 @@ class StepCache:
             if key is not None and self._scheduler.may_answer(queue):
                 response = self._cache.get(key)
         except Exception:  # no memory for the bytes of a key: the step runs
-            log.exception("a step of model '%s' cannot be looked up in the response cache", self.served[0])
+            text, name = "a step of model '%s' cannot be looked up in the response cache", self.served[0]
+            log.exception(text, name, extra=_fields(ticket, name))
         if response is not None:
             self._answer(ticket, response, began_ns)
             return
@@ -111,7 +118,8 @@ class StepCache:
             response, nbytes = cached_copy(made, results.parameters.get(m))
             self._cache.put(key, response, nbytes)
         except Exception:  # no memory for a copy
-            log.exception("a response of '%s' cannot be cached", self.served[0])
+            name = self.served[0]
+            log.exception("a response of '%s' cannot be cached", name, extra=_fields(ticket, name))
             return None
         return response
 

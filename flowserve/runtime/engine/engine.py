@@ -26,8 +26,8 @@ from flowserve.backends.base import LoadedModel, Results
 from flowserve.errors import DeadlineExceeded, FlowserveError, Internal, ModelRaised, Unavailable
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
+from flowserve.observe.log_fields import of_request
 from flowserve.observe.statistics import CANCELED, REJECTED
-from flowserve.observe.trace import Trace, of_request
 from flowserve.runtime.admission.steps import look_up_all
 from flowserve.runtime.clock import running_clock, wall_clock_ms
 from flowserve.runtime.engine.accounting import (
@@ -58,6 +58,7 @@ from flowserve.runtime.workers.base import (
     Worker,
     WorkerContext,
     cannot_start,
+    fields_of,
     log_raised,
     reported,
 )
@@ -279,17 +280,20 @@ class Engine:
             return
         record_batch(statistics, stage, told, now_ns)
         if isinstance(error, ModelRaised):
-            log_raised(error, stage.queue.key.name, stage.instance.name)
+            log_raised(error, stage)
 
     def _break_off(self, batch: Batch, error: Exception) -> None:
         """Handle an internal error in the completion of a batch; if it propagated, it would stop the server."""
         model, name = batch.queue.key.name, batch.instance.name
-        log.error("instance %s: the results of a batch cannot be processed", name, exc_info=error)
+        log.error(
+            "instance %s: the results of a batch cannot be processed", name, exc_info=error, extra=fields_of(batch)
+        )
         what = f"the results of a batch cannot be processed: {type(error).__name__}: {error}"
         try:
             self.scheduler.break_off(batch, Internal(f"model '{model}', instance '{name}': {what}"))
         except Exception:
-            log.exception("not every member could be told that a batch of model '%s' failed", model)
+            text = "not every member could be told that a batch of model '%s' failed"
+            log.exception(text, model, extra=fields_of(batch))
 
     def _carry_out(self, notice: Notice) -> None:
         try:
@@ -342,7 +346,10 @@ class Engine:
                 elif isinstance(flow.error, DeadlineExceeded):
                     record_late(flow, is_running=flow.error.is_running, scheduler=self.scheduler, now_ns=now_ns)
             except Exception:  # it concerns one request; the others are accounted for and delivered
-                log.exception("accounting for a request of '%s' failed", flow.plan.graph.name)
+                name = flow.plan.graph.name
+                log.exception(
+                    "accounting for a request of '%s' failed", name, extra=of_request(flow.request, model=name)
+                )
         if uncounted:
             self._records.append(partial(record_finished, uncounted, now_ns))
         if has_failed and self.calls:  # running steps of these flows may have called other models
@@ -363,7 +370,9 @@ class Engine:
                 try:
                     waiter(flow)
                 except Exception:  # it concerns one caller; the others are notified
-                    log.exception("delivering a response of '%s' failed", flow.plan.graph.name)
+                    name = flow.plan.graph.name
+                    extra = of_request(flow.request, model=name)
+                    log.exception("delivering a response of '%s' failed", name, extra=extra)
 
     def _account(self) -> None:
         """Write the statistics of batches and requests. At the end of a step: responses do not wait for it."""
@@ -457,6 +466,8 @@ class Engine:
         # If steps share slots, responses are taken one by one for `run` and `stream` alike.
         nested = deployment.make_stream if is_stream or not deployment.is_decoupled else deployment.make_flow
         request.stamp = self.next_stamp()
+        if batch is not None and batch.tickets:
+            request.trace_context = getattr(batch.tickets[0].flow.whole.request, "trace_context", "")
         made: list[Flow] = []
 
         def make(plan: Plan, *facts: Any) -> Flow:
@@ -568,7 +579,7 @@ class Engine:
     def response(self, flow: Flow) -> Response:
         """The response of a finished flow. Raises the error of its steps."""
         if flow.error is not None:
-            raise _own(flow.error, flow, self.tracing.trace_of(flow))
+            raise _own(flow.error, flow)
         return self.response_from(flow)
 
     def response_from(self, flow: Flow) -> Response:
@@ -713,14 +724,14 @@ async def _poll(is_over: Callable[[], bool], deadline: float) -> bool:
     return is_over()
 
 
-def _own(error: FlowserveError, flow: Flow, trace: Trace | None) -> FlowserveError:
+def _own(error: FlowserveError, flow: Flow) -> FlowserveError:
     """An error of the caller's own: one failure may be raised in many tasks, and tracebacks must not pile up on it."""
     deployment: Deployment = flow.owner
     text = f"in ensemble '{deployment.name}', {error}{error.lineage}" if deployment.graph.is_ensemble else str(error)
     deployment.statistics.note_error(text, wall_clock_ms())
     if isinstance(error, Internal):  # the server's side has to act, and the client may not be its operator's
-        facts = of_request(deployment.name, deployment.version, flow.request.id, trace)
-        log.error("a request to '%s' failed: %s", deployment.name, text, extra=facts)
+        extra = of_request(flow.request, model=deployment.name)
+        log.error("a request to '%s' failed: %s", deployment.name, text, extra=extra)
     return type(error)(text)
 
 

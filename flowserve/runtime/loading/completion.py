@@ -105,7 +105,8 @@ def _backend_of(config: ModelConfig) -> Backend:
     try:
         return registry.find(config.backend)
     except Unsupported as error:
-        hint = did_you_mean(config.backend, registry.default_files())
+        known = registry.default_files()
+        hint = "" if config.backend in known else did_you_mean(config.backend, known)  # a known one cannot be opened
         raise Problems([Problem(str(error), config.source.place("backend"), UNKNOWN_BACKEND, hint)]) from error
 
 

@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 import trio
 
 from flowserve.errors import FlowserveError, Internal, Invalid, NotFound, Problems, Unavailable
+from flowserve.observe.log_fields import of
 from flowserve.repository.layout import FoundModels
 from flowserve.repository.override import Override, check_name
 from flowserve.repository.read import is_of_override
@@ -295,6 +296,7 @@ class Control:
 
 def _log_event(event: LoadEvent) -> None:
     if event.state == "failed":
-        log.warning("failed to load %s: %s", event.name, event.reason)
+        for problem in event.reason.splitlines():  # a record for each
+            log.warning("failed to load %s: %s", event.name, problem, extra=of(model=event.name))
     elif event.state != "loading":
-        log.info("%s %s", event.state, event.name)
+        log.info("%s %s", event.state, event.name, extra=of(model=event.name))

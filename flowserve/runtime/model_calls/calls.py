@@ -38,6 +38,7 @@ from flowserve.backends.base import (
 )
 from flowserve.errors import Cancelled, FlowserveError, Internal, Unsupported
 from flowserve.memory.pool import HOST
+from flowserve.observe.log_fields import of_request
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.model_calls.server_requests import ServerRequests
 from flowserve.scheduling.batch import Batch
@@ -164,7 +165,8 @@ class Calls:
 
     def _broke(self, pending: PendingCall, error: Exception) -> None:
         """A call failed by a fault of the server, or for lack of memory for its response."""
-        log.error("a call of model '%s' failed", pending.call.model, exc_info=error)
+        extra = of_request(pending.flow.request if pending.flow else None, model=pending.call.model)
+        log.error("a call of model '%s' failed", pending.call.model, exc_info=error, extra=extra)
         self.leave(pending)
         what = f"{type(error).__name__}: {error}"
         pending.answered(Internal(f"the call of model '{pending.call.model}' failed: {what}"))

@@ -26,6 +26,7 @@ import trio
 from flowserve.backends.worker.forkserver import REPORT
 from flowserve.backends.worker.protocol import LOST_GPU, MESSAGE_BYTES_MAX, parse_result
 from flowserve.errors import ModelFailed, Unavailable
+from flowserve.observe.log_fields import of
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.processes.forkservers import ForkServer, Interpreter
 from flowserve.runtime.processes.printed import OF_LINES, Printed, Record
@@ -290,6 +291,7 @@ class ChildLog:
     def __init__(self, fd: int, model: str, clock: ClockNs) -> None:
         self._fd = fd
         self._log = logging.getLogger(f"flowserve.model.{model}")
+        self._fields = of(model=model)
         self._printed = Printed()
         self._clock = clock
 
@@ -321,7 +323,7 @@ class ChildLog:
 
     def _write(self, records: list[Record]) -> None:
         for level, text in records:
-            self._log.log(level, "%s", text, extra={OF_LINES: "\n" in text})
+            self._log.log(level, "%s", text, extra={OF_LINES: "\n" in text, **self._fields})
 
 
 def task_result(child: Child) -> Any:

@@ -24,6 +24,7 @@ from flowserve.backends.base import Results
 from flowserve.errors import FlowserveError, InstanceDied
 from flowserve.memory.tensor import Tensor
 from flowserve.observe import trace as reasons
+from flowserve.observe.log_fields import of_request
 from flowserve.observe.trace import (
     BACKEND_OUTPUT,
     QUEUE_INPUT,
@@ -81,7 +82,12 @@ class Watch:
 
         def traced(*facts: Any) -> Flow:
             flow = self._flow = make(*facts)
-            self.trace = self._tracing.begin(flow, self._parent, has_tensors=self._has_tensors, trace_id=self._trace_id)
+            trace_id = self._trace_id
+            trace = self._tracing.begin(flow, self._parent, has_tensors=self._has_tensors, trace_id=trace_id)
+            if trace_id:
+                trace.span_id = new_span_id()
+                flow.request.trace_context = traceparent_of(trace_id, trace.span_id)
+            self.trace = trace
             return flow
 
         return traced
@@ -217,11 +223,6 @@ class Tracing:
                     execution.calls.append(self.begin(flow, has_tensors=has_tensors, trace_id=trace_id))
                     return
 
-    def trace_of(self, flow: Flow) -> Trace | None:
-        """The trace of a flow that is traced, None of others, and after its `end`."""
-        live = self._live.get(flow)
-        return None if live is None else live.trace
-
     def end(self, flow: Flow, *, has_left: bool = False) -> None:
         """Complete the trace of a flow that is over or was never submitted. No effect if called again."""
         live = self._live.pop(flow, None)
@@ -303,7 +304,8 @@ class Tracing:
         try:
             self.end(flow)
         except Exception:  # the trace is lost, not the response
-            log.exception("a request to '%s' cannot be traced", flow.plan.graph.name)
+            name = flow.plan.graph.name
+            log.exception("a request to '%s' cannot be traced", name, extra=of_request(flow.request, model=name))
 
     failed = finished
 

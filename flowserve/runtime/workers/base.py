@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from flowserve.backends.base import Results, Work
 from flowserve.errors import FlowserveError, Internal, ModelRaised, Overloaded
 from flowserve.memory.column import Column
 from flowserve.memory.tensor import Tensor
+from flowserve.observe.log_fields import of_requests
 from flowserve.runtime.clock import ClockNs
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Ticket
@@ -176,9 +177,17 @@ def reported(error: FlowserveError) -> FlowserveError:
     return error.as_told() if isinstance(error, ModelRaised) else error
 
 
-def log_raised(error: ModelRaised, model: str, instance: str) -> None:
+def fields_of(batch: Batch) -> Mapping[str, Any]:
+    """`extra` of a log record about a batch."""
+    members = (ticket.flow.whole.request for ticket in batch.tickets)
+    return of_requests(members, model=batch.queue.key.name, instance=batch.instance.name)
+
+
+def log_raised(error: ModelRaised, batch: Batch) -> None:
     """Write the traceback of a model's exception; nothing of its batch is run again."""
-    log.error("model '%s', instance '%s' failed", model, instance, exc_info=error.__cause__)
+    model, instance = batch.queue.key.name, batch.instance.name
+    text = "model '%s', instance '%s' failed"
+    log.error(text, model, instance, exc_info=error.__cause__, extra=fields_of(batch))
     error.__cause__ = error.__context__ = None  # its frames hold the batch
 
 
@@ -188,9 +197,9 @@ def cannot_start(worker: Worker, batch: Batch, error: Exception) -> FlowserveErr
     """
     where = f"model '{batch.queue.key.name}', instance '{worker.name}': a batch cannot be started"
     if isinstance(error, MemoryError):
-        log.error("%s: MemoryError: %s", where, error)
+        log.error("%s: MemoryError: %s", where, error, extra=fields_of(batch))
         return Overloaded(f"{where}: MemoryError: {error}")
-    log.exception("instance %s: a batch cannot be started", worker.name)
+    log.exception("instance %s: a batch cannot be started", worker.name, extra=fields_of(batch))
     return Internal(f"{where}: {type(error).__name__}: {error}")
 
 

@@ -183,7 +183,7 @@ class LocalWorker:
         batch.started_ns = self._clock()
         outcome = self.compute(work, batch.rows, batch.started_ns, inline=inline)
         if self._streams is not None:
-            return self._returned(work, outcome)
+            return self._returned(batch, work, outcome)
         if batch.route is None:
             return outcome
         if not isinstance(outcome, Results):
@@ -192,12 +192,12 @@ class LocalWorker:
             return Passed([outcome])
         return pass_stages(batch, work, outcome, self._next_stage)
 
-    def _returned(self, work: Work, outcome: Results | FlowserveError) -> Returned:
+    def _returned(self, batch: Batch, work: Work, outcome: Results | FlowserveError) -> Returned:
         """The outcome of a decoupled model's run: over when `execute` returns, whatever is still to be sent."""
         if isinstance(outcome, Results):
             return Returned(outcome.gathered_ns, outcome.computed_ns, rescheduled=outcome.rescheduled)
         if isinstance(outcome, ModelRaised):
-            log_raised(outcome, self._model, self.name)
+            log_raised(outcome, batch)
             outcome = outcome.as_told()
         for sender in work.senders or ():
             sender.fail(outcome)  # after its earlier responses; a sender that is finished does not fail

@@ -28,6 +28,7 @@ from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import Garbled, decode_error, decode_notes, pack
 from flowserve.errors import FlowserveError, Internal
 from flowserve.memory.devices import check_for_loss
+from flowserve.observe.log_fields import of_request
 from flowserve.observe.statistics import BACKEND, Statistics
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.ipc.channel import Channel, Unseen
@@ -212,7 +213,8 @@ class ResponseStreams:
             try:
                 work()
             except Exception as error:  # raised further it would end the server
-                log.exception("a response of a model's thread cannot be processed")
+                extra = {} if source is None else of_request(source.flow.whole.request, model=source.node.model.name)
+                log.exception("a response of a model's thread cannot be processed", extra=extra)
                 if source is not None:
                     what = f"a response cannot be processed: {type(error).__name__}: {error}"
                     failed = Internal(f"model '{source.node.model.name}': {what}")

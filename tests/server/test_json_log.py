@@ -1,0 +1,257 @@
+"""A running server's log as JSON: an object per line, and the trace of the request that a line is about."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import httpx
+import numpy as np
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from flowserve.runtime.processes.children import SUPPORTED
+from flowserve.testing.serve import DidNotServe, Served, serving
+from tests.server.conftest import write_model
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # about the age of its generated code
+    import tritonclient.grpc as triton_grpc
+
+PLACES = ["thread", "inline", *(["process"] if SUPPORTED else [])]
+TENSORS = """
+input [{ name: "X" data_type: TYPE_FP32 dims: [1] }] output [{ name: "Y" data_type: TYPE_FP32 dims: [1] }]"""
+CONFIG = f"""backend: "python" max_batch_size: 8 {TENSORS}
+parameters {{ key: "execution" value: {{ string_value: "%s" }} }}"""
+RAISES = """
+class TritonPythonModel:
+    def execute(self, requests):
+        raise ValueError("first\\nsecond\\u2028third \\x1b[2K")
+"""
+CALLS = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            call = pb_utils.InferenceRequest(
+                model_name="raises_thread", inputs=request.inputs(), requested_output_names=["Y"]
+            )
+            answer = call.exec()
+        return [pb_utils.InferenceResponse(error=answer.error()) for _ in requests]
+"""
+ENSEMBLE = f"""platform: "ensemble" max_batch_size: 8 {TENSORS}
+ensemble_scheduling {{ step {{
+  model_name: "raises_thread" model_version: -1 input_map {{ key: "X" value: "X" }} output_map {{ key: "Y" value: "Y" }}
+}} }}"""
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+CONTEXT = f"00-{TRACE}-{SPAN}-01"
+BODY = {"id": "r1", "inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 1], "data": [1.0]}]}
+TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logged")
+    for place in PLACES:
+        write_model(folder, f"raises_{place}", CONFIG % place, {"1/model.py": RAISES})
+    write_model(folder, "calls", CONFIG % "thread", {"1/model.py": CALLS})
+    write_model(folder, "graph", ENSEMBLE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(repository: Path) -> Iterator[Served]:
+    with serving(repository, "--log-format", "json", "--allow-grpc", "true", "--grpc-port", "0") as one:
+        yield one
+
+
+@pytest.fixture
+def logged(served: Served) -> Callable[[], list[dict[str, Any]]]:
+    """The records since the test began. Every line of the log is an object."""
+    before = len(served.log.splitlines())
+    return lambda: _records(served.log)[before:]
+
+
+def _records(log: str) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in log.splitlines()]
+    for record in records:
+        assert TIME.fullmatch(record["time"])
+        assert record["level"] in ("INFO", "WARNING", "ERROR")
+        assert record["logger"].startswith("flowserve.")
+        assert isinstance(record["message"], str)
+    return records
+
+
+def _failed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [record for record in records if record["message"].startswith("a request to ")]
+
+
+def _infer(served: Served, model: str, **headers: str) -> httpx.Response:
+    headers |= {"accept-encoding": "identity"}
+    return httpx.post(f"{served.base_url}/v2/models/{model}/infer", json=BODY, headers=headers, verify=False)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("model", [*(f"raises_{place}" for place in PLACES), "graph", "calls"])
+def test_a_failed_request_is_one_line_with_its_trace_and_the_traceback_is_another(
+    model: str, served: Served, logged: Callable[[], list[dict[str, Any]]]
+) -> None:
+    assert _infer(served, model, traceparent=CONTEXT).status_code == 500
+    failed = _failed(logged())
+    deadline = time.monotonic() + 30
+    while not (raised := [one for one in logged() if "Traceback" in str(one)]):  # what a process prints is read later
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    traceback = raised[0].get("exception") or raised[0]["message"].partition("\n")[2]  # as a model's process printed it
+    assert traceback.startswith("Traceback")
+    assert traceback.endswith("ValueError: first\nsecond\u2028third \x1b[2K")
+    # A call that a model makes belongs to the trace of the request that the model runs.
+    assert [one["model"] for one in failed] == (["raises_thread", "calls"] if model == "calls" else [model])
+    for one in failed:
+        assert one["level"] == "ERROR"
+        assert (one["trace_id"], one["span_id"]) == (TRACE, SPAN)
+    assert failed[-1]["request_id"] == "r1"
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("context", ["", "nonsense", f"00-{'0' * 32}-{SPAN}-01"])
+def test_a_request_without_a_valid_trace_context_has_no_ids(
+    context: str, served: Served, logged: Callable[[], list[dict[str, Any]]]
+) -> None:
+    assert _infer(served, "raises_thread", **({"traceparent": context} if context else {})).status_code == 500
+    (record,) = _failed(logged())
+    assert record["request_id"] == "r1"
+    assert not {"trace_id", "span_id", "traces"} & {*record}
+
+
+@pytest.mark.server
+def test_a_compressed_request_is_logged_with_its_trace(
+    served: Served, logged: Callable[[], list[dict[str, Any]]]
+) -> None:
+    body = gzip.compress(json.dumps(BODY).encode())
+    headers = {"traceparent": CONTEXT, "content-encoding": "gzip"}
+    url = f"{served.base_url}/v2/models/raises_thread/infer"
+    assert httpx.post(url, content=body, headers=headers, verify=False).status_code == 500
+    (record,) = _failed(logged())
+    assert (record["trace_id"], record["span_id"]) == (TRACE, SPAN)
+
+
+@pytest.mark.server
+def test_a_failure_over_grpc_has_the_trace_of_its_request(
+    served: Served, logged: Callable[[], list[dict[str, Any]]]
+) -> None:
+    tensor = triton_grpc.InferInput("X", [1, 1], "FP32")
+    tensor.set_data_from_numpy(np.ones((1, 1), np.float32))
+    with triton_grpc.InferenceServerClient(served.grpc_address) as client:
+        with pytest.raises(triton_grpc.InferenceServerException):
+            client.infer("raises_thread", [tensor], headers={"traceparent": CONTEXT})
+    (record,) = _failed(logged())
+    assert (record["trace_id"], record["span_id"]) == (TRACE, SPAN)
+
+
+@pytest.mark.server
+def test_a_failure_of_the_generate_extension_has_the_trace_of_its_request(
+    served: Served, logged: Callable[[], list[dict[str, Any]]]
+) -> None:
+    url = f"{served.base_url}/v2/models/raises_thread/generate"
+    response = httpx.post(url, json={"X": 1.0}, headers={"traceparent": CONTEXT}, verify=False)
+    assert response.status_code == 500
+    (record,) = _failed(logged())
+    assert (record["trace_id"], record["span_id"]) == (TRACE, SPAN)
+
+
+@pytest.mark.server
+def test_the_log_of_concurrent_requests_has_each_trace_once(
+    served: Served, logged: Callable[[], list[dict[str, Any]]]
+) -> None:
+    sent = [f"{number:032x}" for number in range(1, 17)]
+    with ThreadPoolExecutor(8) as pool:
+        for response in pool.map(lambda trace: _infer(served, "graph", traceparent=f"00-{trace}-{SPAN}-01"), sent):
+            assert response.status_code == 500
+    found = [record["trace_id"] for record in _failed(logged())]
+    assert sorted(found) == sent
+
+
+@pytest.mark.server
+def test_the_format_can_be_changed_while_the_server_runs(repository: Path) -> None:
+    with serving(repository) as served:
+        before = served.log
+        assert not before.startswith("{")
+        changed = httpx.post(f"{served.base_url}/v2/logging", json={"log_format": "json"}, verify=False)
+        assert changed.json()["log_format"] == "json"
+        _infer(served, "raises_thread", traceparent=CONTEXT)
+        (record,) = _failed(_records(served.log[len(before) :]))
+        assert record["trace_id"] == TRACE
+
+
+@pytest.mark.server
+def test_a_start_that_fails_writes_a_line_for_each_problem(tmp_path: Path) -> None:
+    write_model(tmp_path, "first", 'backend: "python" max_batch_sise: 1 inpt {}')
+    write_model(tmp_path, "second", 'backend: "pyton"')
+    with pytest.raises(DidNotServe) as ended, serving(tmp_path, "--log-format=json"):
+        pass
+    problems = [record for record in _records(ended.value.log) if record["level"] == "ERROR"]
+    about = [record.get("model", "") for record in problems]
+    assert about.count("first") == 2
+    assert about.count("second") == 1
+    assert [record["message"] for record in problems if "model" not in record] == [
+        "2 of 2 models failed to load",
+        "not serving; --exit-on-error false serves the models that did load",
+    ]
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Takes what is exported to it."""
+
+    bodies: ClassVar[list[bytes]] = []
+
+    def do_POST(self) -> None:
+        self.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.server
+def test_a_line_about_a_request_that_is_exported_as_spans_has_the_ids_of_its_own_span(repository: Path) -> None:
+    collector = HTTPServer(("127.0.0.1", 0), Collector)
+    thread = threading.Thread(target=collector.serve_forever)
+    thread.start()
+    settings = ["mode=opentelemetry", "level=TIMESTAMPS", "rate=1"]
+    settings.append(f"opentelemetry,url=http://127.0.0.1:{collector.server_port}/v1/traces")
+    try:
+        with serving(repository, "--log-format=json", *(f"--trace-config={one}" for one in settings)) as served:
+            _infer(served, "raises_thread")
+            _infer(served, "raises_thread", traceparent=CONTEXT)
+            own, callers = _failed(_records(served.log))
+            assert served.stop() == 0
+    finally:
+        collector.shutdown()
+        thread.join()
+        collector.server_close()
+    sent = [ExportTraceServiceRequest.FromString(body) for body in Collector.bodies]
+    spans = [
+        (span.trace_id.hex(), span.span_id.hex())
+        for one in sent
+        for resource in one.resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+        if span.name == "InferRequest"
+    ]
+    assert (own["trace_id"], own["span_id"]) in spans
+    assert (callers["trace_id"], callers["span_id"]) in spans
+    assert callers["trace_id"] == TRACE
+    assert callers["span_id"] != SPAN  # the caller's span; the request is below it
