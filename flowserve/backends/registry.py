@@ -31,6 +31,11 @@ _BUILT_IN: Final = {
     "onnxruntime": ("flowserve.backends.onnx.installation", "make_backend", "model.onnx"),
     "tensorrt": ("flowserve.backends.tensorrt.backend", "TensorRtBackend", "model.plan"),
     "python": ("flowserve.backends.python.backend", "PythonBackend", "model.py"),
+    # Their libraries are extras: these modules import them for their first model only.
+    "fil": ("flowserve.backends.fil", "make_backend", "xgboost.json"),
+    "openvino": ("flowserve.backends.openvino", "make_backend", "model.xml"),
+    "pytorch": ("flowserve.backends.pytorch", "make_backend", "model.pt"),
+    "tensorflow": ("flowserve.backends.tensorflow", "make_backend", "model.savedmodel"),
 }
 
 
@@ -66,6 +71,17 @@ def default_files() -> Mapping[str, str]:
         except Unsupported as error:
             log.warning("%s", error)
     return files
+
+
+@cache
+def default_execution(name: str) -> str:
+    """Where instances of that backend run if neither the model nor the operator says it; "" for the server's default,
+    and for a backend that does not exist.
+    """
+    try:
+        return str(getattr(find(name), "default_execution", ""))
+    except Unsupported:
+        return ""
 
 
 def _entries() -> dict[str, EntryPoint]:

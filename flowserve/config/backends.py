@@ -22,7 +22,9 @@ BACKEND_OF_PLATFORM: Final[Mapping[str, str]] = {
     "tensorflow_graphdef": "tensorflow",
     "tensorflow_savedmodel": "tensorflow",
 }
-# The default platform of each backend.
+GRAPH_DEF: Final = "tensorflow_graphdef"
+_GRAPH_FILE: Final = "model.graphdef"
+# The default platform of each backend; of TensorFlow's frozen graphs, GRAPH_DEF.
 PLATFORM_OF_BACKEND: Final[Mapping[str, str]] = {
     "onnxruntime": "onnxruntime_onnx",
     "tensorrt": "tensorrt_plan",
@@ -30,27 +32,19 @@ PLATFORM_OF_BACKEND: Final[Mapping[str, str]] = {
     "tensorflow": "tensorflow_savedmodel",
 }
 
-_EXPORT: Final = "export it: torch.onnx.export(model, inputs, '1/model.onnx', dynamo=True), or call it in a model.py"
 _TENSORRT_LLM: Final = (
     "its engines are no TensorRT plans: call TensorRT-LLM in a decoupled model.py, or run trtllm-serve beside"
     " this server"
 )
 # The alternative for each unsupported backend.
 OTHER_BACKENDS: Final[Mapping[str, str]] = {
-    "pytorch": _EXPORT,
-    "libtorch": _EXPORT,
+    "libtorch": 'write backend: "pytorch"',
     "vllm": "call vLLM in a decoupled model.py, an answer for each piece of text, or run `vllm serve` beside this"
     " server",
     "tensorrtllm": _TENSORRT_LLM,
     "tensorrt_llm": _TENSORRT_LLM,
     "dali": "run the DALI pipeline, or the same steps with numpy and Pillow, in a model.py",
-    "fil": "convert the trees to ONNX (onnxmltools for XGBoost and LightGBM, skl2onnx for scikit-learn), or call their"
-    " library in a model.py",
     "identity": "write a model.py that answers what it is given, or an ONNX file of Identity nodes",
-    "tensorflow": "convert it to ONNX: pip install tf2onnx, then python -m tf2onnx.convert --saved-model"
-    " 1/model.savedmodel --output 1/model.onnx, and leave `platform` out",
-    "openvino": "serve the ONNX file that the model was converted from: name it model.onnx and leave `backend`"
-    " and `platform` out",
 }
 # The files that Triton looks for in the first version's folder, in its order.
 FILES: Final = (
@@ -86,9 +80,20 @@ def fill_backend(message: pb.ModelConfig, folder: Path, default_files: Mapping[s
         message.backend = _guess(message, folder, default_files)
     if message.backend and not message.platform:
         message.platform = PLATFORM_OF_BACKEND.get(message.backend, "")
+        if message.backend == "tensorflow" and _is_graph_def(message, folder):
+            message.platform = GRAPH_DEF
     if message.backend and not message.default_model_filename:
         usual = next((file for file, backend in FILES if backend == message.backend), "")
-        message.default_model_filename = default_files.get(message.backend, usual)
+        is_graph = message.platform == GRAPH_DEF
+        message.default_model_filename = _GRAPH_FILE if is_graph else default_files.get(message.backend, usual)
+
+
+def _is_graph_def(message: pb.ModelConfig, folder: Path) -> bool:
+    """Whether a model of TensorFlow is a frozen graph, by its file."""
+    if message.default_model_filename:
+        return message.default_model_filename.endswith(".graphdef")
+    names = {*_first_version(folder)}
+    return _GRAPH_FILE in names and "model.savedmodel" not in names
 
 
 def _guess(message: pb.ModelConfig, folder: Path, default_files: Mapping[str, str]) -> str:

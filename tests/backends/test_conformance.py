@@ -51,6 +51,8 @@ MODELS = {
     "onnxruntime": onnx_model([onnx_node("Neg", ["x"], ["y"]), onnx_node("Abs", ["x"], ["z"])], [X], [Y, Z]),
     "tensorrt": b"plan",
 }
+# Their common template is tested in test_library.py, with a fake library.
+LIBRARIES = {"fil", "openvino", "pytorch", "tensorflow"}
 ANY = ("FLOAT", (-1, 4))
 PLAN = FakePlan(
     inputs={"x": ANY},
@@ -69,7 +71,7 @@ FREE = FakePlan(
 Open = Callable[..., Opened]
 
 
-@pytest.fixture(params=sorted(registry.default_files()))
+@pytest.fixture(params=sorted({*registry.default_files()} - LIBRARIES))
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param != "tensorrt":
         yield str(request.param)

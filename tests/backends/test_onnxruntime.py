@@ -15,7 +15,7 @@ import pytest
 
 from flowserve.backends import registry
 from flowserve.backends.onnx.backend import OnnxModel
-from flowserve.backends.onnx.tensors import cleaned
+from flowserve.backends.onnx.errors import cleaned
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import Invalid, ModelFailed, Problems, Unsupported
 from flowserve.values import DType

@@ -12,6 +12,8 @@ import pytest
 
 from flowserve.backends import registry
 from flowserve.backends.base import Backend, ModelFiles, Results, Work
+from flowserve.backends.library.backend import LibraryBackend
+from flowserve.backends.library.interface import Library
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import Invalid
 from flowserve.memory.assemble import gather
@@ -74,6 +76,17 @@ def test_the_example_of_a_third_party_backend_serves(
     model = backend.load(config, repository.files(), {})
     served = Opened(config, model, model.instance("m_0", InstanceGroup("m", "KIND_CPU")))
     assert values(served.run({"x": np.ones((1, 4), np.float32)})) == [[[2.5] * 4]]
+
+
+def test_the_example_of_a_library_has_all_that_the_template_reads(root: Path) -> None:
+    """With JAX itself it runs in test_real_libraries.py."""
+    page = (root / "docs/write-a-backend.md").read_text()
+    namespace: dict[str, Any] = {}
+    exec(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0], namespace)
+    backend = namespace["make_backend"]()
+    assert isinstance(backend, LibraryBackend)
+    wanted = {*Library.__annotations__, *(name for name in vars(Library) if not name.startswith("_"))}
+    assert {name for name in vars(namespace["Jax"]) if not name.startswith("_")} == wanted
 
 
 def test_a_backend_written_for_the_first_interface_serves(repository: Repository) -> None:

@@ -51,8 +51,12 @@ def test_default_files_agree_with_the_backends() -> None:
         == files
         == {
             "callable": "model.py",
+            "fil": "xgboost.json",
             "onnxruntime": "model.onnx",
+            "openvino": "model.xml",
             "python": "model.py",
+            "pytorch": "model.pt",
+            "tensorflow": "model.savedmodel",
             "tensorrt": "model.plan",
         }
     )
@@ -60,16 +64,17 @@ def test_default_files_agree_with_the_backends() -> None:
 
 def test_an_unknown_backend_is_refused_with_the_list_of_backends() -> None:
     with pytest.raises(Unsupported) as caught:
-        registry.find("openvino")
+        registry.find("dali")
     assert str(caught.value) == (
-        "unable to find backend library for backend 'openvino': flowserve has callable, onnxruntime, python, tensorrt"
+        "unable to find backend library for backend 'dali': flowserve has callable, fil, onnxruntime, openvino, "
+        "python, pytorch, tensorflow, tensorrt"
     )
 
 
 @pytest.mark.usefixtures("third_party")
 def test_a_package_adds_its_backend_by_an_entry_point() -> None:
     assert isinstance(registry.find("third"), Third)
-    with pytest.raises(Unsupported, match="flowserve has broken, callable, onnxruntime, python, tensorrt, third"):
+    with pytest.raises(Unsupported, match=r"flowserve has broken, callable, fil, onnxruntime, .* third"):
         registry.find("unknown")
 
 
@@ -77,19 +82,23 @@ def test_a_package_adds_its_backend_by_an_entry_point() -> None:
 def test_a_backend_that_cannot_be_imported_does_not_affect_others(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(Unsupported, match=r"backend 'broken' \(no_such_module:Broken\) cannot be loaded"):
         registry.find("broken")
-    assert registry.default_files() == {
-        "callable": "model.py",
-        "onnxruntime": "model.onnx",
-        "python": "model.py",
-        "tensorrt": "model.plan",
-        "third": "model.third",
-    }
+    found = registry.default_files()
+    assert found["third"] == "model.third"
+    assert "onnxruntime" in found
+    assert "broken" not in found
     assert "backend 'broken'" in caplog.text
 
 
-def test_onnxruntime_is_not_imported_before_it_is_needed() -> None:
+def test_no_library_is_imported_before_it_is_needed() -> None:
     program = (
         "import sys; from flowserve.backends import registry; registry.default_files(); registry.find('python'); "
-        "sys.exit('onnxruntime' in sys.modules)"
+        "[registry.default_execution(name) for name in ('fil', 'openvino', 'pytorch', 'tensorflow')]; "
+        "print({'onnxruntime', 'xgboost', 'lightgbm', 'treelite', 'openvino', 'torch', 'tensorflow'} & {*sys.modules})"
     )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout == "set()\n"
+
+
+def test_libraries_with_thread_pools_of_their_own_run_in_processes() -> None:
+    places = {name: registry.default_execution(name) for name in registry.default_files()}
+    assert {name for name, place in places.items() if place == "process"} == {"pytorch", "tensorflow"}

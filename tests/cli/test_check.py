@@ -136,11 +136,11 @@ def test_an_unparsable_configuration_is_one_problem_among_others(
 def test_a_backend_that_is_not_installed_is_the_only_problem_of_its_model(
     checked: Callable[..., Checked], repository: Path
 ) -> None:
-    (repository / "same" / "config.pbtxt").write_text('platform: "pytorch_libtorch"\nmax_batch_size: -1\n')
+    (repository / "same" / "config.pbtxt").write_text('backend: "dali"\nmax_batch_size: -1\n')
     status, _, err = checked()
     assert status == 1
     assert [line for line in err.splitlines() if line.startswith("same")] == [
-        "same/config.pbtxt:1:1: error: model 'same': pytorch_libtorch is not supported yet [N22]"
+        "same/config.pbtxt:1:1: error: model 'same': dali is not supported yet [N22]"
     ]
 
 

@@ -12,7 +12,13 @@ from flowserve.config.rules import RuleInput
 from flowserve.config.types import NO_GPUS, Gpus
 from flowserve.errors import Problem
 
-DEFAULT_FILES = {"onnxruntime": "model.onnx", "tensorrt": "model.plan", "python": "model.py"}
+DEFAULT_FILES = {
+    "onnxruntime": "model.onnx",
+    "tensorrt": "model.plan",
+    "python": "model.py",
+    "pytorch": "model.pt",
+    "tensorflow": "model.savedmodel",
+}
 
 
 @pytest.fixture

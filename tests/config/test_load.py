@@ -32,6 +32,8 @@ output { name: "Y" data_type: TYPE_FP32 dims: [ -1 ] label_filename: "labels.txt
         (None, ("01/notes", "1/model.onnx"), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
         (None, ("1/model.plan",), "tensorrt", "tensorrt_plan", "model.plan"),
         (None, ("1/model.savedmodel/x",), "tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
+        (None, ("1/model.graphdef",), "tensorflow", "tensorflow_graphdef", "model.graphdef"),
+        ('platform: "tensorflow_graphdef"', (), "tensorflow", "tensorflow_graphdef", "model.graphdef"),
         (None, ("1/model.pt2",), "pytorch", "pytorch_libtorch", "model.pt"),
         (None, ("1/model.xml",), "openvino", "", "model.xml"),
         (None, ("warmup/model.py",), "", "", ""),

@@ -15,7 +15,7 @@ from flowserve.config.rules import RuleInput
 from flowserve.errors import Problems
 
 # File -> the unsupported features (config/unsupported.py) that it uses.
-SEEDS = {
+SEEDS: dict[str, set[str]] = {
     "control_inputs": set(),
     "direct_stateful_model": set(),
     "direct_stateful_model_in_one_line": set(),
@@ -23,7 +23,7 @@ SEEDS = {
     "ensemble_model_unindented": set(),
     "implicit_state": set(),
     "max_inflight_requests": set(),
-    "oldest_stateful_model": {"N22"},
+    "oldest_stateful_model": set(),
     "padded_input": set(),
     "ragged_batch_input": set(),
     "ragged_input": set(),

@@ -9,11 +9,11 @@ graphs, queues or processes. onnxruntime is imported by session.py only.
 | installation | whether onnxruntime is installed, and only once |
 | backend | factory: sessions and instances of one version |
 | session | session settings, threads, execution providers |
-| signature | whether file and configuration agree; autocompletion |
-| tensors | conversion between the tensors of a batch and those of the file, ragged ones too |
+| errors | the text of onnxruntime's errors |
 | instance | runs with tensors in host memory; outputs in shared memory |
 | device | runs with tensors on a GPU, as CUDA graphs too |
 
-Callers: the registry calls `installation.make_backend`. The tensorrt backend uses signature and tensors, since a plan
-is built from an ONNX file.
+Signatures, conversions of tensors and runs of whole batches are those of all libraries (../library/).
+
+Callers: the registry calls `installation.make_backend`.
 """

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from flowserve.backends.base import ModelFiles
+from flowserve.backends.library.signature import Signature, completion, file_disagreements, with_flat_controls
+from flowserve.backends.library.tensors import ModelTensors
 from flowserve.backends.onnx import session as sessions
 from flowserve.backends.onnx.device import OnnxDeviceInstance
 from flowserve.backends.onnx.instance import OnnxInstance
-from flowserve.backends.onnx.signature import Signature, completion, file_disagreements, with_flat_controls
-from flowserve.backends.onnx.tensors import ModelTensors
 from flowserve.config.complete import RULE
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import Problems, Unsupported

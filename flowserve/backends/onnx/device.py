@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from flowserve.backends.base import ClockNs, Results, Work
-from flowserve.backends.onnx.tensors import ModelTensors, cleaned
+from flowserve.backends.library.tensors import ModelTensors
+from flowserve.backends.onnx.errors import cleaned
 from flowserve.errors import ModelFailed
 from flowserve.memory.device_memory import DeviceMemory
 from flowserve.memory.device_tensor import DeviceArray

@@ -1,7 +1,7 @@
 """Runs batches on a session whose tensors are in host memory; the session computes on the CPU or on a GPU.
 
-Decides how the inputs of a batch are fed and its outputs split among the members, and whether large members that are
-not contiguous are copied together for one run, or run separately. It does not import onnxruntime, and does not know how
+Decides whether large members that are not contiguous are copied together for one run (library/run.py), or run
+separately. It does not import onnxruntime, and does not know how
 sessions are opened (session.py) or what files declare (signature.py). Instances whose tensors stay on a GPU are in
 device.py.
 
@@ -28,12 +28,14 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.backends.base import ClockNs, Results, Work
-from flowserve.backends.onnx.session import Execute, Feed, host_value
-from flowserve.backends.onnx.tensors import ModelTensors, cleaned, member_rows
+from flowserve.backends.library.run import BatchRun, Execute, Feed
+from flowserve.backends.library.tensors import ModelTensors
+from flowserve.backends.onnx.errors import cleaned
+from flowserve.backends.onnx.session import host_value
 from flowserve.errors import ModelFailed
 from flowserve.memory.arena import Arena
 from flowserve.memory.assemble import gather, pieces
-from flowserve.memory.column import Column, scatter
+from flowserve.memory.column import scatter
 from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
 from flowserve.memory.segment import PAGE, Lease, Segment
 from flowserve.memory.tensor import Tensor
@@ -252,25 +254,19 @@ class OnnxInstance:
         self._model = model
         self._open_execute = open_execute
         self._run_session: Execute
-        self._execute: Execute  # the session's own run, or SharedOutputs
+        self._merged: BatchRun  # executes the session's own run, or SharedOutputs
         self._session = session
         self._shared: SharedOutputs | None = None  # once other processes read an output
-        # The dtype and the shape of a row of each output that needs no conversion, None for the others.
-        self._promised = [
-            None
-            if spec.dtype is DType.BYTES or spec.reshape is not None or spec.is_variable or model.ragged is not None
-            else (spec.dtype.numpy, spec.dims)
-            for spec in model.outputs
-        ]
         # None where members must run together, since inputs are prepared for the whole batch.
         self._policy = RunPolicy() if model.is_batching and not model.prepared and model.inputs else None
 
     def open(self) -> None:
-        self._run_session = self._execute = self._open_execute()
+        self._run_session = self._open_execute()
+        self._merged = BatchRun(self._model, self._run_session, self._failed)
 
     def close(self) -> None:
         """The session is freed with its last reference."""
-        del self._run_session, self._execute
+        del self._run_session, self._merged
         self._shared = None
 
     def share(self, output: int) -> None:
@@ -278,16 +274,16 @@ class OnnxInstance:
         if self._session is not None and can_be_shared(self._model, output):
             shared = self._shared or SharedOutputs(self._session, self._model)
             shared.add(output)
-            self._shared = self._execute = shared
+            self._shared = self._merged.execute = shared
 
     def run(self, work: Work, clock: ClockNs) -> Results:
         if self._model.ragged is not None:
-            return self._model.ragged.run(self._run_merged, work, clock)
+            return self._model.ragged.run(self._merged.run, work, clock)
         policy = self._policy
         if policy is None or len(work.rows) == 1 or not _is_scattered(work):
-            return self._run_merged(work, clock)
+            return self._merged.run(work, clock)
         began_ns = clock()
-        results = self._run_separately(work, clock) if policy.is_separate() else self._run_merged(work, clock)
+        results = self._run_separately(work, clock) if policy.is_separate() else self._merged.run(work, clock)
         policy.measured(sum(work.rows), results.computed_ns - began_ns)
         return results
 
@@ -339,46 +335,6 @@ class OnnxInstance:
                 raise self._failed(error) from error
             start += rows
         return made, copied
-
-    def _run_merged(self, work: Work, clock: ClockNs) -> Results:
-        model = self._model
-        rows = work.rows
-        if model.ragged is not None:
-            feed, copied, total = model.ragged.feed(work)
-        else:
-            feed = {}
-            copied = [0] * len(model.inputs)
-            array: Array | None = None
-            for i, (spec, column) in enumerate(zip(model.inputs, work.inputs, strict=True)):
-                if column[0] is None:
-                    continue  # an omitted optional input of a model without batching
-                array, copied[i] = gather(column, HOST)
-                feed[spec.name] = array
-            total = len(array) if array is not None and array.ndim else 0
-        for i in model.prepared:
-            name = model.inputs[i].name
-            if name in feed:
-                feed[name] = model.prepare(i, feed[name])
-        if model.is_batching and total != sum(rows):
-            rows = member_rows(work, total)
-        names, indices = model.selected(work.wanted)
-        gathered_ns = clock()
-        try:
-            arrays = self._execute(names, feed)
-        except Exception as error:
-            raise self._failed(error) from error
-        computed_ns = clock()
-        outputs: list[Sequence[Tensor | None]] = [[None] * len(rows)] * len(model.outputs)
-        for j, array in zip(indices, arrays, strict=True):
-            if model.is_batching:
-                expected = self._promised[j]
-                # This comparison suffices for nearly all outputs; `checked` handles the others.
-                if expected is None or array.dtype is not expected[0] or array.shape != (total, *expected[1]):
-                    array = model.checked(j, array, total)
-                outputs[j] = Column.whole(array, rows)
-            else:
-                outputs[j] = [Tensor(model.checked(j, array, -1))]
-        return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)
 
     def _failed(self, error: Exception) -> ModelFailed:
         return ModelFailed(f"model '{self._model.name}' failed: onnxruntime: {cleaned(str(error))}")

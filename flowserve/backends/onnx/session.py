@@ -35,14 +35,33 @@ import numpy as np
 import onnxruntime as ort
 
 from flowserve.backends.base import ModelFiles
-from flowserve.backends.onnx.signature import Port, Signature
-from flowserve.backends.onnx.tensors import cleaned
+from flowserve.backends.library.run import Execute, Feed
+from flowserve.backends.library.signature import Port, Signature
+from flowserve.backends.onnx.errors import cleaned
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Invalid, Problem, Problems
 from flowserve.values import Array, DType
 
 Provider = tuple[str, Mapping[str, str]]
+
+# The data type of each of onnxruntime's types.
+_DTYPES: Final = {
+    "tensor(bool)": DType.BOOL,
+    "tensor(uint8)": DType.UINT8,
+    "tensor(uint16)": DType.UINT16,
+    "tensor(uint32)": DType.UINT32,
+    "tensor(uint64)": DType.UINT64,
+    "tensor(int8)": DType.INT8,
+    "tensor(int16)": DType.INT16,
+    "tensor(int32)": DType.INT32,
+    "tensor(int64)": DType.INT64,
+    "tensor(float16)": DType.FP16,
+    "tensor(float)": DType.FP32,
+    "tensor(double)": DType.FP64,
+    "tensor(string)": DType.BYTES,
+    "tensor(bfloat16)": DType.BF16,
+}
 
 CPU: Final = "CPUExecutionProvider"
 CUDA: Final = "CUDAExecutionProvider"
@@ -245,9 +264,6 @@ def _problem(config: ModelConfig, path: str, text: str, hint: str = "") -> Probl
 
 log = logging.getLogger("flowserve.load")
 
-Feed = dict[str, Array]
-Execute = Callable[[list[str], Feed], list[Any]]
-
 # ONNX's own number (TensorProto.DataType) of the one type that numpy has no dtype for.
 _ONNX_BFLOAT16: Final = 16
 _BFLOAT16: Final = DType.BF16.numpy
@@ -435,7 +451,8 @@ def session_signature(session: Any) -> Signature:
 def _port(node: Any, *, is_optional: bool) -> Port:
     # A dimension that varies is None or the name the exporter gave it.
     shape = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in node.shape)
-    return Port(node.name, node.type, shape, is_optional)
+    inner = node.type[len("optional(") : -1] if node.type.startswith("optional(") else node.type
+    return Port(node.name, _DTYPES.get(inner), shape, is_optional, node.type)
 
 
 def host_value(array: Array) -> Any:

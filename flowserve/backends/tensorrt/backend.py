@@ -3,7 +3,7 @@
 Decides that a plan is opened once for each GPU that has instances, and shared by them; what prevents a plan from being
 served: which of TensorRT's data types are served, which tensors a plan may have; how many rows its profiles take, and
 that a batch runs with the profile whose best shapes are nearest to its own among those that allow it (the first of
-equals). Tensors are described as ONNX files describe theirs, so that onnx/signature.py compares both kinds of files
+equals). Tensors are described as ONNX files describe theirs, so that library/signature.py compares both kinds of files
 with their configuration.
 
 An instance has one execution context and one stream. Decides the order of TensorRT's calls: first the profile, then the
@@ -27,8 +27,8 @@ from math import prod
 from typing import Final
 
 from flowserve.backends.base import ClockNs, ModelFiles, Results, Work
-from flowserve.backends.onnx.signature import Port, Signature, completion, file_disagreements, with_flat_controls
-from flowserve.backends.onnx.tensors import ModelTensors
+from flowserve.backends.library.signature import Port, Signature, completion, file_disagreements, with_flat_controls
+from flowserve.backends.library.tensors import ModelTensors
 from flowserve.backends.tensorrt.library import (
     Allocator,
     CudaEngine,
@@ -47,14 +47,14 @@ from flowserve.memory.stream import DeviceStream
 from flowserve.values import DType, MemoryPlace, shape_text
 
 _TYPES: Final = {
-    "BOOL": "tensor(bool)",
-    "UINT8": "tensor(uint8)",
-    "INT8": "tensor(int8)",
-    "INT32": "tensor(int32)",
-    "INT64": "tensor(int64)",
-    "HALF": "tensor(float16)",
-    "BF16": "tensor(bfloat16)",
-    "FLOAT": "tensor(float)",
+    "BOOL": DType.BOOL,
+    "UINT8": DType.UINT8,
+    "INT8": DType.INT8,
+    "INT32": DType.INT32,
+    "INT64": DType.INT64,
+    "HALF": DType.FP16,
+    "BF16": DType.BF16,
+    "FLOAT": DType.FP32,
 }
 
 
@@ -86,7 +86,7 @@ def plan_signature(engine: CudaEngine, file: str) -> Signature:
             raise Unsupported(f"{file}: tensor '{name}' is a shape tensor, which is not supported yet")
         word = engine.get_tensor_dtype(name).name
         shape = tuple(engine.get_tensor_shape(name))
-        ports[engine.get_tensor_mode(name).name].append(Port(name, _TYPES.get(word, word), shape))
+        ports[engine.get_tensor_mode(name).name].append(Port(name, _TYPES.get(word), shape, type=word))
     return Signature(tuple(ports["INPUT"]), tuple(ports["OUTPUT"]))
 
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from flowserve.backends import registry
 from flowserve.backends.base import LoadedModel, OnDevice, RunsInProcess
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import Unsupported
@@ -35,7 +36,12 @@ DEFAULT: Final = "auto"
 
 def execution_of(config: ModelConfig, python_execution: str) -> str:
     """Where the model's instances run: "process", "thread", "inline", or "auto" (by measurement)."""
-    return config.parameters.get("execution", python_execution if config.backend == "python" else DEFAULT)
+    if "execution" in config.parameters:
+        return config.parameters["execution"]
+    if config.backend == "python":
+        return python_execution
+    found = registry.default_execution(config.backend) if config.backend else ""
+    return "thread" if found == PROCESS and not SUPPORTED else found or DEFAULT
 
 
 def worker_maker(

@@ -1,20 +1,19 @@
 """Conversion between the tensors of a batch and the tensors of a model file, and checks of what the model returned.
 
-Decides reshapes and scalars of inputs, shapes and data types of outputs, the encoding of strings, and the text of
-onnxruntime's errors. Outputs may be numpy arrays or device arrays: only shape and dtype are read. It does not import
-onnxruntime, and knows batches only for ragged models.
+Decides reshapes and scalars of inputs, shapes and data types of outputs, and the encoding of strings. Outputs may be
+numpy arrays or device arrays: only shape and dtype are read. It imports no library, and knows batches only for ragged
+models.
 
 Ragged inputs, batch inputs and batch outputs (`RaggedPorts`): decides which inputs are concatenated flat, which tensors
 are computed from the shapes of a batch, and by which shapes flat outputs are split. All of it is prepared once per
 model; models without these features never use it. The computations are in memory/assemble.py; signature.py compares the
 model's file with the configuration.
 
-Callers: the modules of this package, and the tensorrt backend.
+Callers: the modules of this package, and the onnx and tensorrt backends.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Final
@@ -22,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.backends.base import ClockNs, DeviceWork, Results, Work
-from flowserve.backends.onnx.signature import NO_BATCH_DIMENSION, Signature
+from flowserve.backends.library.signature import NO_BATCH_DIMENSION, Signature
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Invalid, ModelFailed
 from flowserve.graph.types import inner_shape, outer_shape
@@ -45,11 +44,6 @@ WRONG_RAGGED_ROWS: Final = (
 
 # Clients choose the names of requested outputs, in any order and number: so many combinations are remembered.
 _SELECTIONS_MAX: Final = 100
-# "/src/graph/model.cc:166 onnxruntime::Model::Model(a, b) const ": a position in onnxruntime's source, of no use to
-# users.
-_SOURCE_LOCATION: Final = re.compile(
-    r"/\S+\.(?:cc|cpp|h|hpp):\d+ [^\n]*?\((?:[^()]|\([^()]*\))*\)(?: const)?(?: \[with [^\]]*\])? "
-)
 
 
 class ModelTensors:
@@ -58,10 +52,12 @@ class ModelTensors:
     `prepared`: indices of the inputs that are converted after they are gathered. `made`: all outputs of the file by
     name, whether or not the configuration has them. `passed_through`: names of the outputs that are inputs of the file
     at the same time. `ragged`: None for a model without ragged inputs, batch inputs and batch outputs.
+    `strings_are_text`: BYTES go in and come out as arrays of `str`, else of `bytes`.
     """
 
-    def __init__(self, config: ModelConfig, signature: Signature) -> None:
+    def __init__(self, config: ModelConfig, signature: Signature, *, strings_are_text: bool = True) -> None:
         self.name = config.name
+        self._strings_are_text = strings_are_text
         self.inputs = config.inputs
         self.outputs = config.outputs
         self.is_batching = config.max_batch_size > 0
@@ -97,11 +93,12 @@ class ModelTensors:
         return found
 
     def prepare(self, i: int, array: Array) -> Array:
-        """Gathered input i, converted to the file's shape, and to text for BYTES. Raises Invalid for text that is not
-        UTF-8.
+        """Gathered input i, converted to the file's shape, and to text for BYTES where strings are text. Raises Invalid
+        for text that is not UTF-8.
         """
         if self.inputs[i].dtype is DType.BYTES:
-            array = _to_text(array, self.inputs[i].name, self.name)
+            # Large ones are decoded here.
+            array = _to_text(array, self.inputs[i].name, self.name) if self._strings_are_text else np.asarray(array)
         return array.reshape(self.fed_shape(i, array.shape))
 
     def fed_shape(self, i: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -127,7 +124,7 @@ class ModelTensors:
         spec, ragged = self.outputs[j], self.ragged
         if ragged is not None and spec.name in ragged.flat_outputs:
             array, spec, total = array.reshape((prod(array.shape),)), ragged.flat_outputs[spec.name], -1
-        if spec.dtype is DType.BYTES:
+        if spec.dtype is DType.BYTES and self._strings_are_text:
             array = _objects([element.encode() for element in array.ravel().tolist()], array.shape)
         if array.dtype != spec.dtype.numpy:
             raise self._other(spec, f"the configuration promises {spec.dtype}, the model answered {array.dtype}")
@@ -196,14 +193,6 @@ def member_rows(work: Work, total: int) -> list[int]:
     if total == sum(work.rows):
         return work.rows
     return [0 if tensor is None else tensor.shape[0] for tensor in work.inputs[0]]
-
-
-def cleaned(text: str) -> str:
-    """onnxruntime's message without its prefixes, source locations and stack."""
-    text = text.partition("\nStacktrace")[0]
-    text = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
-    text = re.sub(r"Load model from .*? failed:", "", text)
-    return " ".join(_SOURCE_LOCATION.sub("", text).split())
 
 
 def _to_text(array: Array, name: str, model: str) -> Array:

@@ -3,10 +3,10 @@
 Decides what a file fills in where its configuration leaves fields out (as Triton does: a file whose first dimensions
 all vary is served in batches of up to four, with the dynamic batcher), and reports every disagreement between the two,
 each with both sides. A ragged input has one dimension in the file, whatever its dims. A batch input is an input of the
-file and not of the configuration, since the server computes it from the shapes of a batch. It reads no files:
-session.py (ONNX) and tensorrt/backend.py make the `Signature`.
+file and not of the configuration, since the server computes it from the shapes of a batch. It reads no files and knows
+no library: each backend makes the `Signature` of its own files.
 
-Callers: the onnx and tensorrt backends.
+Callers: backend.py here, and the onnx and tensorrt backends.
 """
 
 from __future__ import annotations
@@ -25,41 +25,20 @@ from flowserve.values import DType, TensorSpec, fits, shape_text
 NO_BATCH_DIMENSION: Final = "set max_batch_size: 0, or export with a dynamic first axis"
 DEFAULT_MAX_BATCH_SIZE: Final = 4  # Triton's backend option default-max-batch-size
 
-_DTYPES: Final = {
-    "tensor(bool)": DType.BOOL,
-    "tensor(uint8)": DType.UINT8,
-    "tensor(uint16)": DType.UINT16,
-    "tensor(uint32)": DType.UINT32,
-    "tensor(uint64)": DType.UINT64,
-    "tensor(int8)": DType.INT8,
-    "tensor(int16)": DType.INT16,
-    "tensor(int32)": DType.INT32,
-    "tensor(int64)": DType.INT64,
-    "tensor(float16)": DType.FP16,
-    "tensor(float)": DType.FP32,
-    "tensor(double)": DType.FP64,
-    "tensor(string)": DType.BYTES,
-    "tensor(bfloat16)": DType.BF16,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One input or output as the file declares it. `type` is onnxruntime's name ("tensor(float)"). `shape` includes the
+    """One input or output as the file declares it. `dtype` is None if it is no tensor, or has a data type that the
+    KServe protocol has no name for; `type` is then the file's own name of its type, for messages. `shape` includes the
     batch dimension and has -1 for a dimension that varies. `is_optional`: the file has a default for it, or runs
     without.
     """
 
     name: str
-    type: str
+    dtype: DType | None
     shape: tuple[int, ...]
     is_optional: bool = False
-
-    @property
-    def dtype(self) -> DType | None:
-        """None if it is no tensor, or has a data type that the KServe protocol has no name for."""
-        optional = self.type.startswith("optional(")
-        return _DTYPES.get(self.type[len("optional(") : -1] if optional else self.type)
+    type: str = ""
 
     @property
     def is_batchable(self) -> bool:
@@ -209,7 +188,7 @@ def _mismatches(
         if kind == "output" or not spec.optional:
             continue
         if config.max_batch_size > 0:
-            yield found(".optional", "optional inputs require max_batch_size 0 with the onnxruntime backend")
+            yield found(".optional", f"optional inputs require max_batch_size 0 with the {config.backend} backend")
         if not port.is_optional:
             text = f"the configuration makes it optional, but {file} has no default for it"
             yield found(".optional", text, hint="give it an initializer of the same name in the model")
@@ -235,7 +214,7 @@ def _shape_mismatch(config: ModelConfig, spec: TensorSpec, port: Port) -> str:
     full = (-1, *dims) if batches else dims
     model = port.shape
     if not model and (not batches and dims == (1,)):
-        return ""  # a scalar, or an unknown rank: onnxruntime shows both as []
+        return ""  # a scalar, or an unknown rank, which onnxruntime shows as []
     if batches and not port.is_batchable:
         return ""  # reported once for all tensors
     batching = (

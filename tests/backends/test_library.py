@@ -1,0 +1,371 @@
+"""The template for backends of libraries: the same laws for each of them, on a library without a package."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowserve import Engine
+from flowserve.backends import registry
+from flowserve.backends.base import Remote
+from flowserve.backends.library.backend import LibraryModel
+from flowserve.config.types import BatchInput, BatchOutput, Completion, InstanceGroup, ModelConfig
+from flowserve.errors import FlowserveError, Invalid, ModelFailed, Problems, Unsupported
+from flowserve.runtime.processes.children import SUPPORTED
+from flowserve.values import Array, DType
+from tests.support.backends import Opened, Repository, config_of, spec, tensors, values
+from tests.support.fake_library import fake_file
+
+PLACES = ["thread", "process"] if SUPPORTED else ["thread"]
+X = {"x": ("FP32", (-1, 4))}
+Y = {"y": ("FP32", (-1, 4))}
+DOUBLE = fake_file(X, Y, {"y": "x * 2"})
+Open = Callable[..., Opened]
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The fake backends, as another package would add them."""
+    module = "tests.support.fake_library"
+    entries = [
+        EntryPoint(name, f"{module}:{made}", registry.GROUP)
+        for name, made in (("fake", "make_fake"), ("fake_process", "make_process"), ("missing", "make_missing"))
+    ]
+    monkeypatch.setattr(registry, "entry_points", lambda group: entries)
+    caches = (registry.find, registry.default_files, registry.default_execution)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.fixture(params=["here", "as in a process"])
+def served(request: pytest.FixtureRequest, repository: Repository) -> Iterator[Callable[..., Opened]]:
+    """`served(file, **fields of the configuration)`: an open instance, made here or as a worker process makes it."""
+    started: list[Opened] = []
+
+    def start(file: str, **fields: Any) -> Opened:
+        repository.write("m", "1/model.fake", file)
+        config = config_of("fake", **{"inputs": [spec("x")], "outputs": [spec("y")], "max_batch_size": 8, **fields})
+        model = registry.find("fake").load(config, repository.files(), {})
+        assert isinstance(model, LibraryModel)
+        group = InstanceGroup("m", "KIND_CPU")
+        if request.param == "here":
+            instance = model.instance("m_0", group)
+        else:
+            remote: Remote = pickle.loads(pickle.dumps(model.remote("m_0", group)))
+            instance = remote.call()
+        instance.open()
+        started.append(Opened(config, model, instance))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.instance.close()
+        each.model.close()
+
+
+def rows(count: int, start: int = 0) -> Array:
+    return np.arange(4 * start, 4 * (start + count), dtype=np.float32).reshape(count, 4)
+
+
+# ---------------------------------------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize("sizes", [(1,), (1, 1, 1), (2, 1, 4)])
+def test_a_batch_equals_its_requests_one_by_one(served: Open, sizes: Sequence[int]) -> None:
+    model = served(DOUBLE)
+    requests = [{"x": rows(size, 10 * number)} for number, size in enumerate(sizes)]
+    together = values(model.run(*requests))
+    assert together == [values(model.run(request))[0] for request in requests]
+    assert together == [(2 * request["x"]).tolist() for request in requests]
+
+
+def test_a_contiguous_batch_is_neither_copied_before_nor_after(served: Open) -> None:
+    results = served(DOUBLE).whole(rows(4))
+    assert [*results.copied] == [0]
+    assert len({id(tensor.block) for tensor in tensors(results.outputs[0])}) == 1
+
+
+@pytest.mark.parametrize("sizes", [(0,), (0, 0), (0, 2), (2, 0, 1)])
+def test_requests_without_rows_get_outputs_without_rows(served: Open, sizes: Sequence[int]) -> None:
+    model = served(
+        fake_file(X, {"y": ("FP32", (-1, -1))}, {"y": "x * 2 if len(x) else 1 / 0"}), outputs=[spec("y", (-1,))]
+    )
+    made = tensors(model.run(*[{"x": rows(size)} for size in sizes]).outputs[0])
+    assert [tensor.shape[0] for tensor in made] == [*sizes]
+
+
+def test_only_wanted_outputs_are_computed(served: Open) -> None:
+    file = fake_file(X, {**Y, "z": ("FP32", (-1, 4))}, {"y": "x * 2", "z": "1 / 0"})
+    results = served(file, outputs=[spec("y"), spec("z")]).run({"x": rows(1)}, wanted=("y",))
+    assert values(results) == [(2 * rows(1)).tolist()]
+    assert results.outputs[1] == [None]
+
+
+def test_an_optional_input_may_be_missing(served: Open) -> None:
+    file = fake_file(
+        {"x": ("FP32", (4,)), "bias": ("FP32", (4,), True)},
+        {"y": ("FP32", (4,))},
+        {"y": "x if bias is None else x + bias"},
+    )
+    inputs = [spec("x"), spec("bias", optional=True)]
+    model = served(file, inputs=inputs, outputs=[spec("y")], max_batch_size=0)
+    (x,) = rows(1)
+    assert values(model.run({"x": x})) == [x.tolist()]
+    assert values(model.run({"x": x, "bias": x})) == [(2 * x).tolist()]
+
+
+def test_a_reshaped_tensor_has_the_shape_of_the_file(served: Open) -> None:
+    file = fake_file({"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, {"y": "x * 2 if x.ndim == 1 else 1 / 0"})
+    one = {"inputs": [spec("x", (1,), reshape=())], "outputs": [spec("y", (1,), reshape=())]}
+    model = served(file, **one)
+    assert values(model.run({"x": np.ones((2, 1), np.float32)})) == [[[2.0], [2.0]]]
+
+
+def test_bytes_go_in_and_come_out_as_they_are(served: Open) -> None:
+    file = fake_file({"t": ("BYTES", (-1, 1))}, {"u": ("BYTES", (-1, 1))}, {"u": "t + b'!'"})
+    model = served(file, inputs=[spec("t", (1,), DType.BYTES)], outputs=[spec("u", (1,), DType.BYTES)])
+    given = [np.array([[text]], object) for text in (b"\xff\0", b"")]
+    assert values(model.run(*[{"t": one} for one in given])) == [[[b"\xff\0!"]], [[b"!"]]]
+
+
+def test_ragged_inputs_are_one_list_and_flat_outputs_are_split(served: Open) -> None:
+    file = fake_file(
+        {"x": ("FP32", (-1,)), "counts": ("FP32", (-1,))},
+        {"y": ("FP32", (-1,)), "seen": ("FP32", (-1,))},
+        {"y": "x * 2", "seen": "counts"},
+    )
+    model = served(
+        file,
+        inputs=[spec("x", (-1,), ragged=True)],
+        outputs=[spec("y", (-1,)), spec("seen", (1,), reshape=())],
+        batch_inputs=(BatchInput("BATCH_ELEMENT_COUNT", ("counts",), DType.FP32, "x"),),
+        batch_outputs=(BatchOutput(("y",), "x"),),
+    )
+    results = model.run(*[{"x": np.arange(length, dtype=np.float32)[None]} for length in (2, 0, 3)])
+    assert values(results) == [[[0.0, 2.0]], [[]], [[0.0, 2.0, 4.0]]]
+    assert values(results, 1) == [[[2.0]], [[0.0]], [[3.0]]]
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("x.astype(np.float64)", "the configuration promises FP32, the model answered float64"),
+        ("x[:1]", "the batch has 2 rows, the model answered shape [1,4]"),
+        ("x[:, :2]", "the configuration promises shape [2,4], the model answered [2,2]"),
+        ("1 / 0", "model 'm' failed: Fake: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_wrong_output_and_an_exception_fail_the_batch_with_their_reason(
+    served: Open, expression: str, text: str
+) -> None:
+    model = served(fake_file(X, Y, {"y": expression}))
+    with pytest.raises(ModelFailed) as caught:
+        model.run({"x": rows(1)}, {"x": rows(1)})
+    assert text in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------- load
+
+
+def test_every_disagreement_is_reported_at_once_with_its_place(repository: Repository) -> None:
+    repository.write("m", "1/model.fake", fake_file({**X, "t": ("INT32", (-1, 2))}, {**Y, "z": ("FP32", (-1, 3))}, {}))
+    config = config_of(
+        "fake",
+        inputs=[spec("x", (5,)), spec("typo")],
+        outputs=[spec("y", dtype=DType.FP64), spec("zz", (3,))],
+        max_batch_size=8,
+    )
+    backend = registry.find("fake")
+    for ask in (lambda: backend.load(config, repository.files(), {}), lambda: verify(config, repository)):
+        with pytest.raises(Problems) as caught:
+            ask()
+        told = [problem.message for problem in caught.value.problems]
+        for part in (
+            "unexpected inference input 'typo'",
+            "unexpected inference output 'zz'",
+            "the configuration lacks t",
+            "specifies shape [-1,5]",
+            "expects data type TYPE_FP32",
+        ):
+            assert any(part in one for one in told), part
+        assert all(problem.place and problem.rule == "M90" for problem in caught.value.problems)
+
+
+def verify(config: ModelConfig, repository: Repository) -> None:
+    backend: Any = registry.find("fake")
+    backend.verify(config, repository.files())
+
+
+def test_a_file_without_a_batch_dimension_is_refused_with_max_batch_size(repository: Repository) -> None:
+    repository.write("m", "1/model.fake", fake_file({"x": ("FP32", (1, 4))}, {"y": ("FP32", (1, 4))}, {}))
+    with pytest.raises(Problems, match="the first dimension must be -1; but shape expected by the model is"):
+        verify(config_of("fake", inputs=[spec("x")], outputs=[spec("y")], max_batch_size=8), repository)
+
+
+def test_an_empty_configuration_is_completed(repository: Repository) -> None:
+    repository.write("m", "1/model.fake", DOUBLE)
+    found = registry.find("fake").complete(config_of("fake"), repository.files())
+    assert found == Completion((spec("x"),), (spec("y"),), 4, dynamic_batching=True)
+    whole = config_of("fake", inputs=[spec("x")], outputs=[spec("y")])
+    assert registry.find("fake").complete(whole, repository.files()) == Completion()
+
+
+def test_a_corrupt_file_is_named_with_what_it_begins_with(repository: Repository) -> None:
+    repository.write("m", "1/model.fake", "version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(
+        Invalid, match=r"failed to load 'm' version 1: Fake cannot run it: JSONDecodeError.*git lfs pull"
+    ):
+        registry.find("fake").load(config_of("fake"), repository.files(), {})
+    repository.write("m", "1/model.fake", "nonsense")
+    with pytest.raises(Problems, match="8 bytes, which begin with b'nonsense'") as caught:
+        verify(config_of("fake"), repository)
+    assert str(caught.value.problems[0].place) == "m/1/model.fake"
+
+
+def test_another_file_of_the_library_is_found_and_the_configuration_may_name_one(repository: Repository) -> None:
+    repository.write("m", "1/model.other", DOUBLE)
+    backend = registry.find("fake")
+    assert backend.complete(config_of("fake"), repository.files()).inputs == (spec("x"),)
+    with pytest.raises(Problems, match=r"file m/1/mine does not exist; folder m/1 holds model.other"):
+        backend.complete(config_of("fake", default_model_filename="mine"), repository.files())
+
+
+def test_a_missing_library_is_one_sentence_with_the_command(repository: Repository) -> None:
+    repository.write("m", "1/model.fake", DOUBLE)
+    backend: Any = registry.find("missing")
+    for ask in (backend.complete, backend.verify, lambda config, files: backend.load(config, files, {})):
+        with pytest.raises(Unsupported) as caught:
+            ask(config_of("missing"), repository.files())
+        assert str(caught.value).startswith("model.fake needs no_such_module_1 or no_such_module_2, which are not")
+        assert str(caught.value).endswith(" -m pip install 'flowserve[fake]'")
+        assert str(caught.value.place) == "m/1/model.fake"
+
+
+def test_a_wrong_parameter_is_refused_and_one_without_effect_is_logged(
+    repository: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    repository.write("m", "1/model.fake", DOUBLE)
+    fields: dict[str, Any] = {"inputs": [spec("x")], "outputs": [spec("y")], "max_batch_size": 8}
+    with pytest.raises(Problems, match="'SEATS' of model 'm' must be a whole number from 1 on, found '0'"):
+        verify(config_of("fake", parameters={"SEATS": "0"}, **fields), repository)
+    with pytest.raises(Problems, match="'pure' of model 'm' must be true or false, found 'maybe'"):
+        verify(config_of("fake", parameters={"pure": "maybe"}, **fields), repository)
+    model = registry.find("fake").load(config_of("fake", parameters={"HINT": "1"}, **fields), repository.files(), {})
+    assert caplog.messages == ["model 'm': parameter 'HINT' is not used: it is one"]
+    assert model.is_pure
+    impure = config_of("fake", parameters={"pure": "false"}, **fields)
+    assert not registry.find("fake").load(impure, repository.files(), {}).is_pure
+
+
+def test_the_instances_of_a_backend_share_the_cores(repository: Repository) -> None:
+    repository.write("m", "1/model.fake", DOUBLE)
+    config = config_of("fake", inputs=[spec("x")], outputs=[spec("y")], max_batch_size=8)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for runs, expected in ((1, cores), (1000, 1)):
+        model: Any = registry.find("fake").load(config, repository.files(), {"runs_at_once": str(runs)})
+        assert model._open()[1].threads == expected
+
+
+# ---------------------------------------------------------------------------------------------- in an engine
+
+
+def folder_of(path: Path, file: str, *fields: str, backend: str = "fake") -> Path:
+    (path / "m" / "1").mkdir(parents=True)
+    (path / "m" / "1" / "model.fake").write_text(file)
+    (path / "m" / "config.pbtxt").write_text(f'backend: "{backend}"\n' + "\n".join(fields))
+    return path
+
+
+def parameter(key: str, value: str) -> str:
+    return f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
+
+
+WAITING = "max_batch_size: 4 dynamic_batching { preferred_batch_size: [ 4 ] max_queue_delay_microseconds: 500000 }"
+# Rows below zero are the bad ones.
+FUSSY = fake_file(X, Y, {"y": "x * 2 if x.min() >= 0 else 1 / 0"})
+
+
+def asked_together(engine: Engine, requests: Sequence[Array]) -> list[Any]:
+    """The answers to requests of four threads: arrays, or errors."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def ask(x: Array) -> Any:
+        try:
+            return engine.infer("m", {"x": x})["y"].tolist()
+        except FlowserveError as error:
+            return error
+
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(ask, requests))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_one_bad_request_of_a_pure_model_does_not_fail_its_batch(tmp_path: Path, place: str) -> None:
+    requests = [rows(1, number) for number in range(3)] + [-rows(1, 1)]
+    with Engine(str(folder_of(tmp_path, FUSSY, WAITING, parameter("execution", place)))) as engine:
+        answers = asked_together(engine, requests)
+        assert answers[:3] == [(2 * one).tolist() for one in requests[:3]]
+        assert "model 'm' failed: Fake: ZeroDivisionError" in str(answers[3])
+
+
+def test_a_batch_of_a_model_that_is_not_pure_fails_as_a_whole(tmp_path: Path) -> None:
+    requests = [rows(1, number) for number in range(3)] + [-rows(1, 1)]
+    with Engine(str(folder_of(tmp_path, FUSSY, WAITING, parameter("pure", "false")))) as engine:
+        assert all(isinstance(one, ModelFailed) for one in asked_together(engine, requests))
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+def test_a_library_of_processes_is_neither_completed_nor_run_in_the_server(tmp_path: Path) -> None:
+    """The file has the process's number in its second output; nothing is configured."""
+    file = fake_file(X, {"y": ("INT64", (-1, 1))}, {"y": "np.full((len(x), 1), os.getpid())"})
+    with Engine(str(folder_of(tmp_path, file, backend="fake_process"))) as engine:
+        answer = engine.infer("m", {"x": rows(2)})["y"]
+    assert answer.shape == (2, 1)
+    assert os.getpid() not in answer
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+def test_after_a_crash_the_batch_fails_and_the_next_process_serves(tmp_path: Path) -> None:
+    file = fake_file(X, Y, {"y": "x * 2 if x.min() >= 0 else os._exit(3)"})
+    with Engine(str(folder_of(tmp_path, file, backend="fake_process"))) as engine:
+        with pytest.raises(FlowserveError, match="exit status 3"):
+            engine.infer("m", {"x": -1 - rows(1)})
+        end = time.monotonic() + 20
+        while True:
+            try:
+                assert engine.infer("m", {"x": rows(1)})["y"].tolist() == (2 * rows(1)).tolist()
+                return
+            except FlowserveError:
+                assert time.monotonic() < end, "no process came back"
+                time.sleep(0.05)
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+def test_problems_that_a_process_finds_keep_their_places(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, DOUBLE, parameter("SEATS", "many"), backend="fake_process")
+    with pytest.raises(FlowserveError, match=r"m/config\.pbtxt:2:1.*'SEATS' of model 'm' must be a whole number"):
+        with Engine(str(folder)):
+            pass
+
+
+def test_a_disagreement_is_reported_where_the_instance_opens_in_a_process(tmp_path: Path) -> None:
+    tensors_ = (
+        'input { name: "x" data_type: TYPE_FP32 dims: [ 5 ] } output { name: "q" data_type: TYPE_FP32 dims: [ 4 ] }'
+    )
+    folder = folder_of(tmp_path, DOUBLE, f"max_batch_size: 8 {tensors_}", backend="fake_process")
+    with pytest.raises(FlowserveError) as caught:
+        with Engine(str(folder)):
+            pass
+    assert "specifies shape [-1,5]" in str(caught.value)
+    assert "unexpected inference output 'q'" in str(caught.value)

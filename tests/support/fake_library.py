@@ -1,0 +1,105 @@
+"""A library without a package: its files are JSON with an expression for each output.
+
+Decided here: what such a file declares, that expressions see the inputs by name (None where one is missing), `np` and
+`os`, and that it records nothing: everything a test sees goes through the template.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from flowserve.backends.library.backend import LibraryBackend
+from flowserve.backends.library.interface import ModelSource
+from flowserve.backends.library.run import Execute, Feed
+from flowserve.backends.library.signature import Port, Signature
+from flowserve.config.types import ModelConfig
+from flowserve.values import BY_WIRE
+
+
+class FakeLibrary:
+    name = "fake"
+    title = "Fake"
+    requirement = "flowserve[fake]"
+    default_filename = "model.fake"
+    default_execution = "auto"
+    strings_are_text = False
+    instances = 1
+    needed: Sequence[str] = ("json",)
+    ignored: Mapping[str, str] = MappingProxyType({"HINT": "it is one"})
+
+    def filenames(self, config: ModelConfig) -> Sequence[str]:
+        return ["model.fake", "model.other"]
+
+    def modules(self, path: Path) -> Sequence[str]:
+        return self.needed
+
+    def signature(self, source: ModelSource) -> Signature:
+        source.integer("SEATS", 1, 1)
+        return FakeProgram(source).signature
+
+    def open(self, source: ModelSource) -> FakeProgram:
+        return FakeProgram(source)
+
+    def explain(self, error: Exception) -> str:
+        return f"{type(error).__name__}: {error}"
+
+
+class ProcessLibrary(FakeLibrary):
+    """The same, which is imported in worker processes only."""
+
+    name = "fake_process"
+    default_execution = "process"
+
+
+class MissingLibrary(FakeLibrary):
+    name = "missing"
+    needed = ("no_such_module_1", "no_such_module_2")
+
+
+class FakeProgram:
+    def __init__(self, source: ModelSource) -> None:
+        declared = json.loads(source.path.read_text())
+        self.threads = source.threads
+        self._expressions = {name: compile(text, name, "eval") for name, text in declared["expressions"].items()}
+        self._inputs = [name for name, *_ in declared["inputs"]]
+        self.signature = Signature(*(tuple(map(_port, declared[side])) for side in ("inputs", "outputs")))
+
+    def session(self) -> Execute:
+        def run(names: list[str], feed: Feed) -> Sequence[Any]:
+            known = {"np": np, "os": os, **dict.fromkeys(self._inputs), **feed}
+            return [np.asarray(eval(self._expressions[name], known)) for name in names]
+
+        return run
+
+
+def _port(declared: Sequence[Any]) -> Port:
+    name, wire, shape, *optional = declared
+    return Port(name, BY_WIRE.get(wire), tuple(shape), bool(optional), wire)
+
+
+def fake_file(
+    inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[Any]], expressions: Mapping[str, str]
+) -> str:
+    """The text of a file: data type and shape of each tensor, a third element for an optional input."""
+    sides = {"inputs": inputs, "outputs": outputs}
+    declared = {side: [[name, *one] for name, one in tensors.items()] for side, tensors in sides.items()}
+    return json.dumps({**declared, "expressions": dict(expressions)})
+
+
+def make_fake() -> LibraryBackend:
+    return LibraryBackend(FakeLibrary())
+
+
+def make_process() -> LibraryBackend:
+    return LibraryBackend(ProcessLibrary())
+
+
+def make_missing() -> LibraryBackend:
+    return LibraryBackend(MissingLibrary())
