@@ -28,6 +28,7 @@ from bench.growth.loads import Load
 from bench.growth.report import tables
 from bench.growth.report import write_plot as write_growth_plot
 from bench.in_process import measure_in_process
+from bench.libraries import measure_libraries
 from bench.measure import measure_echo, measure_work
 from bench.packages import measure_packages
 from bench.reliability.figures import FIGURES, measure_figures, run_chaos
@@ -271,6 +272,11 @@ def _parser() -> argparse.ArgumentParser:
         help="measure the engine inside a program, beside direct calls of the same model, instead",
     )
     parser.add_argument(
+        "--libraries",
+        action="store_true",
+        help="measure the backends of the libraries that are installed, beside direct calls of each library, instead",
+    )
+    parser.add_argument(
         "--calls",
         action="store_true",
         help="count the calls of Python functions for each request, in the server and in worker processes, instead",
@@ -436,6 +442,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(*measure_packages(options.against, concurrency, options.rounds or 3, plan.seconds, _say), sep="\n")
         elif options.in_process:
             print(measure_in_process(plan.rounds, plan.seconds, _say))
+        elif options.libraries:
+            print(*measure_libraries(plan.rounds, plan.seconds, _say), sep="\n")
         elif options.work and options.work[0] in ROW_WORKS:
             print(measure_rows(options.work, plan.rounds, plan.seconds, _say))
         elif options.echo:
