@@ -96,6 +96,7 @@ class Compiled:
         tensor = openvino.Tensor
 
         def run(names: list[str], feed: Feed) -> Sequence[Any]:
+            # The request keeps its inputs until its next run.
             for name, array in feed.items():
                 request.set_input_tensor(inputs[name], tensor(_writeable(array), shared_memory=True))
             request.infer()

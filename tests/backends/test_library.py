@@ -15,12 +15,14 @@ import pytest
 
 from flowserve import Engine
 from flowserve.backends import registry
-from flowserve.backends.base import Remote
+from flowserve.backends.base import Remote, Work
 from flowserve.backends.library.backend import LibraryModel
 from flowserve.config.types import BatchInput, BatchOutput, Completion, InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError, Invalid, ModelFailed, Problems, Unsupported
+from flowserve.memory.column import Column
+from flowserve.memory.tensor import Tensor
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.values import Array, DType
+from flowserve.values import Array, DType, Request
 from tests.support.backends import Opened, Repository, config_of, spec, tensors, values
 from tests.support.fake_library import fake_file
 
@@ -101,8 +103,11 @@ def test_requests_without_rows_get_outputs_without_rows(served: Open, sizes: Seq
     model = served(
         fake_file(X, {"y": ("FP32", (-1, -1))}, {"y": "x * 2 if len(x) else 1 / 0"}), outputs=[spec("y", (-1,))]
     )
-    made = tensors(model.run(*[{"x": rows(size)} for size in sizes]).outputs[0])
-    assert [tensor.shape[0] for tensor in made] == [*sizes]
+    counts = [max(size, 1) for size in sizes]  # the runtime counts a request without rows as one
+    column = Column.of([Tensor(rows(size), 0, size) for size in sizes], counts)
+    requests = [Request({})] * len(sizes)
+    results = model.instance.run(Work([column], counts, requests, [("y",)] * len(sizes)), time.perf_counter_ns)
+    assert values(results) == [(2 * rows(size)).tolist() for size in sizes]
 
 
 def test_only_wanted_outputs_are_computed(served: Open) -> None:
@@ -266,6 +271,15 @@ def test_a_wrong_parameter_is_refused_and_one_without_effect_is_logged(
     assert model.is_pure
     impure = config_of("fake", parameters={"pure": "false"}, **fields)
     assert not registry.find("fake").load(impure, repository.files(), {}).is_pure
+
+
+def test_the_operators_setting_counts_where_the_model_has_none(repository: Repository) -> None:
+    repository.write("m", "1/model.fake", DOUBLE)
+    fields: dict[str, Any] = {"inputs": [spec("x")], "outputs": [spec("y")], "max_batch_size": 8}
+    backend = registry.find("fake")
+    with pytest.raises(Problems, match="'SEATS' of model 'm' must be a whole number from 1 on, found '0'"):
+        backend.load(config_of("fake", **fields), repository.files(), {"SEATS": "0"})
+    backend.load(config_of("fake", parameters={"SEATS": "2"}, **fields), repository.files(), {"SEATS": "0"})
 
 
 def test_the_instances_of_a_backend_share_the_cores(repository: Repository) -> None:

@@ -41,10 +41,10 @@ class FakeLibrary:
         return self.needed
 
     def signature(self, source: ModelSource) -> Signature:
-        source.integer("SEATS", 1, 1)
-        return FakeProgram(source).signature
+        return self.open(source).signature
 
     def open(self, source: ModelSource) -> FakeProgram:
+        source.integer("SEATS", 1, 1)
         return FakeProgram(source)
 
     def explain(self, error: Exception) -> str:

@@ -263,10 +263,11 @@ class OnnxInstance:
     def open(self) -> None:
         self._run_session = self._open_execute()
         self._merged = BatchRun(self._model, self._run_session, self._failed)
+        self._run_merged = self._merged.run
 
     def close(self) -> None:
         """The session is freed with its last reference."""
-        del self._run_session, self._merged
+        del self._run_session, self._merged, self._run_merged
         self._shared = None
 
     def share(self, output: int) -> None:
@@ -278,12 +279,12 @@ class OnnxInstance:
 
     def run(self, work: Work, clock: ClockNs) -> Results:
         if self._model.ragged is not None:
-            return self._model.ragged.run(self._merged.run, work, clock)
+            return self._model.ragged.run(self._run_merged, work, clock)
         policy = self._policy
         if policy is None or len(work.rows) == 1 or not _is_scattered(work):
-            return self._merged.run(work, clock)
+            return self._run_merged(work, clock)
         began_ns = clock()
-        results = self._run_separately(work, clock) if policy.is_separate() else self._merged.run(work, clock)
+        results = self._run_separately(work, clock) if policy.is_separate() else self._run_merged(work, clock)
         policy.measured(sum(work.rows), results.computed_ns - began_ns)
         return results
 
