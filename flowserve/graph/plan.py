@@ -402,9 +402,22 @@ def _may_disagree(graph: Graph, edge: Edge) -> bool:
 def _lacking(graph: Graph, edges: Sequence[Edge]) -> Iterator[tuple[int, str, int]]:
     for edge in edges:
         if edge.producer == GRAPH and edge.consumer != GRAPH and graph.inputs[edge.output].optional:
-            spec = graph.nodes[edge.consumer].inputs[edge.input]
-            if not spec.optional:
+            node = graph.nodes[edge.consumer]
+            spec = node.inputs[edge.input]
+            if not spec.optional and not _runs_only_with(graph, node.space, edge.output):
                 yield edge.output, spec.name, edge.consumer
+
+
+def _runs_only_with(graph: Graph, space: int, given: int) -> bool:
+    """Whether a space has no row if the request omits this input: it is tested, or taken apart, for the space."""
+    while space:
+        opened = graph.spaces[space - 1]
+        decisive = opened.opens if opened.each is None else opened.opens[: len(opened.each.tensors)]
+        is_otherwise = opened.test is not None and opened.test.otherwise
+        if not is_otherwise and any(graph.made_by(ref) == (GRAPH, given) for ref in decisive):
+            return True
+        space = opened.parent
+    return False
 
 
 def _needed(graph: Graph, outputs: Collection[str] | None) -> Sequence[Edge]:

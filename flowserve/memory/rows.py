@@ -91,9 +91,11 @@ def open_space(space: Space, tensors: Sequence[Tensor]) -> Spread:
     return _taken_apart(space, tensors[: len(names)], tensors[-1] if has_count else None)
 
 
-def nothing(parent: Spread) -> Spread:
-    """The rows of a space below one without rows."""
-    return Spread(0, 0, _NO_ROWS, _NO_ROWS)
+def undecided(space: Space, parent_rows: int) -> Spread:
+    """The rows of a space whose tensors the request did not give: none, but all of an `otherwise`."""
+    if space.test is not None and space.test.otherwise:
+        return Spread(parent_rows, parent_rows, None)
+    return Spread(0, parent_rows, _NO_ROWS, np.zeros(parent_rows, np.intp))
 
 
 _NO_ROWS = np.zeros(0, np.intp)
@@ -117,8 +119,12 @@ def _tested(test: RowTest, others: Sequence[RowTest], tensor: Tensor) -> Spread:
 
 
 def _passing(test: RowTest, numbers: Array) -> Array:
-    """Which numbers pass; as `RowTest.passes`."""
+    """Which numbers pass; as `RowTest.passes`. They are compared as 64-bit numbers: as one of fewer bits, the limit of
+    a test would be another number.
+    """
     found: Array
+    if numbers.dtype.kind not in "bui":
+        numbers = numbers.astype(np.float64, copy=False)
     if test.equals:
         found = numbers == test.equals[0]
         for number in test.equals[1:]:
@@ -247,7 +253,8 @@ def merge(
 ) -> Tensor | None:
     """One tensor of what several conditions wrote, each for other rows. `spreads[i]` None: `tensors[i]` has all rows,
     and those that no condition took are its. Rows that nothing wrote get the value of `fill`; without one the tensor is
-    None. Raises ModelFailed if the shapes differ.
+    None, and so it is if models left it out for all rows. Raises ModelFailed if the shapes differ, or if models left
+    the tensor out for some rows.
     """
     base = None
     written: list[tuple[Tensor, Spread]] = []
@@ -262,17 +269,21 @@ def merge(
         if spread.picked is None:
             return tensor
         if tensor is None:
-            left_out += 1
+            left_out += spread.rows
         else:
             written.append((tensor, spread))
             count += spread.rows
+    if left_out:
+        if left_out == rows:
+            return None
+        raise ModelFailed(f"models left out tensor '{derived.spec.name}' for {left_out} of {rows} rows")
     if base is not None:
         if has_rows:
             base = _with_rows(base)
         if not written:
             return base
-    elif count < rows and (derived.fill is None or left_out):
-        return None  # left out by its models, or by a request that takes no branch
+    elif count < rows and derived.fill is None:
+        return None  # a request that takes no branch
     arrays = [host_array(tensor) for tensor, _ in written]
     if base is not None:
         arrays.append(host_array(base))

@@ -46,6 +46,13 @@ def test_rows_that_pass_a_test_and_nan_only_otherwise(test: dict[str, Any], pass
     assert condition([[0], [0.25], [1], [2], [np.nan]], others=others, **test) == passing
 
 
+@pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16, DType.FP32])
+def test_a_limit_of_a_test_is_not_rounded_to_the_type_of_its_tensor(dtype: DType) -> None:
+    numbers = np.array([[2048], [2050]]).astype(dtype.numpy)
+    assert condition(numbers, dtype.numpy, equals=(2049,)) == []
+    assert condition(numbers[:1], dtype.numpy, above=2047.99) == [0]
+
+
 def test_a_test_of_more_than_one_number_in_a_row_is_the_fault_of_the_model() -> None:
     with pytest.raises(ModelFailed, match=r"'T' has shape \[2, 3\]"):
         condition([[0, 1, 2], [3, 4, 5]])
