@@ -3,8 +3,8 @@
 Decides what a test takes, what counts as an item, how the rows of several conditions become one tensor, how items
 become one row again, and the values of what no step wrote. A condition that all rows or none pass copies nothing;
 neither do items, which are a view of the tensor that they are taken from. Rows that are picked from a tensor are copied
-when a part of them is needed. Does not know graphs, steps or requests beyond the records that it is given. The caller,
-`scheduling/spaces`, gets this module as its `RowOperations`.
+where a batch reads them (`picked`). Does not know graphs, steps or requests beyond the records that it is given. The
+caller, `scheduling/spaces`, gets this module as its `RowOperations`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from flowserve.config.types import RowTest
 from flowserve.errors import Invalid, ModelFailed
 from flowserve.graph.types import Derived, Space
-from flowserve.memory.raw import EncodedBytes
+from flowserve.memory.picked import Picked, host_array
 from flowserve.memory.tensor import WHOLE, Tensor
 from flowserve.values import Array
 
@@ -39,46 +39,6 @@ class Spread:
     def parent_of(self, row: int) -> int:
         """The parent's row that a row is made from."""
         return row if self.picked is None else int(self.picked[row])
-
-
-class Picked(Tensor):
-    """Some rows of another tensor, in an order of their own. They are copied when they are read."""
-
-    __slots__ = ("_made", "_of", "_rows")
-
-    def __init__(self, of: Tensor, rows: Array) -> None:
-        self._of = of
-        self._rows = rows
-        self._made: Array | None = None
-        self.start = 0
-        self.stop = len(rows)
-
-    @property
-    def block(self) -> Array:  # type: ignore[override]  # made when it is read
-        if self._made is None:
-            self._made = np.take(host_array(self._of), self._rows, axis=0)
-        return self._made
-
-    @property
-    def array(self) -> Array:
-        return self.block
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self._rows), *self._of.shape[1:])
-
-    def part(self, start: int, stop: int) -> Picked:
-        """Some of these rows."""
-        return Picked(self._of, self._rows[start:stop])
-
-
-def host_array(tensor: Tensor) -> Array:
-    """The rows of a tensor in host memory. Rows that a device computed are copied."""
-    array: Any = tensor.array
-    if isinstance(array, EncodedBytes):
-        return array.ravel().reshape(array.shape)
-    found: Array = array if isinstance(array, np.ndarray) else array.get()
-    return found
 
 
 def open_space(space: Space, tensors: Sequence[Tensor]) -> Spread:

@@ -11,6 +11,9 @@ from flowserve.config.types import EachItem, RowTest
 from flowserve.errors import Invalid, ModelFailed
 from flowserve.graph.types import Derivation, Derived, Space
 from flowserve.memory import rows
+from flowserve.memory.assemble import gather
+from flowserve.memory.column import Column
+from flowserve.memory.pool import Pool
 from flowserve.memory.raw import EncodedBytes, encode_bytes
 from flowserve.memory.tensor import Tensor
 from flowserve.values import Array, DType, TensorSpec
@@ -123,6 +126,24 @@ def test_picked_rows_are_copied_once_and_only_the_part_that_is_read(monkeypatch:
     assert part.array.ravel().tolist() == [20, 22, 24, 26]
     assert part.array is part.array
     assert taken == [4]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, object])
+def test_a_batch_copies_picked_rows_once(monkeypatch: pytest.MonkeyPatch, dtype: Any) -> None:
+    monkeypatch.setattr(np, "take", None)
+    source = tensor([[f"{n}".encode() if dtype is object else n] for n in range(10)], dtype)
+    chosen = [rows.take(source, rows.Spread(len(picked), 10, np.array(picked)), True) for picked in ([1, 2, 5], [9])]
+    assert chosen[0] is not None
+    column = Column.of([*chosen, Tensor(source.block, 3, 4), rows.part(chosen[0], 2, 3)], [3, 1, 1, 1])
+    assert [len(piece) for piece in column.pieces] == [2, 1, 1, 1, 1]
+    assert all(np.shares_memory(piece, source.block) for piece in column.pieces)
+    found, copied = gather(column, Pool())
+    assert [int(one) for one in found.ravel()] == [1, 2, 5, 9, 3, 5]
+    assert copied == found.nbytes
+    assert chosen[0].nbytes == 3 * source.block.itemsize
+    monkeypatch.undo()
+    assert len(chosen[0].array) == 3
+    assert column.pieces[0] is chosen[0].array
 
 
 def test_all_rows_are_the_tensor_itself_and_none_are_nothing() -> None:
