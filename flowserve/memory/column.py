@@ -14,8 +14,8 @@ from typing import Final, overload
 
 import numpy as np
 
-from flowserve.memory.picked import Picked
 from flowserve.memory.raw import EncodedBytes
+from flowserve.memory.recipe import RECIPES, Recipe
 from flowserve.memory.tensor import Tensor
 from flowserve.values import Array
 
@@ -67,7 +67,7 @@ class Column(Sequence[Tensor | None]):
             if (
                 tensors
                 and (one := tensors[0]) is not None
-                and type(one) is not Picked
+                and type(one) not in RECIPES
                 and isinstance(one.block, _ON_HOST)
             ):
                 if len(tensors) == 1 and one.start == 0 and one.stop == len(one.block):
@@ -101,13 +101,13 @@ class Column(Sequence[Tensor | None]):
 
     @property
     def pieces(self) -> list[Array]:
-        """All rows in order, without a copy: one array, one for each member, or several for one whose rows were picked.
+        """All rows in order, without a copy: one array, one for each member, or several for a recipe.
         Every member has a tensor.
         """
         block = self._block if self._is_examined else self.block
         if block is not None:
             return [block]
-        if self._tensors is None or Picked not in map(type, self._tensors):
+        if self._tensors is None or RECIPES.isdisjoint(map(type, self._tensors)):
             return self.arrays
         return pieces_of(self._tensors)
 
@@ -152,7 +152,7 @@ def pieces_of(tensors: Sequence[Tensor | None]) -> list[Array]:
     found: list[Array] = []
     for tensor in tensors:
         assert tensor is not None
-        found += tensor.pieces() if type(tensor) is Picked else [tensor.array]
+        found += tensor.pieces() if isinstance(tensor, Recipe) else [tensor.array]
     return found
 
 
@@ -161,12 +161,12 @@ def in_one_piece(tensors: Sequence[Tensor | None]) -> Array | None:
     if type(tensors) is Column:
         return tensors.block
     first = tensors[0]
-    if first is None or type(first) is Picked:
+    if first is None or type(first) in RECIPES:
         return None
     block = first.block
     stop = first.start
     for tensor in tensors:
-        if tensor is None or tensor.start != stop or tensor.block is not block:  # the block of picked rows is a copy
+        if tensor is None or tensor.start != stop or tensor.block is not block:  # the block of a recipe is a copy
             return None
         stop = tensor.stop
     return block if stop < 0 or (first.start == 0 and stop == len(block)) else block[first.start : stop]

@@ -18,7 +18,7 @@ import numpy as np
 from flowserve.config.types import RowTest
 from flowserve.errors import Invalid, ModelFailed
 from flowserve.graph.types import Derived, Space
-from flowserve.memory.picked import Picked, host_array
+from flowserve.memory.recipe import Joined, Picked, Recipe, host_array
 from flowserve.memory.tensor import WHOLE, Tensor
 from flowserve.values import Array
 
@@ -151,60 +151,62 @@ def take(tensor: Tensor, spread: Spread, has_rows: bool) -> Tensor | None:
 
 def _with_rows(tensor: Tensor) -> Tensor:
     """A tensor with a batch dimension, of one row if it has none."""
-    return Tensor(host_array(tensor)[None], 0, 1) if tensor.stop == WHOLE else tensor
+    return tensor.viewed((1, *tensor.shape), has_rows=True) if tensor.stop == WHOLE else tensor
 
 
 def items(tensor: Tensor, spread: Spread) -> Tensor | None:
     """The items of a tensor that a space takes apart: a view, unless a count leaves some out."""
     if not spread.rows:
         return None
-    array = host_array(tensor)
-    if tensor.stop == WHOLE:
-        array = array[None]
-    flat = Tensor(array.reshape((-1, *array.shape[2:])), 0, array.shape[0] * array.shape[1])
+    flat = _as_items(_with_rows(tensor))
     if spread.rows == flat.stop:
         return flat
     assert spread.counts is not None
-    starts = np.arange(spread.parent_rows) * array.shape[1]
+    starts = np.arange(spread.parent_rows) * (flat.stop // spread.parent_rows)
     rows = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, spread.counts, strict=True)])
     return Picked(flat, rows)
 
 
+def _as_items(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, Recipe):
+        return Joined([_as_items(part) for part in tensor.parts()])
+    rows, most, *dims = tensor.shape
+    return tensor.viewed((rows * most, *dims), has_rows=True)
+
+
 def part(tensor: Tensor, start: int, stop: int) -> Tensor:
     """The rows `start` to `stop` of a tensor; no copy."""
-    if start == 0 and stop == tensor.stop - tensor.start:
-        return tensor
-    if isinstance(tensor, Picked):
-        return tensor.part(start, stop)
-    return Tensor(tensor.block, tensor.start + start, tensor.start + stop)
+    return tensor if start == 0 and stop == tensor.stop - tensor.start else tensor.part(start, stop)
 
 
 def row(tensor: Tensor, index: int) -> Tensor:
     """One row of a tensor, without its batch dimension."""
-    return Tensor(host_array(part(tensor, index, index + 1))[0])
+    one = tensor.part(index, index + 1)
+    if isinstance(one, Recipe):
+        (one,) = one.parts()
+    return one.viewed(one.shape[1:], has_rows=False)
 
 
 def join(tensors: Sequence[Tensor], name: str) -> Tensor:
     """The outputs of the parts of a step, in order, as one tensor with a batch dimension. Raises ModelFailed if their
     shapes differ.
     """
+    tensors = [*map(_with_rows, tensors)]
     first = tensors[0]
-    if len(tensors) == 1 and first.stop != WHOLE:
+    if len(tensors) == 1:
         return first
-    arrays = [host_array(tensor)[None] if tensor.stop == WHOLE else host_array(tensor) for tensor in tensors]
-    _same_shapes(arrays, name)
-    if first.stop != WHOLE and all(
+    _same_shapes(tensors, name)
+    if type(first) is Tensor and all(
         after.block is before.block and after.start == before.stop for before, after in pairwise(tensors)
     ):
         return Tensor(first.block, first.start, tensors[-1].stop)
-    joined = np.concatenate(arrays)
-    return Tensor(joined, 0, len(joined))
+    return Joined(tensors)
 
 
-def _same_shapes(arrays: Sequence[Array], name: str) -> None:
-    for array in arrays:
-        if array.shape[1:] != arrays[0].shape[1:]:
-            shapes = f"{[*arrays[0].shape[1:]]} and {[*array.shape[1:]]}"
+def _same_shapes(tensors: Sequence[Tensor], name: str) -> None:
+    for tensor in tensors:
+        if tensor.shape[1:] != tensors[0].shape[1:]:
+            shapes = f"{[*tensors[0].shape[1:]]} and {[*tensor.shape[1:]]}"
             raise ModelFailed(f"rows of tensor '{name}' have different shapes, {shapes}, and cannot be one tensor")
 
 
@@ -244,18 +246,41 @@ def merge(
             return base
     elif count < rows and derived.fill is None:
         return None  # a request that takes no branch
-    arrays = [host_array(tensor) for tensor, _ in written]
+    made = [tensor for tensor, _ in written]
     if base is not None:
-        arrays.append(host_array(base))
-    _same_shapes(arrays, derived.spec.name)
-    dims = arrays[0].shape[1:] if arrays else tuple(1 if dim == -1 else dim for dim in derived.spec.dims)
-    dtype = arrays[0].dtype if arrays else derived.spec.dtype.numpy
+        made.append(base)
+    _same_shapes(made, derived.spec.name)
+    dims = made[0].shape[1:] if made else tuple(1 if dim == -1 else dim for dim in derived.spec.dims)
+    dtype = made[0].dtype if made else derived.spec.dtype.numpy
     if not has_rows:
         return Tensor(_full(dims, dtype, derived.fill))
-    made = host_array(base).copy() if base is not None else _full((rows, *dims), dtype, derived.fill)
-    for (_, spread), array in zip(written, arrays, strict=False):
-        made[spread.picked] = array
-    return Tensor(made, 0, rows)
+    others = base if base is not None else Tensor(_repeated(dims, dtype, derived.fill, rows), 0, rows)
+    return _in_order(written, others)
+
+
+def _in_order(written: Sequence[tuple[Tensor, Spread]], others: Tensor) -> Tensor:
+    """The rows of several conditions as rows of their parent, in order. Those that no condition took are of `others`,
+    which has all rows.
+    """
+    rows = others.stop - others.start
+    source = np.full(rows, len(written))
+    position = np.arange(rows)
+    for k, (_, spread) in enumerate(written):
+        source[spread.picked] = k
+        position[spread.picked] = np.arange(spread.rows)
+    sources = [*(tensor for tensor, _ in written), others]
+    ends = np.flatnonzero((np.diff(source) != 0) | (np.diff(position) != 1)) + 1
+    starts = [0, *ends.tolist(), rows]
+    found = []
+    for a, b in pairwise(starts):
+        start = int(position[a])
+        found.append(part(sources[source[a]], start, start + b - a))
+    return found[0] if len(found) == 1 else Joined(found)
+
+
+def _repeated(dims: tuple[int, ...], dtype: np.dtype[Any], value: float | bytes | None, rows: int) -> Array:
+    """Rows of one value, which take the memory of one."""
+    return np.broadcast_to(_full(dims, dtype, value), (rows, *dims))
 
 
 def gather(derived: Derived, tensor: Tensor | None, spread: Spread, has_rows: bool) -> Tensor | None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from flowserve.backends.base import Results
 from flowserve.errors import Cancelled, DeadlineExceeded, FlowserveError, InstanceDied, Unavailable
-from flowserve.memory.picked import Picked
+from flowserve.memory.recipe import RECIPES
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, REJECTED, Statistics
 from flowserve.observe.traffic import REQUEST, EdgeTraffic, NodeTraffic, share
@@ -271,7 +271,7 @@ def _came_out_of_one_batch(edge: EdgeTraffic, tickets: Sequence[Ticket]) -> bool
     if not edge.is_joined:
         return True
     found = _tensors(tickets, edge.input)
-    return Picked not in map(type, found) and len({id(tensor.block) for tensor in found}) == 1
+    return RECIPES.isdisjoint(map(type, found)) and len({id(tensor.block) for tensor in found}) == 1
 
 
 def _tensors(tickets: Sequence[Ticket], i: int) -> list[Tensor]:
