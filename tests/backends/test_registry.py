@@ -62,7 +62,8 @@ def test_an_unknown_backend_is_refused_with_the_list_of_backends() -> None:
     with pytest.raises(Unsupported) as caught:
         registry.find("openvino")
     assert str(caught.value) == (
-        "unable to find backend library for backend 'openvino': flowserve has callable, onnxruntime, python, remote, tensorrt"
+        "unable to find backend library for backend 'openvino': "
+        "flowserve has callable, onnxruntime, python, remote, tensorrt"
     )
 
 
