@@ -24,6 +24,7 @@ from flowserve.cli.interrupts import INTERRUPTED, silent_interrupts
 from flowserve.cli.option_values import add_option, levels, profile, request_parameter, seconds, whole_number
 from flowserve.cli.options import INSTEAD, NOT_YET, add_config_name, add_quiet, add_run_arguments, contradiction
 from flowserve.cli.standard_output import NOT_WRITTEN, drop_output
+from flowserve.cli.stores import add_store_options, open_mirrors, repository
 from flowserve.errors import FlowserveError, Unsupported
 from flowserve.version import __version__
 
@@ -94,7 +95,8 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         "Read every configuration of REPO; print all problems with their places, or the compiled graphs.",
     )
     text = "a model repository, or several that are served together; or one deployment's folder"
-    check.add_argument("repositories", metavar="REPO", nargs="*", type=Path, help=text)
+    check.add_argument("repositories", metavar="REPO", nargs="*", type=repository, help=text)
+    add_store_options(check)
     check.add_argument("--json", action="store_true", help="print one line of JSON instead")
     add_config_name(check)
 
@@ -242,7 +244,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         return USAGE_ERROR
     command = subparsers[parsed.command]
     if parsed.command in ("run", "check") and not any(word.startswith("-") for word in leftovers):
-        parsed.repositories += map(Path, leftovers)  # those after an option, which argparse does not consume
+        parsed.repositories += map(repository, leftovers)  # those after an option, which argparse does not consume
         leftovers = []
     _refuse_leftovers(command, leftovers)
     required = {"run": "repositories", "check": "repositories", "graph": "repository"}.get(parsed.command)
@@ -273,6 +275,7 @@ def _run(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
     if wrong := contradiction(parsed):
         command.error(wrong)
     try:
+        parsed.mirrors = open_mirrors(parsed)
         refuse_among(parsed.repositories)
         if len(parsed.repositories) == 1 and is_target(parsed.repositories[0]):
             private = find_graph(str(parsed.repositories[0])).write_private()

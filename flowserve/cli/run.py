@@ -186,7 +186,10 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
             summaries=metrics_shown is not None and bool(metrics_shown.quantiles),
         )
         control_options = ControlOptions(
-            arguments.model_control_mode, tuple(dict.fromkeys(arguments.load_model)), arguments.repository_poll_secs
+            arguments.model_control_mode,
+            tuple(dict.fromkeys(arguments.load_model)),
+            arguments.repository_poll_secs,
+            arguments.mirrors,
         )
         budget = input_budget(arguments)
         pattern = arguments.http_header_forward_pattern

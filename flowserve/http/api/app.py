@@ -149,7 +149,7 @@ def _metrics_routes(engine: Engine, choice: MetricsChoice | None, budget: Budget
     gpus = GpuMeter() if choice.has_gpus else None
 
     async def metrics(request: Request) -> Response:
-        parts = [_budget_text(budget)]
+        parts = [_budget_text(budget), _stores_text(engine)]
         parts.append(await trio.to_thread.run_sync(machine_text, machine, gpus, engine.server_requests.metrics))
         # On the loop and not in a thread, which would keep the interpreter for half a millisecond each time that the
         # loop lets go of it.
@@ -159,6 +159,14 @@ def _metrics_routes(engine: Engine, choice: MetricsChoice | None, budget: Budget
         return _InParts(parts)
 
     return [Route("/metrics", metrics)]
+
+
+def _stores_text(engine: Engine) -> bytes:
+    """Whether the repositories in stores could be asked the last time."""
+    control = engine.server_requests.control
+    found = [((("repository", one.name),), float(not one.outage)) for one in (control.mirrors if control else ())]
+    text = "Whether the store of a repository could be asked the last time (1) or not (0)"
+    return family("flowserve_repository_reachable", text, GAUGE, found).encode() if found else b""
 
 
 def _budget_text(budget: Budget) -> bytes:
