@@ -12,6 +12,7 @@ from typing import Final, Literal
 from flowserve.config.types import DynamicBatching, InstanceGroup, ModelConfig, SourceMap
 from flowserve.graph.transfers import Transfer, memory_places, transfers
 from flowserve.graph.types import Graph, Node
+from flowserve.render.scopes import Scope
 from flowserve.values import TensorSpec, shape_text
 
 Configs = Mapping[str, ModelConfig]  # of the deployments in a picture, by name
@@ -64,6 +65,13 @@ def title(graph: Graph, configs: Configs) -> str:
 def ensemble_title(name: str, ensemble: str, configs: Configs) -> str:
     """`name` is the nested ensemble's name in its outer one: "find", or "find#2" for the second."""
     return ", ".join([f"ensemble {name}", *_inflight(configs.get(ensemble, UNKNOWN))])
+
+
+def folded_lines(scope: Scope, configs: Configs) -> tuple[str, ...]:
+    """The box of a nested ensemble whose steps are not drawn."""
+    count = sum(len(each.nodes) for each in (scope, *scope.walk()))
+    steps = f"{count} step{'' if count == 1 else 's'}, folded"
+    return (scope.name, *ensemble_title(scope.ensemble, scope.ensemble, configs).split(", "), steps)
 
 
 def transfers_of(graph: Graph, configs: Configs) -> tuple[Transfer, ...]:

@@ -9,12 +9,14 @@ escaping: names come from users, and Mermaid interprets labels as markup. Does n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.render import labels
+from flowserve.render.layout import Direction, direction_of
 from flowserve.render.scopes import Scope, scopes_of
+from flowserve.render.tints import TINTS, tints_of
 from flowserve.values import TensorSpec
 
 Row = tuple[str, str, str]
@@ -91,36 +93,53 @@ class _Language:
     """The statements of a language. The first argument is an id; texts are the lines of a label."""
 
     end: Callable[..., str]  # an input or output of the graph: id, name, type
-    node: Callable[..., str]
+    node: Callable[..., str]  # after the id: the tint; the same below
+    folded: Callable[..., str]  # a nested ensemble as one box: id, lines
     scope: Callable[[int, str], list[str]]  # the beginning of a nested ensemble: number, title
     scope_end: str
     edge: Callable[..., str]  # source, target, and the lines of the label, if there is one
 
 
-def render_dot(graph: Graph, configs: labels.Configs) -> str:
-    """A `digraph`, ready for `dot -Tsvg`."""
+def render_dot(
+    graph: Graph, configs: labels.Configs, folded: Container[str] = (), *, direction: Direction | None = None
+) -> str:
+    """A `digraph`, ready for `dot -Tsvg`. `folded` and `direction` as for `render_svg`."""
+    rank = direction or direction_of(graph, configs, folded)
     style = [
-        f'graph [rankdir=LR, label={_quote(labels.title(graph, configs))}, labelloc=t, fontname="monospace"];',
-        'node [shape=box, style="rounded,filled", fillcolor="#ddf4ff", fontname="monospace"];',
+        f'graph [rankdir={rank}, label={_quote(labels.title(graph, configs))}, labelloc=t, fontname="monospace"];',
+        'node [shape=box, style="rounded,filled", fontname="monospace"];',
         'edge [fontname="monospace", fontsize=10];',
     ]
-    lines = (f"    {line}\n" for line in [*style, *_statements(graph, configs, _DOT)])
+    lines = (f"    {line}\n" for line in [*style, *_statements(graph, configs, folded, _DOT)])
     return f"digraph {_quote(graph.name)} {{\n{''.join(lines)}}}\n"
 
 
-def render_mermaid(graph: Graph, configs: labels.Configs) -> str:
-    """The text of a ```mermaid block, without its fences."""
-    return "flowchart LR\n" + "".join(f"    {line}\n" for line in _statements(graph, configs, _MERMAID))
+def render_mermaid(
+    graph: Graph, configs: labels.Configs, folded: Container[str] = (), *, direction: Direction | None = None
+) -> str:
+    """The text of a ```mermaid block, without its fences. `folded` and `direction` as for `render_svg`."""
+    tints = sorted(set(tints_of(graph, configs)), key=TINTS.index)
+    lines = [*_statements(graph, configs, folded, _MERMAID)]
+    lines += [f"classDef {tint.name} fill:{tint.fill},stroke:{tint.line},color:#24292f" for tint in tints]
+    flow = direction or direction_of(graph, configs, folded)
+    return f"flowchart {flow}\n" + "".join(f"    {line}\n" for line in lines)
 
 
-def _statements(graph: Graph, configs: labels.Configs, language: _Language) -> Iterator[str]:
+def _statements(graph: Graph, configs: labels.Configs, folded: Container[str], language: _Language) -> Iterator[str]:
     outermost = scopes_of(graph)
     numbers = {id(scope): number for number, scope in enumerate(outermost.walk())}
+    tints = tints_of(graph, configs)
+    boxes = {node.index: f"n{node.index}" for node in graph.nodes}
 
     def contents(scope: Scope) -> Iterator[str]:
         for node in scope.nodes:
-            yield language.node(f"n{node.index}", *labels.node_lines(graph, node, configs))
+            yield language.node(boxes[node.index], tints[node.index], *labels.node_lines(graph, node, configs))
         for inner in scope.inner:
+            if inner.path in folded:
+                box = f"s{numbers[id(inner)]}"
+                boxes.update((node.index, box) for each in (inner, *inner.walk()) for node in each.nodes)
+                yield language.folded(box, *labels.folded_lines(inner, configs))
+                continue
             yield from language.scope(numbers[id(inner)], labels.ensemble_title(inner.name, inner.ensemble, configs))
             for line in contents(inner):
                 yield f"    {line}"
@@ -131,9 +150,14 @@ def _statements(graph: Graph, configs: labels.Configs, language: _Language) -> I
     yield from contents(outermost)
     for index, spec in enumerate(graph.outputs):
         yield language.end(f"out{index}", spec.name, labels.kind(spec))
+    drawn: set[tuple[str, str, str]] = set()
     for edge in graph.edges:
-        source = f"in{edge.output}" if edge.producer == GRAPH else f"n{edge.producer}"
-        target = f"out{edge.input}" if edge.consumer == GRAPH else f"n{edge.consumer}"
+        source = f"in{edge.output}" if edge.producer == GRAPH else boxes[edge.producer]
+        target = f"out{edge.input}" if edge.consumer == GRAPH else boxes[edge.consumer]
+        if source == target or (source, target, edge.tensor) in drawn:  # inside of a folded ensemble
+            continue
+        if source.startswith("s") or target.startswith("s"):
+            drawn.add((source, target, edge.tensor))
         # The box of an input of the graph shows its type.
         label = () if edge.producer == GRAPH else (edge.tensor, labels.kind(graph.written(edge)))
         yield language.edge(source, target, *label)
@@ -157,14 +181,16 @@ def _label(*lines: str) -> str:
 
 _DOT = _Language(
     end=lambda name, *lines: f'{name} [shape=oval, fillcolor="#f6f8fa", label={_quote(*lines)}];',
-    node=lambda name, *lines: f"{name} [label={_quote(*lines)}];",
+    node=lambda name, tint, *lines: f'{name} [fillcolor="{tint.fill}", color="{tint.line}", label={_quote(*lines)}];',
+    folded=lambda name, *lines: f'{name} [fillcolor="#fff8c5", color="#9a6700", label={_quote(*lines)}];',
     scope=lambda number, text: [f"subgraph cluster_{number} {{", f"    label={_quote(text)};"],
     scope_end="}",
     edge=lambda a, b, *lines: f"{a} -> {b}" + (f" [label={_quote(*lines)}];" if lines else ";"),
 )
 _MERMAID = _Language(
     end=lambda name, *lines: f'{name}(["{_label(*lines)}"])',
-    node=lambda name, *lines: f'{name}["{_label(*lines)}"]',
+    node=lambda name, tint, *lines: f'{name}["{_label(*lines)}"]:::{tint.name}',
+    folded=lambda name, *lines: f'{name}[["{_label(*lines)}"]]',
     scope=lambda number, text: [f'subgraph s{number}["{_label(text)}"]'],
     scope_end="end",
     edge=lambda a, b, *lines: f'{a} -- "{_label(*lines)}" --> {b}' if lines else f"{a} --> {b}",
