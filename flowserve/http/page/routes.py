@@ -1,11 +1,9 @@
-"""The routes of the live page: the page itself, its events, and pictures of graphs."""
+"""The routes of the live page: the page itself, its events, pictures of graphs, the last requests; and /docs."""
 
 from __future__ import annotations
 
-from base64 import b64encode
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from hashlib import sha256
-from importlib.resources import files
 from typing import Final
 
 import orjson
@@ -14,18 +12,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from flowserve.errors import Unavailable
+from flowserve.errors import Invalid, Unavailable
+from flowserve.graph.types import ModelKey
 from flowserve.http.api.events import EventResponse, Say
 from flowserve.http.api.json_bodies import json_response
+from flowserve.http.page.api_docs import docs_route
+from flowserve.http.page.document import Page, asset, compose
 from flowserve.http.page.sampler import INTERVAL_S, Sampler
 from flowserve.render.jsontext import graph_document
-from flowserve.render.layout import Spare
-from flowserve.render.svg import STYLE, render_svg
+from flowserve.render.layout import Direction, Spare
+from flowserve.render.scopes import scopes_of
+from flowserve.render.svg import ASSETS, STYLE, render_svg
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.loading.control import Control
 from flowserve.version import __version__
 
 VIEWERS_MAX: Final = 32
+_NUMBER_CHARS_MAX: Final = 18
+_DIRECTIONS: Final[Mapping[str, Direction | None]] = {"": None, "LR": "LR", "TB": "TB"}
 SCRIPTS: Final = ("base", "server", "list", "shown", "graph", "request", "timeline", "start")  # in this order one
 END: Final = b'{"end":true}'  # the server ends, and so do the events
 # What the page writes into the picture: as wide as it may get. assets/graph.js writes these lines.
@@ -39,20 +43,23 @@ def live_routes(engine: Engine, control: Control | None) -> list[Route]:
     viewers = 0
 
     async def page(request: Request) -> Response:
-        text, policy = _page()
-        headers = {
-            "content-security-policy": policy,
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-            "cache-control": "no-cache",
-        }
-        return Response(text, headers=headers, media_type="text/html")
+        made = _page()
+        return Response(made.content, headers=dict(made.headers), media_type="text/html")
 
     async def graph(request: Request) -> Response:
         """The picture of one graph, and the document that describes its numbers."""
         deployment = engine.deployments.find(request.path_params["name"], request.path_params["version"])
         configs = sampler.configs(deployment)
-        draw = partial(render_svg, deployment.graph, configs, style="", spare=SPARE)
+        asked = request.query_params.get("direction", "")
+        if asked not in _DIRECTIONS:
+            raise Invalid(f"'direction' is LR or TB, got '{asked[:40]}'")
+        direction = _DIRECTIONS[asked]
+        folded: Sequence[str] = request.query_params.getlist("fold")
+        if "*" in folded:
+            folded = [scope.path for scope in scopes_of(deployment.graph).walk()]
+        draw = partial(
+            render_svg, deployment.graph, configs, frozenset(folded), style="", spare=SPARE, direction=direction
+        )
         return json_response(
             {
                 "picture": sampler.picture(deployment),
@@ -60,6 +67,15 @@ def live_routes(engine: Engine, control: Control | None) -> list[Route]:
                 "graph": graph_document(deployment.graph, configs),
             }
         )
+
+    async def requests(request: Request) -> Response:
+        """The last requests of one deployment after a number; more are recorded for some seconds."""
+        deployment = engine.deployments.find(request.path_params["name"], request.path_params["version"])
+        after = request.query_params.get("after", "0")
+        if not after.isdecimal() or len(after) > _NUMBER_CHARS_MAX:
+            raise Invalid(f"'after' is a number of a request, got '{after[:40]}'")
+        found = engine.traces.recent(ModelKey(deployment.name, deployment.version), int(after))
+        return json_response({"requests": [one.as_json() for one in found]})
 
     async def events(request: Request) -> Response:
         if viewers >= VIEWERS_MAX:
@@ -89,26 +105,17 @@ def live_routes(engine: Engine, control: Control | None) -> list[Route]:
 
     return [
         Route("/", page),
+        docs_route(),
         Route("/live/events", events),
         Route("/live/graphs/{name}/versions/{version}", graph),
+        Route("/live/requests/{name}/versions/{version}", requests),
     ]
 
 
 @cache
-def _page() -> tuple[bytes, str]:
-    """The page, and the policy by which a browser runs only the page's own script."""
-    folder = files("flowserve.http.page") / "assets"
-    style = (folder / "live.css").read_text("utf-8") + STYLE
-    script = "\n".join((folder / f"{part}.js").read_text("utf-8") for part in SCRIPTS)
-    text = (folder / "live.html").read_text("utf-8")
-    for mark, part in (("<!--VERSION-->", __version__), ("/*STYLE*/", style), ("/*SCRIPT*/", script)):
-        text = text.replace(mark, part, 1)
-    policy = (
-        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; connect-src 'self';"
-        " img-src blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return text.encode(), policy
-
-
-def _digest(text: str) -> str:
-    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
+def _page() -> Page:
+    shared = [(ASSETS / file).read_text("utf-8") for file in ("view.css", "view.js")]
+    styles = [asset("vendor/uPlot.min.css"), asset("live.css"), STYLE, shared[0]]
+    scripts = [asset(f"{part}.js") for part in SCRIPTS]
+    scripts[1:1] = [asset("vendor/uPlot.iife.min.js"), shared[1]]  # after "base", which makes all of them strict
+    return compose(asset("live.html"), styles, scripts, {"<!--VERSION-->": __version__})

@@ -257,8 +257,11 @@ class Sampler:
 
     def _figures(self, one: Statistics) -> dict[str, Any]:
         key = ModelKey(one.name, one.version)
+        graph = self._engine.deployments.entries[one.name].ready[one.version].graph
+        models = dict.fromkeys((node.model.name, str(node.model.version)) for node in graph.nodes)
         return {
-            "is_ensemble": self._engine.deployments.entries[one.name].ready[one.version].graph.is_ensemble,
+            "is_ensemble": graph.is_ensemble,
+            "models": [*models] if graph.is_ensemble else [],
             "error": one.last_error,
             "error_ms": one.last_error_ms,
             **deployment_figures(*self._between(key), FINE_DURATION_EDGES_NS),

@@ -1,0 +1,142 @@
+"""The last requests to each deployment, while a page shows them.
+
+Decides which requests are kept, how many, and for how long after the page's last poll. Failed requests are kept, and of
+all requests as many traced ones a second as a reader can follow: the rest costs the check of a counter. The poll renews
+a lease; the first request after its end stops the recording, so that a server without a viewer neither traces nor
+observes for it. Kept is text of bounded length, no tensor and no trace.
+
+As one of the engine's observers it sees the failures of requests that are not traced. Callers: `traces`, which passes
+the traces, the engine for requests that it refuses, and the live page.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Final
+
+from flowserve.graph.types import ModelKey
+from flowserve.observe.server_timing import server_timing
+from flowserve.observe.statistics import ERROR_CHARS
+from flowserve.observe.trace import Trace
+from flowserve.runtime.clock import SECOND_NS, ClockNs, wall_clock_ms
+from flowserve.runtime.workers.base import Outcome
+from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.flow import Flow
+
+KEPT_MAX: Final = 50  # of each deployment
+DEPLOYMENTS_MAX: Final = 64  # further ones take the place of the one whose last request is the oldest
+TRACED_PER_S: Final = 50
+LEASE_NS: Final = 5 * SECOND_NS
+
+
+@dataclass(frozen=True, slots=True)
+class RecentRequest:
+    """One request that is over. `number` grows; `took_ns` is None for a refused one; `timing` is its timeline in the
+    format of `observe/server_timing`, "" without one.
+    """
+
+    number: int
+    at_ms: int
+    took_ns: int | None
+    rows: int | None
+    request_id: str
+    error: str
+    timing: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "number": self.number,
+            "at_ms": self.at_ms,
+            "ms": None if self.took_ns is None else self.took_ns / 1_000_000,
+            "rows": self.rows,
+            "id": self.request_id,
+            "error": self.error,
+            "timing": self.timing,
+        }
+
+
+class RecentRequests:
+    """The last requests of an engine, on its event loop's thread. `observers`: the engine's list. `is_traced`: whether
+    a flow in flight has a trace, which arrives by `add`.
+    """
+
+    def __init__(self, observers: list[Any], is_traced: Callable[[Flow], bool], clock: ClockNs) -> None:
+        self.is_open = False
+        self._observers = observers
+        self._is_traced = is_traced
+        self._clock = clock
+        self._kept: dict[ModelKey, deque[RecentRequest]] = {}  # the one with the newest request is last
+        self._numbers = count(1)
+        self._wanted_until_ns = 0
+        self._second_ns = -SECOND_NS  # the beginning of the second in which `_left` may be traced
+        self._left = 0
+
+    def since(self, key: ModelKey, after: int) -> list[RecentRequest]:
+        """The requests with a higher number than `after`, oldest first; renews the lease."""
+        self._wanted_until_ns = self._clock() + LEASE_NS
+        if not self.is_open:
+            self.is_open = True
+            self._observers.insert(0, self)  # before tracing, which forgets a flow that is over
+        return [one for one in self._kept.get(key, ()) if one.number > after]
+
+    def wants_trace(self) -> bool:
+        """Whether the request that begins now is to be traced; closes the recording if the lease has ended."""
+        now_ns = self._clock()
+        if now_ns > self._wanted_until_ns:
+            self.is_open = False
+            self._observers.remove(self)
+            self._kept.clear()
+            return False
+        if now_ns - self._second_ns >= SECOND_NS:
+            self._second_ns, self._left = now_ns, TRACED_PER_S
+        self._left -= 1
+        return self._left >= 0
+
+    def add(self, trace: Trace) -> None:
+        """Keep a traced request that is over."""
+        took_ns = trace.ended_ns - trace.arrived_ns
+        key = ModelKey(trace.graph.name, trace.graph.version)
+        self._keep(key, took_ns, trace.rows, trace.request_id, trace.error, server_timing(trace))
+
+    def refused(self, key: ModelKey, request_id: str, error: str) -> None:
+        """Keep a request that the engine did not begin."""
+        self._keep(key, None, None, request_id, error, "")
+
+    def _keep(
+        self, key: ModelKey, took_ns: int | None, rows: int | None, request_id: str, error: str, timing: str
+    ) -> None:
+        if not self.is_open:
+            return
+        kept = self._kept.pop(key, None)
+        if kept is None:
+            kept = deque(maxlen=KEPT_MAX)
+            if len(self._kept) >= DEPLOYMENTS_MAX:
+                del self._kept[next(iter(self._kept))]
+        self._kept[key] = kept
+        number, at_ms = next(self._numbers), wall_clock_ms()
+        kept.append(RecentRequest(number, at_ms, took_ns, rows, request_id[:ERROR_CHARS], error[:ERROR_CHARS], timing))
+
+    # ------------------------------------------------------------------ as an observer of the engine
+
+    def queued(self, flow: Flow) -> None:
+        """Nothing to do."""
+
+    def batched(self, batch: Batch, now_ns: int) -> None:
+        """Nothing to do."""
+
+    def started(self, batch: Batch) -> None:
+        """Nothing to do."""
+
+    def computed(self, batch: Batch, outcome: Outcome, now_ns: int) -> None:
+        """Nothing to do."""
+
+    def finished(self, flow: Flow) -> None:
+        """Nothing to do: it is kept if it is traced."""
+
+    def failed(self, flow: Flow) -> None:
+        if not self._is_traced(flow):
+            key = ModelKey(flow.owner.name, flow.owner.version)
+            self._keep(key, self._clock() - flow.arrived_ns, None, flow.request.id, str(flow.error), "")
