@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -55,13 +57,31 @@ ensemble_scheduling {
 """
 
 
+def chain(model: str, count: int, reads: str, writes: str) -> str:
+    """The configuration of an ensemble of `count` steps of one model, one after the other."""
+    head, _, _ = PAIR.partition("ensemble_scheduling")
+    names = ["IN", *(f"t{n}" for n in range(1, count)), "OUT"]
+    steps = [
+        f'step {{ model_name: "{model}" model_version: -1 input_map {{ key: "{reads}" value: "{one}" }}'
+        f' output_map {{ key: "{writes}" value: "{other}" }} }}'
+        for one, other in pairwise(names)
+    ]
+    return f"{head}ensemble_scheduling {{\n{chr(10).join(steps)}\n}}\n"
+
+
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("live")
     for name in ("same", MARKUP):
         (folder / name / "1").mkdir(parents=True)
         (folder / name / "1" / "model.onnx").write_bytes(onnx_identity())
-    for name, config in (("pair", PAIR), ("wrong", PAIR.replace('"same"', f'"no {MARKUP}"')), ("echo", ECHO_CONFIG)):
+    for name, config in (
+        ("pair", PAIR),
+        ("wrong", PAIR.replace('"same"', f'"no {MARKUP}"')),
+        ("echo", ECHO_CONFIG),
+        ("five", chain("same", 5, "x", "y")),
+        ("thirty", chain("five", 6, "IN", "OUT")),
+    ):
         (folder / name / "1").mkdir(parents=True)
         (folder / name / "config.pbtxt").write_text(config)
     (folder / "echo" / "1" / "model.py").write_text(ECHO)
@@ -116,9 +136,10 @@ def test_the_page_asks_for_a_missing_key_and_lists_models_with_it(page: Page) ->
     page.press("Enter", 13)
     page.until("document.querySelector('#link').innerText === 'live'")
     listed = page.run("[...document.querySelectorAll('#list .who')].map(who => who.innerText)")
-    assert listed == sorted([MARKUP, "echo", "pair", "same", "wrong"])
+    # The graph with its model beneath it, the graph of 30 steps with the same model, then what is in no graph.
+    assert listed == ["five", "same", "pair", "same", "thirty", "same", *sorted([MARKUP, "echo", "wrong"])]
+    choose(page, "pair")
     page.until("document.querySelectorAll('#picture [data-node]').length === 2")
-    assert text(page, "#title") == "pair"  # a graph, where there is one
     assert text(page, "#state") == "ready"
     assert page.run("[...document.querySelectorAll('#steps td:first-child')].map(one => one.innerText)") == [
         "same",
@@ -146,6 +167,155 @@ def test_figures_are_updated_in_the_picture_and_in_the_tables(served: Served, pa
     assert "B/s" in page.run("document.querySelector('#picture text[data-edges]').textContent")
     assert page.run("document.querySelectorAll('#steps tr')[1].children[3].innerText") == "2"
     assert page.run("document.querySelector('#cards dd').innerText") != "0 /s"
+    page.until("document.querySelector('#list .who').innerText === 'pair'")  # the graph with most traffic is first
+
+
+def test_a_value_of_a_chart_is_the_one_the_server_sent(served: Served, page: Page) -> None:
+    infer(served, 10)
+    # The frames as they arrive, with the time at which the server made each.
+    page.run("window.frames_seen = []; { const was = show; show = (one) => { frames_seen.push(one); was(one); }; }")
+    page.until("frames_seen.filter((one) => one.deployments.some((row) => row.name === 'pair' && row.p50)).length >= 2")
+    sent = page.run(
+        """(() => {
+          const frame = frames_seen.find((one) => one.deployments.some((row) => row.name === "pair" && row.p50));
+          return [frame.at_ms, frame.deployments.find((row) => row.name === "pair")];
+        })()"""
+    )
+    at_ms, row = sent
+    for title, expected in (("Requests", [row["rate"], row["failing"]]), ("Latency", [row["p50"], row["p99"]])):
+        found = page.run(
+            f"""(() => {{
+              const {{ chart, place }} = charts.find((one) => one.place.ariaLabel.startsWith("{title}"));
+              const over = place.querySelector(".u-over");
+              const box = over.getBoundingClientRect();
+              const left = chart.valToPos({at_ms} / 1000, "x");
+              over.dispatchEvent(new MouseEvent("mousemove",
+                {{ clientX: box.left + left, clientY: box.top + 20, bubbles: true }}));
+              return [...place.querySelectorAll(".u-series:not(:first-child) .u-value")].map((one) => one.textContent);
+            }})()"""
+        )
+        assert [float(value.split()[0]) for value in found] == expected
+    page.run("document.querySelector('.chart').focus()")
+    page.press("End", 35)
+    latest = text(page, ".chart .u-value")
+    page.press("ArrowLeft", 37)
+    assert text(page, ".chart .u-value") != latest
+    page.press("Escape", 27)
+
+
+def test_the_last_requests_have_timelines_and_errors_that_stay_text(served: Served, page: Page) -> None:
+    wrong = {"id": MARKUP, "inputs": [{"name": "IN", "datatype": "FP32", "shape": [1, 3], "data": [1.0] * 3}]}
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(f"{served.base_url}/v2/models/pair/infer", json.dumps(wrong).encode())
+    infer(served, 1)
+    page.until("document.querySelectorAll('#requests tr.is-failed').length > 0")
+    page.until("document.querySelector('#requests .result').innerText === 'ok'")
+    assert MARKUP in text(page, "#requests .is-failed .id")
+    assert "unexpected shape for input 'IN'" in text(page, "#requests .is-failed .result")
+    page.run("document.querySelector('#requests .toggle:enabled').focus()")
+    page.press("Enter", 13)
+    lanes = "[...document.querySelectorAll('#requests tr:not([hidden]) .lane .label')].map((one) => one.innerText)"
+    assert page.run(lanes)[-2:] == ["same", "same#2"]
+    page.press("Enter", 13)
+    assert page.run(lanes) == []
+    page.run("document.querySelector('#failures-only').click()")
+    shown = "[...document.querySelectorAll('#requests tr')].filter((one) => one.checkVisibility())"
+    assert page.run(f"{shown}.every((one) => one.classList.contains('is-failed'))")
+    page.run("document.querySelector('#failures-only').click()")
+    assert page.run("document.title") == "pair · flowserve"
+
+
+def turn(page: Page, direction: str) -> None:
+    page.run(f"document.querySelector('#direction').value = '{direction}'")
+    page.run("void document.querySelector('#direction').dispatchEvent(new Event('change'))")
+
+
+def test_thirty_steps_are_folded_legible_and_unfold_with_the_keyboard(page: Page) -> None:
+    choose(page, "thirty")
+    page.until("document.querySelectorAll('#picture [data-scope]').length === 6")
+    assert page.run("document.querySelectorAll('#picture [data-node]').length") == 0
+    page.run("document.querySelector('#picture [data-scope=\"five#2\"]').focus()")
+    page.press("Enter", 13)
+    page.until("document.querySelectorAll('#picture [data-node]').length === 5")
+    assert page.run("document.activeElement.dataset.scope") == "five#2"
+    page.run("document.querySelector('#unfold').click()")
+    page.until("document.querySelectorAll('#picture [data-node]').length === 30")
+    page.run("document.querySelector('#picture').focus()")
+    page.press("0", 48)
+    assert text(page, "#scale") == "100 %"
+    heights = page.run(
+        "[...document.querySelectorAll('#picture text.s')].map((one) => one.getBoundingClientRect().height)"
+    )
+    assert min(height for height in heights if height) > 10, "letters of 11 px"
+    tall = page.run("[picture.graph.nodes.length, view.height > view.width]")
+    assert tall == [30, True]
+    turn(page, "LR")
+    page.until("view.width > view.height")
+    assert page.run("document.querySelector('.map').hasAttribute('hidden')") is False
+    page.press("f", 70)
+    assert 0.7 <= page.run("view.scale") <= 1
+    turn(page, "")
+    assert "five#6/same#5" in text(page, "#steps")
+
+
+def test_in_a_narrow_window_the_list_is_a_drawer(page: Page) -> None:
+    page.look("dark", 390, 844)
+    assert page.run("document.documentElement.scrollWidth") <= 390
+    assert page.run("getComputedStyle(document.querySelector('#nav')).visibility") == "hidden"
+    page.run("document.querySelector('#drawer').focus()")
+    page.press("Enter", 13)
+    page.until("getComputedStyle(document.querySelector('#nav')).visibility === 'visible'")
+    assert page.run("document.activeElement.id") == "filter"
+    page.press("Escape", 27)
+    page.until("getComputedStyle(document.querySelector('#nav')).visibility === 'hidden'")
+    assert page.run("document.activeElement.id") == "drawer"
+    page.press("Enter", 13)
+    choose(page, "pair")
+    page.until("getComputedStyle(document.querySelector('#nav')).visibility === 'hidden'")
+    page.look("light", 1400, 900)
+    assert page.run("document.documentElement.scrollWidth") <= 1400
+    assert page.run("getComputedStyle(document.querySelector('#nav')).visibility") == "visible"
+
+
+def test_every_control_is_reached_with_the_keyboard(page: Page) -> None:
+    """Tab goes through every control that is visible, and leaves none out."""
+    page.run(
+        """{
+          window.controls = () => [...document.querySelectorAll(
+              "a[href], button, input, select, textarea, [tabindex='0'], summary")]
+            .filter((one) => one.checkVisibility({ visibilityProperty: true }) && !one.disabled)
+            .filter((one) => !one.closest("dialog:not([open])"));
+          window.reached = new Set();
+          document.activeElement.blur();
+        }"""
+    )
+    for _ in range(page.run("controls().length") + 20):  # rows of requests appear meanwhile
+        page.press("Tab", 9)
+        page.run("void reached.add(document.activeElement)")
+    stable = "!one.closest('#requests')"
+    missing = f"controls().filter((one) => {stable} && !reached.has(one))"
+    assert page.run(f"{missing}.map((one) => one.id || one.outerHTML.slice(0, 80))") == []
+
+
+def test_the_page_of_the_api_shows_the_calls_and_sends_one_with_the_key(served: Served, page: Page) -> None:
+    live = page.run("location.href")
+    for scheme, width in (("dark", 390), ("light", 1400)):
+        page.look(scheme, width, 900)
+        page.open(f"{served.base_url}/docs")
+        page.until("document.querySelectorAll('.opblock').length > 30")
+        assert page.run("document.documentElement.scrollWidth") <= width
+        shade = page.run("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, shade[4:-1].split(","))) / 3 < 60) == (scheme == "dark")
+    named = "[...document.querySelectorAll('.opblock-summary-control')]"
+    page.run(f"{named}.find((one) => one.innerText.includes('/v2/models/stats')).focus()")
+    page.press("Enter", 13)
+    page.until("!!document.querySelector('.execute')")
+    page.run("document.querySelector('.execute').focus()")
+    page.press("Enter", 13)
+    page.until("document.querySelector('.live-responses-table tbody .response-col_status')?.innerText === '200'")
+    assert [said for said in page.said if "403" not in said] == []
+    page.open(live)
+    page.until("document.querySelector('#link').innerText === 'live'")
 
 
 def test_a_request_is_sent_with_the_keyboard_and_its_time_is_drawn(page: Page) -> None:
@@ -208,18 +378,19 @@ def test_the_memory_of_the_page_does_not_grow(page: Page) -> None:
           const graph = { name: "pair", version: "1", picture: picture.word, nodes: [node, node],
             edges: [edge, edge, null] };
           const server = { is_ready: true, in_flight: 1 };
-          const frame = { server, names: null, deployments: [], can_load: true, graph };
+          const frame = { server, names: null, deployments: [], can_load: true, graph, at_ms: 0 };
           show(frame);
           const before = document.querySelectorAll("*").length;
           for (let i = 0; i < 1100; i++) {
+            frame.at_ms = 1000 * i;
             frame.deployments = [{ ...rows.get(keyOf("pair", "1")), rate: i }];
             show(frame);
           }
-          const { ring } = cards.rate;
+          const ring = rings.rate;
           return [document.querySelectorAll("*").length - before, ring.size, ring.values.length, rows.size];
         })()"""
     )
-    assert grown == [0, 1000, 1000, 5]
+    assert grown == [0, 1000, 1000, 7]
 
 
 def test_the_page_follows_the_preferred_color_scheme(page: Page) -> None:

@@ -262,6 +262,7 @@ class Sampler:
         return {
             "is_ensemble": graph.is_ensemble,
             "models": [*models] if graph.is_ensemble else [],
+            "total": one.success_count,
             "error": one.last_error,
             "error_ms": one.last_error_ms,
             **deployment_figures(*self._between(key), FINE_DURATION_EDGES_NS),

@@ -150,7 +150,7 @@ class Engine:
         self.deployments = Deployments(options, self.clock, self.scheduler, self.generations, self.supervisor)
         self.observers: list[Observer] = []
         self.tracing = Tracing(self.scheduler, self.streams, self.observers, self.clock)
-        self._recent = RecentRequests(self.observers, self.tracing.is_traced, self.clock)
+        self._recent = RecentRequests(self.tracing.is_traced, self.clock)
         self.traces = Traces(options.trace, self.tracing, self._recent)
         self.stopping = trio.Event()  # for tasks that would go on for as long as a client listens
         # Tasks that wait for responses that keep an order, to be woken one after the other.
@@ -327,8 +327,11 @@ class Engine:
             flow = pending.popleft()
             if flow.waiter is not None:
                 self._waiting.append(flow)
-            has_failed = has_failed or flow.error is not None
             try:
+                if flow.error is not None:
+                    has_failed = True
+                    if self._recent.is_open:
+                        self._recent.failed(flow)  # before tracing, as an observer, forgets it
                 if self.observers:
                     self._observe("finished" if flow.error is None else "failed", flow)
                 admission = flow.owner.admission

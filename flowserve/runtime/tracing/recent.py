@@ -2,11 +2,10 @@
 
 Decides which requests are kept, how many, and for how long after the page's last poll. Failed requests are kept, and of
 all requests as many traced ones a second as a reader can follow: the rest costs the check of a counter. The poll renews
-a lease; the first request after its end stops the recording, so that a server without a viewer neither traces nor
-observes for it. Kept is text of bounded length, no tensor and no trace.
+a lease; the first request after its end stops the recording, so that a server without a viewer does not trace for
+it. Kept is text of bounded length, no tensor and no trace.
 
-As one of the engine's observers it sees the failures of requests that are not traced. Callers: `traces`, which passes
-the traces, the engine for requests that it refuses, and the live page.
+Callers: `traces`, which passes the traces, the engine for failed requests without one, and the live page.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from flowserve.observe.server_timing import server_timing
 from flowserve.observe.statistics import ERROR_CHARS
 from flowserve.observe.trace import Trace
 from flowserve.runtime.clock import SECOND_NS, ClockNs, wall_clock_ms
-from flowserve.runtime.workers.base import Outcome
-from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
 
 KEPT_MAX: Final = 50  # of each deployment
@@ -59,13 +56,12 @@ class RecentRequest:
 
 
 class RecentRequests:
-    """The last requests of an engine, on its event loop's thread. `observers`: the engine's list. `is_traced`: whether
-    a flow in flight has a trace, which arrives by `add`.
+    """The last requests of an engine, on its event loop's thread. `is_traced`: whether a flow in flight has a trace,
+    which arrives by `add`.
     """
 
-    def __init__(self, observers: list[Any], is_traced: Callable[[Flow], bool], clock: ClockNs) -> None:
+    def __init__(self, is_traced: Callable[[Flow], bool], clock: ClockNs) -> None:
         self.is_open = False
-        self._observers = observers
         self._is_traced = is_traced
         self._clock = clock
         self._kept: dict[ModelKey, deque[RecentRequest]] = {}  # the one with the newest request is last
@@ -77,9 +73,7 @@ class RecentRequests:
     def since(self, key: ModelKey, after: int) -> list[RecentRequest]:
         """The requests with a higher number than `after`, oldest first; renews the lease."""
         self._wanted_until_ns = self._clock() + LEASE_NS
-        if not self.is_open:
-            self.is_open = True
-            self._observers.insert(0, self)  # before tracing, which forgets a flow that is over
+        self.is_open = True
         return [one for one in self._kept.get(key, ()) if one.number > after]
 
     def wants_trace(self) -> bool:
@@ -87,7 +81,6 @@ class RecentRequests:
         now_ns = self._clock()
         if now_ns > self._wanted_until_ns:
             self.is_open = False
-            self._observers.remove(self)
             self._kept.clear()
             return False
         if now_ns - self._second_ns >= SECOND_NS:
@@ -100,6 +93,12 @@ class RecentRequests:
         took_ns = trace.ended_ns - trace.arrived_ns
         key = ModelKey(trace.graph.name, trace.graph.version)
         self._keep(key, took_ns, trace.rows, trace.request_id, trace.error, server_timing(trace))
+
+    def failed(self, flow: Flow) -> None:
+        """Keep a request that has failed, unless its trace is to come."""
+        if not self._is_traced(flow):
+            key = ModelKey(flow.owner.name, flow.owner.version)
+            self._keep(key, self._clock() - flow.arrived_ns, None, flow.request.id, str(flow.error), "")
 
     def refused(self, key: ModelKey, request_id: str, error: str) -> None:
         """Keep a request that the engine did not begin."""
@@ -118,25 +117,3 @@ class RecentRequests:
         self._kept[key] = kept
         number, at_ms = next(self._numbers), wall_clock_ms()
         kept.append(RecentRequest(number, at_ms, took_ns, rows, request_id[:ERROR_CHARS], error[:ERROR_CHARS], timing))
-
-    # ------------------------------------------------------------------ as an observer of the engine
-
-    def queued(self, flow: Flow) -> None:
-        """Nothing to do."""
-
-    def batched(self, batch: Batch, now_ns: int) -> None:
-        """Nothing to do."""
-
-    def started(self, batch: Batch) -> None:
-        """Nothing to do."""
-
-    def computed(self, batch: Batch, outcome: Outcome, now_ns: int) -> None:
-        """Nothing to do."""
-
-    def finished(self, flow: Flow) -> None:
-        """Nothing to do: it is kept if it is traced."""
-
-    def failed(self, flow: Flow) -> None:
-        if not self._is_traced(flow):
-            key = ModelKey(flow.owner.name, flow.owner.version)
-            self._keep(key, self._clock() - flow.arrived_ns, None, flow.request.id, str(flow.error), "")

@@ -7,7 +7,6 @@ const RETRY_MS_MAX = 10000;
 
 const link = { abort: null, last: 0, state: "", isEnded: false };
 const rows = new Map(); // of the list, by key
-let order = []; // the keys, as the list has them
 let selected = null; // {name, version}
 let canLoad = false;
 
@@ -131,7 +130,7 @@ function show(frame) {
   for (const row of frame.deployments) rows.set(keyOf(row.name, row.version), row);
   list();
   if (!selected) select(first());
-  shown(frame.graph);
+  shown(frame.graph, frame.at_ms);
 }
 
 // In mode explicit the repository holds more than is loaded. That is asked for when the list changes, not all the time.
