@@ -216,8 +216,12 @@ def test_the_last_requests_have_timelines_and_errors_that_stay_text(served: Serv
     page.press("Enter", 13)
     lanes = "[...document.querySelectorAll('#requests tr:not([hidden]) .lane .label')].map((one) => one.innerText)"
     assert page.run(lanes)[-2:] == ["same", "same#2"]
+    infer(served, 1)
+    page.until("document.querySelector('#requests-note').innerText.startsWith('1 newer')")
+    assert page.run("document.querySelector('#requests tr button').ariaExpanded") == "true", "it stays in its place"
     page.press("Enter", 13)
     assert page.run(lanes) == []
+    page.until("document.querySelector('#requests-note').innerText === ''")
     page.run("document.querySelector('#failures-only').click()")
     shown = "[...document.querySelectorAll('#requests tr')].filter((one) => one.checkVisibility())"
     assert page.run(f"{shown}.every((one) => one.classList.contains('is-failed'))")
@@ -315,7 +319,7 @@ def test_the_page_of_the_api_shows_the_calls_and_sends_one_with_the_key(served: 
     page.until("document.querySelector('.live-responses-table tbody .response-col_status')?.innerText === '200'")
     assert [said for said in page.said if "403" not in said] == []
     page.open(live)
-    page.until("document.querySelector('#link').innerText === 'live'")
+    page.until("!!document.querySelector('#input-0')")
 
 
 def test_a_request_is_sent_with_the_keyboard_and_its_time_is_drawn(page: Page) -> None:
