@@ -251,9 +251,9 @@ async def test_so_many_requests_a_second_are_traced_and_every_failure_is_kept(
     add_function(engine, "broken", [fail])
     client = await api.connect()
     await last_requests(client)
-    for _ in range(TRACED_PER_S + 3):
-        await client.ask(infer_body(1))
-    assert len(await last_requests(client)) == TRACED_PER_S
+    for rows in (*[1] * TRACED_PER_S, 2, 3):
+        await client.ask(infer_body(rows))
+    assert {one["rows"] for one in await last_requests(client)} == {1}, "those beyond the limit are not traced"
     failing = infer_body(1).replace(b"/double/", b"/broken/")
     for _ in range(2):
         assert (await client.ask(failing)).status != 200

@@ -196,6 +196,7 @@ class Sampler:
         self._listed = 0  # the number of the reading since which the list has the same names
         self._graphs: dict[ModelKey, dict[str, Any]] = {}  # of this reading, shared by all viewers of a graph
         self._pictures: WeakKeyDictionary[Deployment, str] = WeakKeyDictionary()
+        self._models: WeakKeyDictionary[Deployment, Sequence[tuple[str, str]]] = WeakKeyDictionary()
 
     def look(self) -> None:
         """Read the counters, unless the last reading is recent."""
@@ -257,16 +258,22 @@ class Sampler:
 
     def _figures(self, one: Statistics) -> dict[str, Any]:
         key = ModelKey(one.name, one.version)
-        graph = self._engine.deployments.entries[one.name].ready[one.version].graph
-        models = dict.fromkeys((node.model.name, str(node.model.version)) for node in graph.nodes)
+        deployment = self._engine.deployments.entries[one.name].ready[one.version]
         return {
-            "is_ensemble": graph.is_ensemble,
-            "models": [*models] if graph.is_ensemble else [],
+            "is_ensemble": deployment.graph.is_ensemble,
+            "models": self._models_of(deployment),
             "total": one.success_count,
             "error": one.last_error,
             "error_ms": one.last_error_ms,
             **deployment_figures(*self._between(key), FINE_DURATION_EDGES_NS),
         }
+
+    def _models_of(self, deployment: Deployment) -> Sequence[tuple[str, str]]:
+        """The name and version of each model of a graph; none for a model."""
+        if deployment not in self._models:
+            keys = [node.model for node in deployment.graph.nodes] if deployment.graph.is_ensemble else []
+            self._models[deployment] = [*dict.fromkeys((key.name, str(key.version)) for key in keys)]
+        return self._models[deployment]
 
     def _between(self, key: ModelKey) -> tuple[CounterSample, CounterSample, float]:
         """The first and the last reading of the period, and the seconds between."""
