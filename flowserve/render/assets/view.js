@@ -7,6 +7,7 @@ const ZOOM_MAX = 4;
 const STEP = 1.25;
 const MAP_WIDTH = 160;
 const MAP_HEIGHT = 120;
+const MAP_MIN = 28; // the map of a very long picture is stretched to this
 const MAP_FROM = 0.75; // a map is shown while less than this part of the picture is visible
 const SVG_SPACE = "http://www.w3.org/2000/svg";
 
@@ -38,8 +39,9 @@ class View {
     [this.width, this.height] = [width, height];
     const scale = Math.min(MAP_WIDTH / width, MAP_HEIGHT / height);
     this.map.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    this.map.setAttribute("width", width * scale);
-    this.map.setAttribute("height", height * scale);
+    this.map.setAttribute("preserveAspectRatio", "none");
+    this.map.setAttribute("width", Math.max(width * scale, MAP_MIN));
+    this.map.setAttribute("height", Math.max(height * scale, MAP_MIN));
     const boxes = [...svg.querySelectorAll("rect")].map((rect) => rect.cloneNode());
     this.part = document.createElementNS(SVG_SPACE, "rect");
     this.part.setAttribute("class", "part");
