@@ -207,11 +207,13 @@ def _cells(text: str) -> int:
 @dataclass(frozen=True, slots=True)
 class Spare:
     """Space reserved for text that a page writes into a picture later: lines below those of each node's box, and
-    characters after the type of each tensor, including the graph's inputs. The given texts have the maximum width.
+    characters after the type of each tensor, including the graph's inputs, and after the title of each space. The given
+    texts have the maximum width.
     """
 
     lines: tuple[str, ...] = ()
     tensor: str = ""
+    space: str = ""
 
 
 NO_SPARE: Final = Spare()
@@ -302,7 +304,7 @@ class _Layout:
             named = labels.get((("merge", number), 0), ())
             boxes["merge", number] = _merge(self.direction, named)
         for number, inner in enumerate(scope.inner):
-            if inner.space is None and inner.path in self.folded:
+            if inner.path in self.folded:
                 made = box(
                     ("scope", number),
                     "folded",
@@ -339,7 +341,7 @@ class _Layout:
     def _open(self, scope: Scope) -> Box:
         inside = self.scope(scope)
         title = scope_title(scope, self.configs)
-        title_width = text_width((title,))
+        title_width = text_width((title + (self.spare.space if scope.space else ""),))
         box = Box("frame", self.direction, (title,), inside=inside)
         if scope.space is None:
             box.scope = scope.path

@@ -144,7 +144,7 @@ def _statements(graph: Graph, configs: labels.Configs, folded: Container[str], l
         for number in scope.merges:
             yield language.merge(merges[number])
         for inner in scope.inner:
-            if inner.space is None and inner.path in folded:
+            if inner.path in folded:
                 box = f"s{numbers[id(inner)]}"
                 for each in (inner, *inner.walk()):
                     boxes.update((node.index, box) for node in each.nodes)

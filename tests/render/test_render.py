@@ -12,11 +12,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings, strategies
 
+from flowserve import Graph as PythonGraph
+from flowserve import model as python_model
 from flowserve.config.types import InstanceGroup
 from flowserve.errors import Invalid, Unsupported
 from flowserve.graph.compile import compile_ensemble
@@ -197,8 +200,13 @@ def test_property_a_drawing_with_conditions_and_items_is_legible_and_every_edge_
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_conditions_join_in_a_diamond_within_the_frame_of_the_items(direction: Direction) -> None:
     graph = people_graph()
-    for folded in ((), ensembles_of(graph)):
-        drawing = lay_out(graph, {}, folded, direction=direction)
+    for folded, spare in itertools.product(((), ensembles_of(graph)), (NO_SPARE, Spare(space=": 00.0 % of rows"))):
+        drawing = lay_out(graph, {}, folded, spare, direction=direction)
+        for frame in (box for box in drawing.boxes() if box.kind == "frame"):
+            left, title = frame.left + frame.text_left, frame.lines[0] + (spare.space if frame.space else "")
+            assert left + text_width((title,)) <= frame.left + frame.width
+            entered = [frame.left + at for at in frame.inputs] if direction == "TB" else []
+            assert not any(left < x < left + text_width((title,)) for x in entered), "a wire crosses the title"
         assert_legible(drawing)
         boxes = drawing.boxes()
         (diamond,) = (box for box in boxes if box.kind == "merge")
@@ -216,6 +224,26 @@ def test_conditions_join_in_a_diamond_within_the_frame_of_the_items(direction: D
             assert all(
                 title in text.replace("#61;", "=") for title in ("when find.KIND = 0", "each find.CROPS, find.KIND")
             )
+
+
+def test_what_a_condition_writes_and_reads_again_has_no_diamond_outside_of_its_frame() -> None:
+    @python_model({"X": "FP32[1]"}, {"Y": "FP32[1]"}, max_batch_size=4)
+    def double(x: Any) -> Any: ...
+
+    graph = PythonGraph("again", max_batch_size=4)
+    x = graph.input("X", "FP32[1]")
+    with graph.when(x > 0):
+        above = double(x)
+    with graph.when(x < 0):
+        below = double(x)
+    both = graph.merge(above, below, otherwise=0)
+    with graph.when(x > 0):
+        again = double(both)
+    graph.output("Y", graph.merge(again, otherwise=0))
+    drawing = lay_out(graph.reading().resolution.graphs["again"][1], {})
+    assert_legible(drawing)
+    (diamond,) = (box for box in drawing.boxes() if box.kind == "merge")
+    assert [wire.target.lines[0] for wire in diamond.wires_out] == ["Y"]
 
 
 def test_a_long_graph_is_drawn_from_top_to_bottom_and_a_short_one_from_left_to_right() -> None:

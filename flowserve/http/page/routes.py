@@ -34,7 +34,11 @@ _DIRECTIONS: Final[Mapping[str, Direction | None]] = {"": None, "LR": "LR", "TB"
 SCRIPTS: Final = ("base", "server", "list", "shown", "charts", "graph", "request", "timeline", "requests", "start")
 END: Final = b'{"end":true}'  # the server ends, and so do the events
 # What the page writes into the picture: as wide as it may get. assets/graph.js writes these lines.
-SPARE: Final = Spare(("0000/s, batches of 000.0", "queue 00000, busy 00/00", "p50 0000 ms, p99 0000 ms"), "  0000 MB/s")
+SPARE: Final = Spare(
+    ("0000/s, batches of 000.0", "queue 00000, busy 00/00", "p50 0000 ms, p99 0000 ms"),
+    "  0000 MB/s",
+    ": 00.0 % of rows",
+)
 
 
 def live_routes(engine: Engine, control: Control | None) -> list[Route]:

@@ -55,7 +55,7 @@ function makeCharts() {
         x: { range: (chart, low, high) => [high - range, high] },
         y: { range: (chart, low, high) => [0, high > 0 ? high * 1.1 : 1] },
       },
-      axes: [{ ...line, space: 76, values: (chart, all) => all.map(clockTime) }, { ...line, size: 52, values: (chart, all) => all.map((value) => write(value)) }],
+      axes: [{ ...line, space: 76, values: (chart, all) => all.map(clockTime) }, { ...line, size: 64, values: (chart, all) => all.map((value) => write(value)) }],
       series: [
         { label: "at", value: (chart, at) => (at === null ? "–" : clockTime(at)) },
         ...series.map(([, label, color]) => ({ label, stroke: () => shade(color), width: 1.5, points: { show: false },
