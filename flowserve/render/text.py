@@ -136,7 +136,8 @@ def _statements(graph: Graph, configs: labels.Configs, folded: Container[str], l
     numbers = {id(scope): number for number, scope in enumerate(outermost.walk())}
     tints = tints_of(graph, configs)
     boxes = {node.index: f"n{node.index}" for node in graph.nodes}
-    merges = {number: f"m{number}" for scope in (outermost, *outermost.walk()) for number in scope.merges}
+    drawn_merges = [number for scope in (outermost, *outermost.walk()) for number in scope.merges]
+    merges = {number: f"m{place}" for place, number in enumerate(drawn_merges)}
 
     def contents(scope: Scope) -> Iterator[str]:
         for node in scope.nodes:
