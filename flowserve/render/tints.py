@@ -42,8 +42,9 @@ _OF_BACKEND: Final[Mapping[str, Tint]] = {
     "python": GREEN,
     "tensorrt": PURPLE,
     "callable": TEAL,
+    "remote": PINK,
 }
-_OTHERS: Final = (PINK, OLIVE, SAND)
+_OTHERS: Final = (OLIVE, SAND)
 
 
 def tints_of(graph: Graph, configs: Configs) -> tuple[Tint, ...]:

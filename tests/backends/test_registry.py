@@ -62,14 +62,17 @@ def test_an_unknown_backend_is_refused_with_the_list_of_backends() -> None:
     with pytest.raises(Unsupported) as caught:
         registry.find("openvino")
     assert str(caught.value) == (
-        "unable to find backend library for backend 'openvino': flowserve has callable, onnxruntime, python, tensorrt"
+        "unable to find backend library for backend 'openvino': "
+        "flowserve has callable, onnxruntime, python, remote, tensorrt"
     )
 
 
 @pytest.mark.usefixtures("third_party")
 def test_a_package_adds_its_backend_by_an_entry_point() -> None:
     assert isinstance(registry.find("third"), Third)
-    with pytest.raises(Unsupported, match="flowserve has broken, callable, onnxruntime, python, tensorrt, third"):
+    with pytest.raises(
+        Unsupported, match="flowserve has broken, callable, onnxruntime, python, remote, tensorrt, third"
+    ):
         registry.find("unknown")
 
 

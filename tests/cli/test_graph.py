@@ -84,7 +84,7 @@ def test_a_model_is_named_after_its_repository_or_by_its_own_folder(drawn: Drawn
 def test_the_file_name_selects_the_format(drawn: Drawn, repository: Path, suffix: str) -> None:
     file = repository / f"outer.{suffix}"
     if suffix == "png":
-        pytest.importorskip("PIL", reason="needs Pillow")
+        pytest.importorskip("resvg_py", reason="needs resvg")
     assert drawn(repository, "outer", "-o", file) == (0, "", "")
     begins = {"txt": b"ensemble", "mmd": b"flowchart", "svg": b"<svg", "png": b"\x89PNG", "html": b"<!doctype html>"}
     assert file.read_bytes().startswith(begins.get(suffix, b"digraph" if suffix in ("dot", "gv") else b"{"))
@@ -138,6 +138,7 @@ def test_the_command_offers_the_formats_there_are() -> None:
 def test_the_commands_of_the_page_about_pictures_draw(
     drawn: Drawn, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("resvg_py", reason="needs resvg")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "graphs").symlink_to(root / "graphs")
     commands = re.search(r"```sh\n(.*?)```", (root / "docs/pictures.md").read_text(), re.DOTALL)

@@ -20,6 +20,7 @@ from hypothesis import given, settings, strategies
 
 from flowserve import Graph as PythonGraph
 from flowserve import model as python_model
+from flowserve.backends.registry import _BUILT_IN
 from flowserve.config.types import InstanceGroup
 from flowserve.errors import Invalid, Unsupported
 from flowserve.graph.compile import compile_ensemble
@@ -273,6 +274,12 @@ def test_each_backend_has_a_tint_and_another_repository_has_the_same() -> None:
     assert drawn.count(f'class="n {by_node["decode"].name}"') == 2
     assert render_dot(read_text_graph(), READ_TEXT_CONFIGS).count(by_node["decode"].fill) == 2
     assert render_mermaid(read_text_graph(), READ_TEXT_CONFIGS).count(f":::{by_node['decode'].name}") == 2
+
+
+def test_every_backend_of_flowserve_has_a_tint_that_no_other_has() -> None:
+    graph = plain_graph()
+    found = [tints_of(graph, {"digits": replace(UNKNOWN, backend=name)})[0] for name in [*_BUILT_IN, "mine"]]
+    assert len(set(found)) == len(found)
 
 
 def test_backends_that_flowserve_does_not_know_have_tints_of_their_own() -> None:

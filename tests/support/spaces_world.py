@@ -139,6 +139,9 @@ def drawn(rng: random.Random, steps_max: int = 8) -> ModelConfig | None:
             del outputs[tensor]
     if not outputs:
         return None
+    pooled = {step.input_map["ITEMS"] for step in written if step.model == "pool"}
+    if any(fill.tensor in pooled and fill.value for fill in fills):
+        return None  # a row with fewer items than others is filled up, and the sum of its items would show it
     config = _config(written, fills, outputs, rows, limit)
     while True:  # leave out what leads to no output
         try:

@@ -102,13 +102,19 @@ class Deployments:
         )
 
     def outage(self, deployment: Deployment) -> str:
-        """Why a loaded deployment cannot serve just now, or "": no instance of a model it needs lives, or it is on a
-        GPU that is lost.
+        """Why a loaded deployment cannot serve just now, or "": no instance of a model it needs lives or can work, or
+        it is on a GPU that is lost.
         """
         why = lost()
         if why and any(worker.is_on_gpu for queue in deployment.queues for worker in queue.instances):
             return why
-        return self._supervisor.outage(deployment.queues)
+        if outage := self._supervisor.outage(deployment.queues):
+            return outage
+        for queue in deployment.queues:
+            outages: list[str] = [worker.outage() for worker in queue.instances]
+            if outages and all(outages):
+                return outages[0]
+        return ""
 
     def find(self, name: str, version: str = "") -> Deployment:
         """The deployment of that name; its latest version if `version` is empty.
