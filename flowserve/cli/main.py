@@ -31,6 +31,7 @@ from flowserve.version import __version__
 USAGE_ERROR: Final = 2
 EXAMPLES: Final = Path(__file__).with_name("examples")  # a file for each command
 PICTURES: Final = ("text", "dot", "mermaid", "svg", "png", "html", "json")  # as in render/formats.py
+DIRECTIONS: Final = ("TB", "LR")  # as in render/layout.py
 
 DESCRIPTION: Final = """\
 Serve pipelines of models from a Triton model repository.
@@ -110,6 +111,9 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     graph.add_argument("model", metavar="MODEL", nargs="?", default="", help="which deployment of the repository")
     graph.add_argument("--format", choices=PICTURES, help="default: by the suffix of FILE, otherwise text")
     graph.add_argument("-o", "--output", metavar="FILE", type=Path, help="write to FILE instead of standard output")
+    text = "top to bottom or left to right; default: LR, or TB for a graph that would be too wide"
+    graph.add_argument("--direction", choices=DIRECTIONS, help=text)
+    graph.add_argument("--fold", action="store_true", help="draw each nested ensemble as one box")
 
     infer = command(
         "infer",

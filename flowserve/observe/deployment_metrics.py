@@ -167,7 +167,9 @@ def _families(choice: MetricsChoice) -> Iterator[FamilyTemplate]:
     for name, text, read in _DURATIONS:
         yield _histogram(name, text, edges, _in_seconds(read))
     text, edges = "Executed batches by their rows", [str(edge) for edge in ROW_EDGES]
-    yield _histogram("flowserve_batch_rows", text, edges, lambda s: (s.batch_rows().cumulated(), s.inference_count))
+    yield _histogram(
+        "flowserve_batch_rows", text, edges, lambda s: (s.batch_rows().cumulated(ROW_EDGES), s.inference_count)
+    )
     for name, text, summary in _SUMMARIES if choice.quantiles else ():
         lines, values = partial(_summary_lines, choice.quantiles), partial(_summary_values, choice.quantiles, summary)
         yield FamilyTemplate(name, SUMMARY, text, lines, values)
@@ -333,7 +335,7 @@ def _edge_values(read: Callable[[NodeTraffic, EdgeTraffic], int]) -> Values:
 def _in_seconds(read: Callable[[Statistics], tuple[Histogram, int]]) -> Callable[[Statistics], tuple[list[int], float]]:
     def found(one: Statistics) -> tuple[list[int], float]:
         histogram, total_ns = read(one)
-        return histogram.cumulated(), total_ns / _NS_PER_SECOND
+        return histogram.cumulated(DURATION_EDGES_NS), total_ns / _NS_PER_SECOND
 
     return found
 
@@ -341,9 +343,8 @@ def _in_seconds(read: Callable[[Statistics], tuple[Histogram, int]]) -> Callable
 def _until_first_response(one: Statistics) -> tuple[list[int], float]:
     """Triton's histogram in milliseconds, derived from flowserve's, which has all its edges."""
     histogram, total_ns = one.until_first_response()
-    counts = histogram.cumulated()
-    coarse = [counts[histogram.edges.index(edge * _NS_PER_MS)] for edge in _FIRST_RESPONSE_EDGES_MS]
-    return [*coarse, counts[-1]], total_ns / _NS_PER_MS
+    edges = [edge * _NS_PER_MS for edge in _FIRST_RESPONSE_EDGES_MS]
+    return histogram.cumulated(edges), total_ns / _NS_PER_MS
 
 
 def _summary_values(quantiles: Sequence[float], read: SummaryGetter, one: Statistics, _: int) -> Iterator[int | str]:

@@ -28,7 +28,6 @@ from flowserve.http.api.json_bodies import error_response, json_response, status
 from flowserve.http.api.openapi import openapi
 from flowserve.http.api.request_target import PREFIX, SUFFIX, is_version
 from flowserve.http.api.restricted import restricted
-from flowserve.http.page.docs import docs_routes
 from flowserve.http.page.routes import live_routes
 from flowserve.http.server.connection import RESERVATION, RETRY_AFTER, no_memory
 from flowserve.observe.deployment_metrics import deployment_metrics
@@ -120,7 +119,6 @@ def make_routes(engine: Engine, options: AppOptions, control: Control | None) ->
         *settings_routes(engine, options.log, body),
         *generate_routes(engine, body, options),
         Route("/openapi.json", document),
-        *docs_routes(),
         *live_routes(engine, control),
     ]
     for path in (PREFIX + "{name}", PREFIX + "{name}/versions/{version}"):
