@@ -157,6 +157,22 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     text = "must not exist; its last component is the graph's name"
     new.add_argument("folder", metavar="FOLDER", type=Path, help=text)
 
+    export = command(
+        "export",
+        "write manifests that serve a repository in a cluster",
+        "Write Kubernetes manifests that serve REPO, a folder or a URL such as s3://BUCKET/FOLDER, into a folder.",
+    )
+    export.add_argument("kind", metavar="kubernetes", choices=("kubernetes",), help="for which kind of cluster")
+    export.add_argument("repositories", metavar="REPO", nargs="*", type=repository, help="the model repository")
+    add_option(export, "--name NAME", "of everything in the cluster; default flowserve", default="flowserve")
+    add_option(export, "--image IMAGE", "the server's image; default flowserve:cpu", default="flowserve:cpu")
+    text = "the volume claim that has the models, mounted at /models; default models. Not for a repository in a store"
+    add_option(export, "--claim NAME", text, default="")
+    add_option(export, "--min-replicas N", "default 1", whole_number(0), 1)
+    add_option(export, "--max-replicas N", "default 4", whole_number(1), 4)
+    export.add_argument("-o", "--output", metavar="FOLDER", type=Path, required=True, help="the manifests' folder")
+    add_store_options(export)
+
     plan = command(
         "build-plan",
         "compile an ONNX file for this machine's GPU, with TensorRT",
@@ -247,11 +263,13 @@ def _main(arguments: Sequence[str] | None) -> int:
         parser.print_help(sys.stderr)
         return USAGE_ERROR
     command = subparsers[parsed.command]
-    if parsed.command in ("run", "check") and not any(word.startswith("-") for word in leftovers):
+    if parsed.command in ("run", "check", "export") and not any(word.startswith("-") for word in leftovers):
         parsed.repositories += map(repository, leftovers)  # those after an option, which argparse does not consume
         leftovers = []
     _refuse_leftovers(command, leftovers)
-    required = {"run": "repositories", "check": "repositories", "graph": "repository"}.get(parsed.command)
+    required = {"run": "repositories", "check": "repositories", "export": "repositories", "graph": "repository"}.get(
+        parsed.command
+    )
     if required and not getattr(parsed, required):
         command.error(f"which repository? Say: {command.prog} REPO")
     if parsed.command == "run":

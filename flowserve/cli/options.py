@@ -322,6 +322,8 @@ def _add_process_arguments(group: argparse._ArgumentGroup) -> None:
     add_option(group, "--id NAME", text, default=SERVER_NAME)
     text = "how long requests may take to finish after SIGTERM; default %(default)s"
     add_option(group, "--exit-timeout-secs SECONDS", text, whole_number(0), 30)
+    text = "after a stop signal, not ready but still serving for so long, so that load balancers learn it; default 0"
+    add_option(group, "--drain-delay-secs SECONDS", text, whole_number(0), 0)
     add_option(
         group, "--log-verbose LEVEL", "0 (default): what an operator needs; 1 and more: details", whole_number(0), 0
     )

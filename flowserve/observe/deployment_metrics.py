@@ -21,6 +21,7 @@ from flowserve.observe.exposition import (
     FamilyTemplate,
     MetricLine,
     MetricsPage,
+    Queued,
     number,
 )
 from flowserve.observe.settings import EVERYTHING, MetricsChoice
@@ -40,7 +41,7 @@ _NS_PER_MS: Final = 1_000_000
 _NS_PER_SECOND: Final = 1_000_000_000
 
 Labels = list[tuple[str, str]]
-Values = Callable[[Statistics, int], Iterable[int]]
+Values = Callable[[Statistics, Queued], Iterable[int | str]]
 # The window, the number of observations, their sum in nanoseconds.
 SummaryGetter = Callable[[SummarisedStatistics], tuple[SlidingWindow, int, int]]
 
@@ -146,7 +147,11 @@ def _families(choice: MetricsChoice) -> Iterator[FamilyTemplate]:
         lambda s, _: [s.failures[reason] for reason in REASONS],
     )
     text = "Number of requests waiting to be executed"
-    yield FamilyTemplate("nv_inference_pending_request_count", GAUGE, text, _one_line, lambda _, pending: (pending,))
+    yield FamilyTemplate("nv_inference_pending_request_count", GAUGE, text, _one_line, lambda _, q: (q.requests,))
+    text = (
+        "Share of instances that run a batch, plus waiting requests over the rows that all could run; above 1: a queue"
+    )
+    yield FamilyTemplate("flowserve_load_ratio", GAUGE, text, _one_line, lambda _, q: (number(round(q.load, 4)),))
     yield FamilyTemplate(
         "flowserve_missing_outputs_total",
         COUNTER,
@@ -243,7 +248,7 @@ def _histogram(
         yield from (("_bucket", [*labels, ("le", edge)]) for edge in (*edges, "+Inf"))
         yield from (("_count", labels), ("_sum", labels))
 
-    def values(one: Statistics, _: int) -> Iterable[int | str]:
+    def values(one: Statistics, _: Queued) -> Iterable[int | str]:
         counts, total = read(one)
         return (*counts, counts[-1], number(total))
 
@@ -291,7 +296,7 @@ def _item_lines(one: Statistics) -> Iterator[MetricLine]:
             yield from (("_count", labels), ("_sum", labels))
 
 
-def _item_counts(one: Statistics, _: int) -> Iterator[int]:
+def _item_counts(one: Statistics, _: Queued) -> Iterator[int]:
     for space in one.spaces:
         if space.is_of_items:
             counts = [*accumulate(space.items)]
@@ -347,7 +352,7 @@ def _until_first_response(one: Statistics) -> tuple[list[int], float]:
     return histogram.cumulated(edges), total_ns / _NS_PER_MS
 
 
-def _summary_values(quantiles: Sequence[float], read: SummaryGetter, one: Statistics, _: int) -> Iterator[int | str]:
+def _summary_values(quantiles: Sequence[float], read: SummaryGetter, one: Statistics, _: Queued) -> Iterator[int | str]:
     if isinstance(one, SummarisedStatistics):
         window, count, total_ns = read(one)
         yield from (number(value / _NS_PER_US) for value in window.quantiles(quantiles, one.clock()))

@@ -241,6 +241,15 @@ class Scheduler:
             waiting[queue.key] = waiting.get(queue.key, 0) + len(queue.batcher) + looked_up
         return waiting
 
+    def occupied(self) -> dict[ModelKey, tuple[int, int]]:
+        """Of each model, in all of its queues, how many instances run a batch, and how many there are."""
+        found: dict[ModelKey, tuple[int, int]] = {}
+        for queue in self._queues:
+            busy, instances = found.get(queue.key, (0, 0))
+            here = len(queue.instances) - len(queue.away)
+            found[queue.key] = busy + max(here - len(queue.free), 0), instances + here
+        return found
+
     @property
     def open_sequences(self) -> int:
         """The number of live sequences of all models."""
