@@ -1,7 +1,7 @@
 """Graphs with conditions and items, beside the same work without them: a cascade, and a detector with crops.
 
 The models sleep, so that the figures show batching and overhead, and not arithmetic. Decides the models, the ways to do
-the same work, and the requests, whose responses are all checked. Callers: `python -m bench --work cascade,crops`.
+the same work, and the requests, whose responses are all checked. Callers: `python -m bench --work cascade,crops,items`.
 
 | way | what |
 |---|---|
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import threading
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,9 @@ from bench.works import Array
 ROW_WORKS: Final = {
     "cascade": "a small model of 1 ms a batch, then for a fifth of the rows one of 8 ms and 0.1 ms a row",
     "crops": "a detector of 1 ms a batch, 0 to 16 crops (6 in the mean), a classifier of 2 ms and 0.1 ms a row",
+    "items": "requests of one item, alone and beside a client whose requests have 10,000, four parts of them at a time",
 }
+_ITEMS: Final = 10_000
 _CONNECTIONS: Final = 32
 _CROPS: Final = 16
 _WARMUP_S: Final = 1.0
@@ -116,6 +119,7 @@ _MODELS: Final = {
     "never": _Model("Y FP32 1", _LARGE_SAYS),
     "detect": _Model("CROPS FP32 16, 4; COUNT INT32 1", _CROPS_OF, "0.001"),
     "classify": _Model("Y FP32 1", _LABEL, "0.002 + 0.0001 * rows"),
+    "label": _Model("Y FP32 1", _LABEL, "0.0005"),
     "classify_one": _Model("Y FP32 1", _LABEL, "0.0021", rows=1),
     "cascade_exec": _Model(
         "Y FP32 1",
@@ -150,7 +154,9 @@ _GRAPHS: Final = {
         _step("detect", "X", "CROPS=crops", "COUNT=count") + _step("classify_one", "crops", "Y=Y", more=_EACH),
     ),
     "found": ("1", _step("detect", "X", "COUNT=Y")),
+    "items": ("-1, 1", _step("label", "X", "Y=Y", more=f'each {{ tensor: "X" at_most: {_ITEMS} }}')),
 }
+_INPUTS_OF: Final = {"items": "-1, 4"}  # of the graphs whose input has other dims than [4]
 
 
 def _write_repository(folder: Path) -> None:
@@ -160,8 +166,10 @@ def _write_repository(folder: Path) -> None:
         (folder / name / "1").mkdir(parents=True)
         kind = "INT32" if name == "found" else "FP32"
         (folder / name / "config.pbtxt").write_text(
-            'platform: "ensemble" max_batch_size: 32\ninput { name: "X" data_type: TYPE_FP32 dims: [ 4 ] }\n'
-            f'output {{ name: "Y" data_type: TYPE_{kind} dims: [ {dims} ] }}\nensemble_scheduling {{\n{steps}}}\n'
+            'platform: "ensemble" max_batch_size: 32\n'
+            f'input {{ name: "X" data_type: TYPE_FP32 dims: [ {_INPUTS_OF.get(name, "4")} ] }}\n'
+            f'output {{ name: "Y" data_type: TYPE_{kind} dims: [ {dims} ] }}\n'
+            f"ensemble_scheduling {{\n{'max_inflight_requests: 4' if name == 'items' else ''}\n{steps}}}\n"
         )
 
 
@@ -200,9 +208,19 @@ def _labels(row: Array) -> Array:
     return found
 
 
+def _one_item(generator: np.random.Generator, count: int) -> Array:
+    return generator.integers(-1000, 1000, (count, 1, 4)).astype(np.float32)
+
+
+def _many_items(generator: np.random.Generator, count: int) -> Array:
+    return generator.integers(-1000, 1000, (2, _ITEMS, 4)).astype(np.float32)
+
+
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One deployment under one load. `about`: its line in the table; `batches_of`: a model whose batches it shows."""
+    """One deployment under one load. `about`: its line in the table; `batches_of`: a model whose batches it shows;
+    `beside`: inputs that one more client sends meanwhile, which are not measured.
+    """
 
     about: str
     deployment: str
@@ -210,6 +228,7 @@ class _Way:
     answer: Answer
     connections: int = _CONNECTIONS
     batches_of: str = ""
+    beside: _Inputs | None = None
 
 
 _CASCADE: Final = (
@@ -227,7 +246,19 @@ _CROPS_WAYS: Final = (
     _Way("`each`, no crop, 1 connection", "crops", _empty_inputs, _labels, connections=1),
     _Way("the detector alone, 1 connection", "found", _empty_inputs, lambda x: np.zeros(0, np.float32), connections=1),
 )
-_WAYS: Final = {"cascade": _CASCADE, "crops": _CROPS_WAYS}
+_ITEM_WAYS: Final = (
+    _Way("alone", "items", _one_item, lambda x: x[:, :1] * 2, connections=16, batches_of="label"),
+    _Way(
+        "beside 10,000 items",
+        "items",
+        _one_item,
+        lambda x: x[:, :1] * 2,
+        connections=16,
+        batches_of="label",
+        beside=_many_items,
+    ),
+)
+_WAYS: Final = {"cascade": _CASCADE, "crops": _CROPS_WAYS, "items": _ITEM_WAYS}
 
 
 def measure_rows(works: Sequence[str], rounds: int, seconds: float, say: Callable[[str], None]) -> str:
@@ -255,9 +286,18 @@ def measure_rows(works: Sequence[str], rounds: int, seconds: float, say: Callabl
 
 def _run(way: _Way, requests: Path, server: Server, seconds: float) -> tuple[Measured, float]:
     """A load, and the mean batch of the model that the way shows."""
+    others: threading.Thread | None = None
+    if way.beside is not None:
+        length = _WARMUP_S + seconds + 1.0
+        others = threading.Thread(
+            target=run_load, args=(requests.with_name(f"{requests.name}-beside"), server, 1, 0.0, length)
+        )
+        others.start()
     run_load(requests, server, way.connections, 0.0, _WARMUP_S)
     before = _counts(server, way.batches_of)
     measured = run_load(requests, server, way.connections, 0.0, seconds)
+    if others is not None:
+        others.join()
     after = _counts(server, way.batches_of)
     batches = after[1] - before[1]
     return measured, (after[0] - before[0]) / batches if batches else 0.0
@@ -272,9 +312,11 @@ def _counts(server: Server, model: str) -> tuple[int, int]:
     return stats["inference_count"], stats["execution_count"]
 
 
-def _write_requests(way: _Way, folder: Path) -> None:
+def _write_requests(way: _Way, folder: Path, inputs: _Inputs | None = None) -> None:
+    if inputs is None and way.beside is not None:
+        _write_requests(way, folder.with_name(f"{folder.name}-beside"), way.beside)
     folder.mkdir(parents=True)
-    for i, row in enumerate(way.inputs(np.random.default_rng(5), 20 * way.connections)):
+    for i, row in enumerate((inputs or way.inputs)(np.random.default_rng(5), 20 * way.connections)):
         (folder / f"{i}.request").write_bytes(infer_request(way.deployment, row[None]))
         (folder / f"{i}.answer").write_bytes(np.ravel(way.answer(row)).astype("<f4").tobytes())
 

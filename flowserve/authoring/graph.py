@@ -19,6 +19,7 @@ from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Problem, Problems
 from flowserve.graph.builder import DeclaredPart, GraphBuilder, Part
 from flowserve.render.formats import format_of, render
+from flowserve.render.layout import Direction
 from flowserve.repository.override import PrivateFolder, check_name
 from flowserve.repository.resolve import resolve
 from flowserve.runtime.loading.reading import Reading
@@ -115,39 +116,41 @@ class Graph(GraphBuilder):
         """
         return write_private_repository([self])
 
-    # Pictures
+    # Pictures. `direction` "TB" or "LR": top to bottom or left to right; None: left to right unless that is too wide.
+    # `fold`: each nested ensemble is one box. All of them block, and raise Problems for a graph with mistakes.
 
     def to_text(self) -> str:
         return self._draw("text").decode()
 
-    def to_dot(self) -> str:
-        return self._draw("dot").decode()
+    def to_dot(self, *, direction: Direction | None = None, fold: bool = False) -> str:
+        return self._draw("dot", direction=direction, fold=fold).decode()
 
-    def to_mermaid(self) -> str:
-        return self._draw("mermaid").decode()
+    def to_mermaid(self, *, direction: Direction | None = None, fold: bool = False) -> str:
+        return self._draw("mermaid", direction=direction, fold=fold).decode()
 
-    def to_svg(self) -> str:
-        return self._draw("svg").decode()
+    def to_svg(self, *, direction: Direction | None = None, fold: bool = False) -> str:
+        return self._draw("svg", direction=direction, fold=fold).decode()
 
-    def to_html(self) -> str:
-        return self._draw("html").decode()
+    def to_html(self, *, direction: Direction | None = None, fold: bool = False) -> str:
+        return self._draw("html", direction=direction, fold=fold).decode()
 
     def to_json(self) -> str:
         """The graph as JSON; docs/pictures.md describes the fields."""
         return self._draw("json").decode()
 
-    def to_png(self) -> bytes:
-        """Raises Unsupported if Pillow is not installed."""
-        return self._draw("png")
+    def to_png(self, *, direction: Direction | None = None, fold: bool = False) -> bytes:
+        """Raises Unsupported if resvg is not installed."""
+        return self._draw("png", direction=direction, fold=fold)
 
-    def draw(self, file: str | Path) -> None:
+    def draw(self, file: str | Path, *, direction: Direction | None = None, fold: bool = False) -> None:
         """Write a picture in the format of the file's suffix, as `flowserve graph -o` does. Blocks."""
-        Path(file).write_bytes(self._draw(format_of(Path(file))))
+        Path(file).write_bytes(self._draw(format_of(Path(file)), direction=direction, fold=fold))
 
-    def _draw(self, picture: str) -> bytes:
+    def _draw(self, picture: str, *, direction: Direction | None = None, fold: bool = False) -> bytes:
         """Raises Problems: a graph with mistakes cannot be drawn."""
         reading = self.reading()
-        return render(reading.resolution.graphs[self.name][1], reading.configs, picture)
+        graph = reading.resolution.graphs[self.name][1]
+        return render(graph, reading.configs, picture, direction=direction, fold=fold)
 
     def _repr_svg_(self) -> str:
         return self.to_svg()

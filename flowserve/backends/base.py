@@ -343,6 +343,14 @@ class CallsModels(Protocol):
 
 
 @runtime_checkable
+class NeedsOthers(Protocol):
+    """Implemented by an `Instance` that works only while something outside of the server does."""
+
+    def outage(self) -> str:
+        """Why it cannot work just now, or "". Called at any time, on the event loop; never blocks."""
+
+
+@runtime_checkable
 class SharesOutputs(Protocol):
     """Implemented by an `Instance` that can write outputs to memory that other processes read."""
 

@@ -31,6 +31,7 @@ _BUILT_IN: Final = {
     "onnxruntime": ("flowserve.backends.onnx.installation", "make_backend", "model.onnx"),
     "tensorrt": ("flowserve.backends.tensorrt.backend", "TensorRtBackend", "model.plan"),
     "python": ("flowserve.backends.python.backend", "PythonBackend", "model.py"),
+    "remote": ("flowserve.grpc.remote.make", "make_backend", ""),
     # Their libraries are extras: these modules import them for their first model only.
     "fil": ("flowserve.backends.fil", "make_backend", "xgboost.json"),
     "openvino": ("flowserve.backends.openvino", "make_backend", "model.xml"),
@@ -59,10 +60,10 @@ def find(name: str) -> Backend:
 
 @cache
 def default_files() -> Mapping[str, str]:
-    """The default model file of each backend, by the backend's name. A backend that cannot be loaded is left out, with
-    a warning.
+    """The default model file of each backend that has one, by the backend's name. A backend that cannot be loaded is
+    left out, with a warning.
     """
-    files = {name: file for name, (_, _, file) in _BUILT_IN.items()}
+    files = {name: file for name, (_, _, file) in _BUILT_IN.items() if file}
     for name in _entries():
         if name in files:
             continue

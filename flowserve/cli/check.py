@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, Final, Literal, TextIO
 
 from flowserve.cli.logs import escape
+from flowserve.cli.stores import open_mirrors
 from flowserve.cli.target import find_graph, is_target, refuse_among
 from flowserve.errors import FlowserveError, Place, Problem, problems_of
 from flowserve.graph.advice import advise
 from flowserve.render.text import render_text
 from flowserve.repository.layout import is_model_folder
+from flowserve.repository.mirror.mirror import Mirror
 from flowserve.runtime.loading.reading import Reading, read_apart, verify
 
 RED, YELLOW, DIM, PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
@@ -42,9 +44,15 @@ class Finding:
 def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """The command: `check`, with standard output and error."""
     config_name = arguments.model_config_name or ""
+    try:
+        mirrors = open_mirrors(arguments)
+    except FlowserveError as error:
+        print_failure("", error)
+        return 1
     repositories = arguments.repositories
     is_json, is_quiet = arguments.json, arguments.quiet
-    return check(repositories, sys.stdout, sys.stderr, _has_color(), config_name, as_json=is_json, is_quiet=is_quiet)
+    color = _has_color()
+    return check(repositories, sys.stdout, sys.stderr, color, config_name, mirrors, as_json=is_json, is_quiet=is_quiet)
 
 
 def check(
@@ -53,21 +61,26 @@ def check(
     err: TextIO,
     color: bool,
     config_name: str = "",
+    mirrors: Sequence[Mirror] = (),
     *,
     as_json: bool = False,
     is_quiet: bool = False,
 ) -> int:
     """Print all problems to `err` and return 1, or the compiled graphs to `out` and return 0. A single repository may
-    also be one deployment's folder, or "module:graph".
+    also be one deployment's folder, or "module:graph". `mirrors`: those among the repositories that are in stores.
 
     Warnings go to `err` in both cases. `as_json`: only one line of JSON to `out`. `is_quiet`: only problems
     and warnings are printed.
     """
     reading: Reading | None = None
     try:
+        for mirror in mirrors:
+            mirror.update()
         with redirect_stdout(err):  # output of the user's own code does not belong to the result
             reading = _read(repositories, config_name)
-        findings = [*_findings(reading)]
+        not_fetched = {name: one for mirror in mirrors for name, one in mirror.problems.items()}
+        findings = [Finding("error", name, problem) for name, one in not_fetched.items() for problem in one.problems]
+        findings += _findings(reading)
     except FlowserveError as error:
         findings = [Finding("error", "", problem) for problem in problems_of(error)]
     errors = sum(found.severity == "error" for found in findings)

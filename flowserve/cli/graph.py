@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 
 from flowserve.cli.check import print_failure
@@ -16,8 +18,9 @@ from flowserve.cli.logs import escape
 from flowserve.cli.target import find_graph, is_target
 from flowserve.config.suggest import did_you_mean
 from flowserve.errors import FlowserveError, Invalid, NotFound
+from flowserve.graph.types import Graph
 from flowserve.render.formats import format_of, render
-from flowserve.render.text import render_text
+from flowserve.render.labels import Configs
 from flowserve.repository.layout import is_model_folder
 from flowserve.runtime.loading.reading import Reading, read_apart
 
@@ -34,7 +37,8 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
             print_failure(name, error)
         if failed:
             return 1
-        _write(_draw(reading, model, picture), picture, output)
+        draw = partial(render, picture=picture, direction=arguments.direction, fold=arguments.fold)
+        _write(_draw(reading, model, draw, picture), picture, output)
     except FlowserveError as error:
         print_failure("", error)
         return 1
@@ -54,7 +58,7 @@ def _read(given: Path, model: str) -> tuple[Reading, str]:
     return read_apart([path.parent]), path.name
 
 
-def _draw(reading: Reading, model: str, picture: str) -> bytes:
+def _draw(reading: Reading, model: str, draw: Callable[[Graph, Configs], bytes], picture: str) -> bytes:
     graphs, configs = reading.resolution.graphs, reading.configs
     if not graphs:
         raise NotFound("there is no model here, and so nothing to draw")
@@ -63,10 +67,10 @@ def _draw(reading: Reading, model: str, picture: str) -> bytes:
         raise NotFound(f"no deployment is called '{model}' ({hint})")
     if model or len(graphs) == 1:
         versions = graphs[model or next(iter(graphs))]
-        return render(versions[max(versions)], configs, picture)
+        return draw(versions[max(versions)], configs)
     if picture == "text":
         every = [graph for name in sorted(graphs) for graph in graphs[name].values()]
-        return "\n".join(render_text(graph, configs) for graph in every).encode()
+        return b"\n".join(draw(graph, configs) for graph in every)
     names = ", ".join([*reading.resolution.ensembles, *reading.resolution.models])
     raise Invalid(f"which deployment shall be drawn? Name one of: {names}")
 

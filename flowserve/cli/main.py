@@ -24,12 +24,14 @@ from flowserve.cli.interrupts import INTERRUPTED, silent_interrupts
 from flowserve.cli.option_values import add_option, levels, profile, request_parameter, seconds, whole_number
 from flowserve.cli.options import INSTEAD, NOT_YET, add_config_name, add_quiet, add_run_arguments, contradiction
 from flowserve.cli.standard_output import NOT_WRITTEN, drop_output
+from flowserve.cli.stores import add_store_options, open_mirrors, repository
 from flowserve.errors import FlowserveError, Unsupported
 from flowserve.version import __version__
 
 USAGE_ERROR: Final = 2
 EXAMPLES: Final = Path(__file__).with_name("examples")  # a file for each command
 PICTURES: Final = ("text", "dot", "mermaid", "svg", "png", "html", "json")  # as in render/formats.py
+DIRECTIONS: Final = ("TB", "LR")  # as in render/layout.py
 
 DESCRIPTION: Final = """\
 Serve pipelines of models from a Triton model repository.
@@ -94,7 +96,8 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         "Read every configuration of REPO; print all problems with their places, or the compiled graphs.",
     )
     text = "a model repository, or several that are served together; or one deployment's folder"
-    check.add_argument("repositories", metavar="REPO", nargs="*", type=Path, help=text)
+    check.add_argument("repositories", metavar="REPO", nargs="*", type=repository, help=text)
+    add_store_options(check)
     check.add_argument("--json", action="store_true", help="print one line of JSON instead")
     add_config_name(check)
 
@@ -108,6 +111,9 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     graph.add_argument("model", metavar="MODEL", nargs="?", default="", help="which deployment of the repository")
     graph.add_argument("--format", choices=PICTURES, help="default: by the suffix of FILE, otherwise text")
     graph.add_argument("-o", "--output", metavar="FILE", type=Path, help="write to FILE instead of standard output")
+    text = "top to bottom or left to right; default: LR, or TB for a graph that would be too wide"
+    graph.add_argument("--direction", choices=DIRECTIONS, help=text)
+    graph.add_argument("--fold", action="store_true", help="draw each nested ensemble as one box")
 
     infer = command(
         "infer",
@@ -150,6 +156,22 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     )
     text = "must not exist; its last component is the graph's name"
     new.add_argument("folder", metavar="FOLDER", type=Path, help=text)
+
+    export = command(
+        "export",
+        "write manifests that serve a repository in a cluster",
+        "Write Kubernetes manifests that serve REPO, a folder or a URL such as s3://BUCKET/FOLDER, into a folder.",
+    )
+    export.add_argument("kind", metavar="kubernetes", choices=("kubernetes",), help="for which kind of cluster")
+    export.add_argument("repositories", metavar="REPO", nargs="*", type=repository, help="the model repository")
+    add_option(export, "--name NAME", "of everything in the cluster; default flowserve", default="flowserve")
+    add_option(export, "--image IMAGE", "the server's image; default flowserve:cpu", default="flowserve:cpu")
+    text = "the volume claim that has the models, mounted at /models; default models. Not for a repository in a store"
+    add_option(export, "--claim NAME", text, default="")
+    add_option(export, "--min-replicas N", "default 1", whole_number(0), 1)
+    add_option(export, "--max-replicas N", "default 4", whole_number(1), 4)
+    export.add_argument("-o", "--output", metavar="FOLDER", type=Path, required=True, help="the manifests' folder")
+    add_store_options(export)
 
     plan = command(
         "build-plan",
@@ -241,11 +263,13 @@ def _main(arguments: Sequence[str] | None) -> int:
         parser.print_help(sys.stderr)
         return USAGE_ERROR
     command = subparsers[parsed.command]
-    if parsed.command in ("run", "check") and not any(word.startswith("-") for word in leftovers):
-        parsed.repositories += map(Path, leftovers)  # those after an option, which argparse does not consume
+    if parsed.command in ("run", "check", "export") and not any(word.startswith("-") for word in leftovers):
+        parsed.repositories += map(repository, leftovers)  # those after an option, which argparse does not consume
         leftovers = []
     _refuse_leftovers(command, leftovers)
-    required = {"run": "repositories", "check": "repositories", "graph": "repository"}.get(parsed.command)
+    required = {"run": "repositories", "check": "repositories", "export": "repositories", "graph": "repository"}.get(
+        parsed.command
+    )
     if required and not getattr(parsed, required):
         command.error(f"which repository? Say: {command.prog} REPO")
     if parsed.command == "run":
@@ -273,6 +297,7 @@ def _run(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
     if wrong := contradiction(parsed):
         command.error(wrong)
     try:
+        parsed.mirrors = open_mirrors(parsed)
         refuse_among(parsed.repositories)
         if len(parsed.repositories) == 1 and is_target(parsed.repositories[0]):
             private = find_graph(str(parsed.repositories[0])).write_private()

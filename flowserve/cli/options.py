@@ -38,6 +38,7 @@ from flowserve.cli.option_values import (
     trace_setting,
     whole_number,
 )
+from flowserve.cli.stores import add_store_options, repository
 from flowserve.grpc.options import KEY_PREFIX, MESSAGE_BYTES, MESSAGE_BYTES_MAX, GrpcOptions
 from flowserve.memory.capacity import memory_bytes, open_files
 from flowserve.observe.settings import FORMATS, LogChoice, MetricsChoice
@@ -150,12 +151,13 @@ _WITHOUT_SETTINGS: Final = ("callable", "python", "tensorrt")
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all options. The repository is optional for argparse, so that a misspelt option is reported first."""
-    help_text = "the model repository, a folder of model folders; several are served as one"
-    parser.add_argument("repositories", metavar="REPO", nargs="*", type=Path, help=help_text)
+    help_text = "the model repository, a folder of model folders, or a URL such as s3://BUCKET/FOLDER; several are one"
+    parser.add_argument("repositories", metavar="REPO", nargs="*", type=repository, help=help_text)
     _add_http_arguments(parser.add_argument_group("where it listens"))
     _add_grpc_arguments(parser.add_argument_group("gRPC"))
     _add_metrics_arguments(parser.add_argument_group("metrics"))
     _add_model_arguments(parser.add_argument_group("how models are loaded and run"))
+    add_store_options(parser.add_argument_group("repositories in stores"))
     _add_gpu_arguments(parser.add_argument_group("GPUs"))
     _add_process_arguments(parser.add_argument_group("how it logs, traces and ends"))
     _add_arguments_without_effect(parser)
@@ -320,6 +322,8 @@ def _add_process_arguments(group: argparse._ArgumentGroup) -> None:
     add_option(group, "--id NAME", text, default=SERVER_NAME)
     text = "how long requests may take to finish after SIGTERM; default %(default)s"
     add_option(group, "--exit-timeout-secs SECONDS", text, whole_number(0), 30)
+    text = "after a stop signal, not ready but still serving for so long, so that load balancers learn it; default 0"
+    add_option(group, "--drain-delay-secs SECONDS", text, whole_number(0), 0)
     add_option(
         group, "--log-verbose LEVEL", "0 (default): what an operator needs; 1 and more: details", whole_number(0), 0
     )

@@ -152,7 +152,8 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
             return _failed(not_a_repository(repository))
     exit_timeout_s, restrictions = arguments.exit_timeout_secs, tuple(arguments.http_restricted_api)
     metrics_shown = metrics_choice(arguments)
-    with Shutdown(exit_timeout_s, arguments.repositories) as shutdown, FrozenHeap() as heap:
+    delay_s = arguments.drain_delay_secs
+    with Shutdown(exit_timeout_s + delay_s, arguments.repositories) as shutdown, FrozenHeap() as heap:
         traced = arguments.trace_config
         trace = TraceOptions(trace_choice(traced), opentelemetry_settings(traced), trace_api_max_bytes(traced))
         try:
@@ -186,7 +187,10 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
             summaries=metrics_shown is not None and bool(metrics_shown.quantiles),
         )
         control_options = ControlOptions(
-            arguments.model_control_mode, tuple(dict.fromkeys(arguments.load_model)), arguments.repository_poll_secs
+            arguments.model_control_mode,
+            tuple(dict.fromkeys(arguments.load_model)),
+            arguments.repository_poll_secs,
+            arguments.mirrors,
         )
         budget = input_budget(arguments)
         pattern = arguments.http_header_forward_pattern
@@ -229,6 +233,8 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
                 status = await _load(arguments, engine, control, shutdown, where, heap)
                 if status == 0:
                     await shutdown.asked.wait()
+                    engine.deployments.is_leaving = True
+                    await trio.sleep(delay_s)
                 control.stop()
                 await _drain(engine, server, grpc_server, shutdown)
                 if metrics is not None:

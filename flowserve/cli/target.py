@@ -62,8 +62,8 @@ def find_graph(word: str) -> PythonGraph:
     module, _, attribute = word.partition(":")
     if attribute.startswith("/"):  # Path has reduced two slashes to one: s3://bucket/models
         raise NotFound(
-            f"'{module}:/{attribute}' is no folder here, and repositories elsewhere are not read; copy it into a "
-            "folder (aws s3 sync, gcloud storage rsync, azcopy) and name that"
+            f"'{module}:/{attribute}' is no folder here; `flowserve check` and `flowserve run` read repositories in "
+            "stores, into folders below --repository-cache"
         )
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)

@@ -13,6 +13,7 @@ from typing import Final
 
 from flowserve.config import model_config_pb2 as pb
 
+REMOTE: Final = "remote"  # the backend, and the `execution`, of models that run on another server
 BACKEND_OF_PLATFORM: Final[Mapping[str, str]] = {
     "onnxruntime_onnx": "onnxruntime",
     "tensorrt_plan": "tensorrt",
@@ -74,6 +75,12 @@ def fill_backend(message: pb.ModelConfig, folder: Path, default_files: Mapping[s
     """Fill in `backend`, `platform` and `default_model_filename` if they can be derived, else leave them empty."""
     if message.platform == "ensemble" or message.HasField("ensemble_scheduling"):
         return
+    if (
+        not message.backend
+        and "execution" in message.parameters
+        and message.parameters["execution"].string_value == REMOTE
+    ):
+        message.backend = REMOTE
     if not message.backend:
         message.backend = BACKEND_OF_PLATFORM.get(message.platform, "")
     if not message.backend and not message.platform:

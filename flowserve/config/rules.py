@@ -87,8 +87,8 @@ Rule = Callable[[RuleInput], Iterator[Problem]]
 
 INSTANCES_MAX: Final = 1024
 NAME_MAX_BYTES: Final = 255
-EXECUTIONS: Final = ("auto", "inline", "thread", "process", "ray")
-NEVER_IN_PROCESSES: Final = frozenset({"callable", "onnxruntime", "tensorrt"})
+EXECUTIONS: Final = ("auto", "inline", "thread", "process", "remote", "ray")
+NEVER_IN_PROCESSES: Final = frozenset({"callable", "onnxruntime", "tensorrt", "remote"})
 EXECUTION_SECONDS_MAX: Final = 1_000_000
 SCHEDULING: Final = "ensemble_scheduling"
 _DECIMAL: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
@@ -213,6 +213,10 @@ def execution(s: RuleInput) -> Iterator[Problem]:
     if "execution" in m.parameters and value not in EXECUTIONS:
         text = f"parameter 'execution' of model '{m.name}' is \"{value}\""
         yield s.problem("M13", path, text, did_you_mean(value, EXECUTIONS) or f"it is one of {', '.join(EXECUTIONS)}")
+    if (value == "remote") != (m.backend == "remote") and (m.backend or value == "remote"):
+        text = f"model '{m.name}' has execution \"{value}\" and backend '{m.backend}'"
+        if value == "remote" or (m.backend == "remote" and value not in ("", "auto", "thread")):
+            yield s.problem("M13", path, text, 'a model on another server has execution "remote" and no other backend')
     timeout = s.parameter("execution_timeout")
     is_time = _DECIMAL.fullmatch(timeout) and 0 < float(timeout) <= EXECUTION_SECONDS_MAX
     if "execution_timeout" in m.parameters and not is_time:

@@ -29,6 +29,7 @@ from flowserve.graph.types import (
 
 NO_SLOT: Final = -1  # an optional input without a producer, or an output without a reader
 _INWARD: Final = (Derivation.TAKE, Derivation.ITEMS)
+_OF_ROWS: Final = (*_INWARD, Derivation.MERGE, Derivation.RESHAPE)  # they say which rows a tensor has
 _SPREAD: Final = -3  # as the first number of a `Ref`: the rows of a space
 
 
@@ -81,7 +82,8 @@ class Operation:
     `index` continues the numbers of the nodes, among the consumers of a slot. `tensors` are the slots of the tensors
     that it uses, in the order of the record, and `spreads` those of the spaces of `derived`, NO_SLOT for the space of
     the tensor itself. `around`: the space of the result, of a space that around it; 0 for the request's own rows.
-    `has_rows`: whether the result has a batch dimension.
+    `has_rows`: whether the result has a batch dimension. `examined`: the slots of the tensors whose elements it reads;
+    of others it only says which rows the result has, so that they may stay on a device.
     """
 
     index: int
@@ -93,6 +95,7 @@ class Operation:
     derived: Derived | None = None
     around: int = 0
     has_rows: bool = True
+    examined: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -269,6 +272,7 @@ class _Wires:
     def space_plan(self, graph: Graph) -> SpacePlan:
         """The operations that the nodes and outputs need, and those that these need in turn."""
         operations: list[Operation] = []
+        are_batched = graph.max_batch_size > 0 and all(node.max_batch_size for node in graph.nodes)
         waiting = [*self._refs]
         seen = set(waiting)
         while waiting:
@@ -298,7 +302,13 @@ class _Wires:
             tensors = tuple(self.slot_of[one] for one in refs)
             reads = tuple(dict.fromkeys(self.slot_of[one] for one in needed))
             has_rows = graph.has_rows(derived.space) if derived is not None else True
-            operations.append(Operation(index, reads, slot, tensors, spreads, space, derived, around, has_rows))
+            examined = tensors
+            if are_batched and derived is not None and derived.how in _OF_ROWS:
+                examined = ()
+            elif are_batched and space is not None and space.each is not None:
+                examined = tensors[len(space.each.tensors) :]  # the count
+            operation = Operation(index, reads, slot, tensors, spreads, space, derived, around, has_rows, examined)
+            operations.append(operation)
             for read in reads:
                 self.read.add(read)
                 self.consumers[read].append(index)
@@ -402,9 +412,22 @@ def _may_disagree(graph: Graph, edge: Edge) -> bool:
 def _lacking(graph: Graph, edges: Sequence[Edge]) -> Iterator[tuple[int, str, int]]:
     for edge in edges:
         if edge.producer == GRAPH and edge.consumer != GRAPH and graph.inputs[edge.output].optional:
-            spec = graph.nodes[edge.consumer].inputs[edge.input]
-            if not spec.optional:
+            node = graph.nodes[edge.consumer]
+            spec = node.inputs[edge.input]
+            if not spec.optional and not _runs_only_with(graph, node.space, edge.output):
                 yield edge.output, spec.name, edge.consumer
+
+
+def _runs_only_with(graph: Graph, space: int, given: int) -> bool:
+    """Whether a space has no row if the request omits this input: it is tested, or taken apart, for the space."""
+    while space:
+        opened = graph.spaces[space - 1]
+        decisive = opened.opens if opened.each is None else opened.opens[: len(opened.each.tensors)]
+        is_otherwise = opened.test is not None and opened.test.otherwise
+        if not is_otherwise and any(graph.made_by(ref) == (GRAPH, given) for ref in decisive):
+            return True
+        space = opened.parent
+    return False
 
 
 def _needed(graph: Graph, outputs: Collection[str] | None) -> Sequence[Edge]:

@@ -238,10 +238,11 @@ def _every_tensor_is_read(w: Wiring) -> Iterator[Problem]:
         if tensor in w.readers or writers[0].step == GRAPH or writers[0].step not in alive:
             continue
         wanted = [name for name in w.readers if name not in w.writers]
+        where = "of `fill`" if writers[0].field else "of the output_map"
         yield Problem(
             f"ensemble tensor '{tensor}' is unused in ensemble '{w.name}'",
             w.place_of_writer(writers[0]),
-            hint=did_you_mean(tensor, wanted) or "it has no reader; leave it out of the output_map",
+            hint=did_you_mean(tensor, wanted) or f"it has no reader; leave it out {where}",
         )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import inf, nextafter, prod
+from math import inf, isfinite, nextafter, prod
 
 import networkx as nx
 import numpy as np
@@ -29,6 +29,7 @@ from flowserve.values import DType, TensorSpec
 _COUNTS = frozenset(
     {DType.INT32, DType.INT64, DType.UINT8, DType.UINT16, DType.UINT32, DType.UINT64, DType.INT8, DType.INT16}
 )
+_EXACT_MAX = 2**53 - 1  # the next integer may be one that a 64-bit floating-point number has rounded
 _FLOATS = frozenset({DType.FP16, DType.FP32, DType.FP64, DType.BF16})
 
 
@@ -339,18 +340,23 @@ def _wrong_fills(w: Wiring, made: Arrangement) -> Iterator[Problem]:
             text = f"in ensemble {w.name}, tensor '{fill.tensor}' is {spec.dtype}, and `string_value` fills BYTES only"
             yield Problem(text, place, "G31", "write `value`")
         if spec is not None and not _holds(spec.dtype, fill.value):
-            text = f"in ensemble {w.name}, tensor '{fill.tensor}' is {spec.dtype}, which cannot be {fill.value:g}"
-            yield Problem(text, place, "G31")
+            text = f"in ensemble {w.name}, tensor '{fill.tensor}' is {spec.dtype}, which cannot be {fill.value:.17g}"
+            hint = "a `value` is a 64-bit floating-point number, in which integers are exact up to 2 to the power of 53"
+            is_inexact = spec.dtype not in _FLOATS and abs(fill.value) > _EXACT_MAX
+            yield Problem(text, place, "G31", hint if is_inexact else "")
 
 
 def _holds(dtype: DType, value: float) -> bool:
     """Whether a tensor of this type can have the value."""
     if dtype is DType.BOOL:
         return value in (0, 1)
-    if dtype is DType.BYTES or dtype in _FLOATS:
-        return dtype is not DType.BYTES or not value
+    if dtype is DType.BYTES:
+        return not value
+    if dtype in _FLOATS:
+        with np.errstate(over="ignore"):
+            return not isfinite(value) or bool(np.isfinite(np.asarray(value).astype(dtype.numpy)))
     limits = np.iinfo(dtype.numpy)
-    return value.is_integer() and limits.min <= value <= limits.max
+    return value.is_integer() and limits.min <= value <= limits.max and abs(value) <= _EXACT_MAX
 
 
 def _read_outside(w: Wiring, made: Arrangement, wrong: Container[str]) -> Iterator[Problem]:

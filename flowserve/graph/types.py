@@ -239,6 +239,12 @@ class Graph:
         """Whether the tensors of a space have a batch dimension."""
         return self.spaces[space - 1].has_rows if space else self.max_batch_size > 0
 
+    def made_by(self, ref: Ref) -> Ref:
+        """The producer and output that a tensor is made of; of a merged one the first."""
+        while ref[0] == DERIVED:
+            ref = self.derived[ref[1]].reads[0]
+        return ref
+
     def is_presence(self, edge: Edge) -> bool:
         """Whether an edge only says whether its producer wrote the tensor."""
         return edge.derived >= 0 and self.derived[edge.derived].how is Derivation.PRESENT

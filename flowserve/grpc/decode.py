@@ -28,7 +28,7 @@ from flowserve.runtime.threads import INLINE_BYTES_MAX
 from flowserve.values import BY_WIRE, Array, BytesLike, DType, Parameter, Request
 
 EMPTY_FINAL: Final = "triton_enable_empty_final_response"
-_CONTENTS: Final[Mapping[DType, str]] = {
+CONTENTS: Final[Mapping[DType, str]] = {
     DType.BOOL: "bool_contents",
     **dict.fromkeys((DType.INT8, DType.INT16, DType.INT32), "int_contents"),
     DType.INT64: "int64_contents",
@@ -288,7 +288,7 @@ def _typed(
 ) -> Array:
     """The array in `contents`."""
     name = tensor.name
-    wanted = _CONTENTS.get(dtype)
+    wanted = CONTENTS.get(dtype)
     if wanted is None:
         raise Invalid(f"input '{name}' for model '{model}' is {dtype}, which must be in raw_input_contents")
     for found, _ in tensor.contents.ListFields():

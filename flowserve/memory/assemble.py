@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from flowserve.memory.column import Column, in_one_piece
+from flowserve.memory.column import Column, in_one_piece, pieces_of
 from flowserve.memory.pool import POOLED_BYTES_MIN, Pool
 from flowserve.memory.tensor import WHOLE, Tensor
 from flowserve.values import Array
@@ -44,18 +44,20 @@ def gather(tensors: Sequence[Tensor | None], pool: Pool) -> tuple[Array, int]:
     """
     array = in_one_piece(tensors)
     if array is None:
-        return _concatenate(_arrays(tensors), pool)
+        return _concatenate(pieces(tensors), pool)
     if not array.flags.aligned:
         return pool.copy_of(array), array.nbytes
     return array, 0
 
 
 def pieces(tensors: Sequence[Tensor | None]) -> list[Array]:
-    """The tensors' rows in order, without a copy: one array if all tensors are neighbours, else one per tensor. None of
-    `tensors` is None.
+    """The tensors' rows in order, without a copy: one array if all tensors are neighbours, else one per tensor, or
+    several. None of `tensors` is None.
     """
+    if type(tensors) is Column:
+        return tensors.pieces
     whole = in_one_piece(tensors)
-    return _arrays(tensors) if whole is None else [whole]
+    return pieces_of(tensors) if whole is None else [whole]
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -74,12 +76,6 @@ def padding_like(tensor: Tensor) -> Tensor:
     """Padding with the rows, type and shape of `tensor`: zeros or empty strings, read-only."""
     array = _shared_zeros(tensor.shape, tensor.block.dtype)
     return Tensor(array) if tensor.stop == WHOLE else Tensor(array, 0, len(array))
-
-
-def _arrays(tensors: Sequence[Tensor | None]) -> list[Array]:
-    if type(tensors) is Column:
-        return tensors.arrays
-    return [tensor.array for tensor in tensors]  # type: ignore[union-attr]  # no tensor is None
 
 
 def _concatenate(arrays: list[Array], pool: Pool) -> tuple[Array, int]:

@@ -15,6 +15,7 @@ from typing import Final, overload
 import numpy as np
 
 from flowserve.memory.raw import EncodedBytes
+from flowserve.memory.recipe import RECIPES, Recipe
 from flowserve.memory.tensor import Tensor
 from flowserve.values import Array
 
@@ -63,7 +64,12 @@ class Column(Sequence[Tensor | None]):
         if not self._is_examined:
             self._is_examined = True
             tensors = self._tensors
-            if tensors and (one := tensors[0]) is not None and isinstance(one.block, _ON_HOST):
+            if (
+                tensors
+                and (one := tensors[0]) is not None
+                and type(one) not in RECIPES
+                and isinstance(one.block, _ON_HOST)
+            ):
                 if len(tensors) == 1 and one.start == 0 and one.stop == len(one.block):
                     self._block = one.block
                 else:
@@ -92,6 +98,18 @@ class Column(Sequence[Tensor | None]):
                 found = [block[stop - n : stop] for n, stop in zip(rows, accumulate(rows), strict=True)]
             self._arrays = found
         return found
+
+    @property
+    def pieces(self) -> list[Array]:
+        """All rows in order, without a copy: one array, one for each member, or several for a recipe.
+        Every member has a tensor.
+        """
+        block = self._block if self._is_examined else self.block
+        if block is not None:
+            return [block]
+        if self._tensors is None or RECIPES.isdisjoint(map(type, self._tensors)):
+            return self.arrays
+        return pieces_of(self._tensors)
 
     @property
     def tensors(self) -> list[Tensor | None]:
@@ -129,17 +147,26 @@ class Column(Sequence[Tensor | None]):
         return f"Column({len(self.rows)} members)"
 
 
+def pieces_of(tensors: Sequence[Tensor | None]) -> list[Array]:
+    """The tensors' rows in order, without a copy, as several arrays. None of `tensors` is None."""
+    found: list[Array] = []
+    for tensor in tensors:
+        assert tensor is not None
+        found += tensor.pieces() if isinstance(tensor, Recipe) else [tensor.array]
+    return found
+
+
 def in_one_piece(tensors: Sequence[Tensor | None]) -> Array | None:
     """The tensors' rows in order as one array, without a copy; None if they are not contiguous, or one is missing."""
     if type(tensors) is Column:
         return tensors.block
     first = tensors[0]
-    if first is None:
+    if first is None or type(first) in RECIPES:
         return None
     block = first.block
     stop = first.start
     for tensor in tensors:
-        if tensor is None or tensor.block is not block or tensor.start != stop:
+        if tensor is None or tensor.start != stop or tensor.block is not block:  # the block of a recipe is a copy
             return None
         stop = tensor.stop
     return block if stop < 0 or (first.start == 0 and stop == len(block)) else block[first.start : stop]

@@ -96,6 +96,12 @@ class DeviceTensor(Tensor):
         """The rows as one array: a view, never a copy."""
         return self.block if self.stop == WHOLE else self.block.rows(self.start, self.stop)
 
+    def part(self, start: int, stop: int) -> DeviceTensor:
+        return DeviceTensor(self.block, self.start + start, self.start + stop)
+
+    def viewed(self, shape: tuple[int, ...], *, has_rows: bool) -> DeviceTensor:
+        return DeviceTensor(self.elements.reshape(shape), 0, shape[0] if has_rows else WHOLE)
+
     def converted(self, conversion: Conversion) -> DeviceTensor:
         return apply_conversion(DeviceTensor, self.elements, self.stop != WHOLE, conversion)
 
@@ -114,6 +120,16 @@ class Mirror(Tensor):
         super().__init__(tensor.block, tensor.start, tensor.stop)
         self.original = original
         self.copies: dict[int, DeviceTensor] = {} if original is None else {original.place.number: original}
+
+    def part(self, start: int, stop: int) -> Mirror:
+        """Some of its rows, with those of the copies that there are."""
+        made = Mirror(super().part(start, stop), None if self.original is None else self.original.part(start, stop))
+        made.copies.update((number, copy.part(start, stop)) for number, copy in [*self.copies.items()])
+        return made
+
+    def viewed(self, shape: tuple[int, ...], *, has_rows: bool) -> Mirror:
+        original = None if self.original is None else self.original.viewed(shape, has_rows=has_rows)
+        return Mirror(super().viewed(shape, has_rows=has_rows), original)
 
     def converted(self, conversion: Conversion) -> Mirror:
         original = None if self.original is None else self.original.converted(conversion)

@@ -3,8 +3,8 @@
 Decides what a test takes, what counts as an item, how the rows of several conditions become one tensor, how items
 become one row again, and the values of what no step wrote. A condition that all rows or none pass copies nothing;
 neither do items, which are a view of the tensor that they are taken from. Rows that are picked from a tensor are copied
-when a part of them is needed. Does not know graphs, steps or requests beyond the records that it is given. The caller,
-`scheduling/spaces`, gets this module as its `RowOperations`.
+where a batch reads them (`picked`). Does not know graphs, steps or requests beyond the records that it is given. The
+caller, `scheduling/spaces`, gets this module as its `RowOperations`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from flowserve.config.types import RowTest
 from flowserve.errors import Invalid, ModelFailed
 from flowserve.graph.types import Derived, Space
-from flowserve.memory.raw import EncodedBytes
+from flowserve.memory.recipe import Joined, Picked, Recipe, host_array
 from flowserve.memory.tensor import WHOLE, Tensor
 from flowserve.values import Array
 
@@ -41,46 +41,6 @@ class Spread:
         return row if self.picked is None else int(self.picked[row])
 
 
-class Picked(Tensor):
-    """Some rows of another tensor, in an order of their own. They are copied when they are read."""
-
-    __slots__ = ("_made", "_of", "_rows")
-
-    def __init__(self, of: Tensor, rows: Array) -> None:
-        self._of = of
-        self._rows = rows
-        self._made: Array | None = None
-        self.start = 0
-        self.stop = len(rows)
-
-    @property
-    def block(self) -> Array:  # type: ignore[override]  # made when it is read
-        if self._made is None:
-            self._made = np.take(host_array(self._of), self._rows, axis=0)
-        return self._made
-
-    @property
-    def array(self) -> Array:
-        return self.block
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self._rows), *self._of.shape[1:])
-
-    def part(self, start: int, stop: int) -> Picked:
-        """Some of these rows."""
-        return Picked(self._of, self._rows[start:stop])
-
-
-def host_array(tensor: Tensor) -> Array:
-    """The rows of a tensor in host memory. Rows that a device computed are copied."""
-    array: Any = tensor.array
-    if isinstance(array, EncodedBytes):
-        return array.ravel().reshape(array.shape)
-    found: Array = array if isinstance(array, np.ndarray) else array.get()
-    return found
-
-
 def open_space(space: Space, tensors: Sequence[Tensor]) -> Spread:
     """The rows of a space; `tensors` as its `opens`. Raises a FlowserveError."""
     if space.test is not None:
@@ -91,9 +51,11 @@ def open_space(space: Space, tensors: Sequence[Tensor]) -> Spread:
     return _taken_apart(space, tensors[: len(names)], tensors[-1] if has_count else None)
 
 
-def nothing(parent: Spread) -> Spread:
-    """The rows of a space below one without rows."""
-    return Spread(0, 0, _NO_ROWS, _NO_ROWS)
+def undecided(space: Space, parent_rows: int) -> Spread:
+    """The rows of a space whose tensors the request did not give: none, but all of an `otherwise`."""
+    if space.test is not None and space.test.otherwise:
+        return Spread(parent_rows, parent_rows, None)
+    return Spread(0, parent_rows, _NO_ROWS, np.zeros(parent_rows, np.intp))
 
 
 _NO_ROWS = np.zeros(0, np.intp)
@@ -117,8 +79,12 @@ def _tested(test: RowTest, others: Sequence[RowTest], tensor: Tensor) -> Spread:
 
 
 def _passing(test: RowTest, numbers: Array) -> Array:
-    """Which numbers pass; as `RowTest.passes`."""
+    """Which numbers pass; as `RowTest.passes`. They are compared as 64-bit numbers: as one of fewer bits, the limit of
+    a test would be another number.
+    """
     found: Array
+    if numbers.dtype.kind not in "bui":
+        numbers = numbers.astype(np.float64, copy=False)
     if test.equals:
         found = numbers == test.equals[0]
         for number in test.equals[1:]:
@@ -185,60 +151,62 @@ def take(tensor: Tensor, spread: Spread, has_rows: bool) -> Tensor | None:
 
 def _with_rows(tensor: Tensor) -> Tensor:
     """A tensor with a batch dimension, of one row if it has none."""
-    return Tensor(host_array(tensor)[None], 0, 1) if tensor.stop == WHOLE else tensor
+    return tensor.viewed((1, *tensor.shape), has_rows=True) if tensor.stop == WHOLE else tensor
 
 
 def items(tensor: Tensor, spread: Spread) -> Tensor | None:
     """The items of a tensor that a space takes apart: a view, unless a count leaves some out."""
     if not spread.rows:
         return None
-    array = host_array(tensor)
-    if tensor.stop == WHOLE:
-        array = array[None]
-    flat = Tensor(array.reshape((-1, *array.shape[2:])), 0, array.shape[0] * array.shape[1])
+    flat = _as_items(_with_rows(tensor))
     if spread.rows == flat.stop:
         return flat
     assert spread.counts is not None
-    starts = np.arange(spread.parent_rows) * array.shape[1]
+    starts = np.arange(spread.parent_rows) * (flat.stop // spread.parent_rows)
     rows = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, spread.counts, strict=True)])
     return Picked(flat, rows)
 
 
+def _as_items(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, Recipe):
+        return Joined([_as_items(part) for part in tensor.parts()])
+    rows, most, *dims = tensor.shape
+    return tensor.viewed((rows * most, *dims), has_rows=True)
+
+
 def part(tensor: Tensor, start: int, stop: int) -> Tensor:
     """The rows `start` to `stop` of a tensor; no copy."""
-    if start == 0 and stop == tensor.stop - tensor.start:
-        return tensor
-    if isinstance(tensor, Picked):
-        return tensor.part(start, stop)
-    return Tensor(tensor.block, tensor.start + start, tensor.start + stop)
+    return tensor if start == 0 and stop == tensor.stop - tensor.start else tensor.part(start, stop)
 
 
 def row(tensor: Tensor, index: int) -> Tensor:
     """One row of a tensor, without its batch dimension."""
-    return Tensor(host_array(part(tensor, index, index + 1))[0])
+    one = tensor.part(index, index + 1)
+    if isinstance(one, Recipe):
+        (one,) = one.parts()
+    return one.viewed(one.shape[1:], has_rows=False)
 
 
 def join(tensors: Sequence[Tensor], name: str) -> Tensor:
     """The outputs of the parts of a step, in order, as one tensor with a batch dimension. Raises ModelFailed if their
     shapes differ.
     """
+    tensors = [*map(_with_rows, tensors)]
     first = tensors[0]
-    if len(tensors) == 1 and first.stop != WHOLE:
+    if len(tensors) == 1:
         return first
-    arrays = [host_array(tensor)[None] if tensor.stop == WHOLE else host_array(tensor) for tensor in tensors]
-    _same_shapes(arrays, name)
-    if first.stop != WHOLE and all(
+    _same_shapes(tensors, name)
+    if type(first) is Tensor and all(
         after.block is before.block and after.start == before.stop for before, after in pairwise(tensors)
     ):
         return Tensor(first.block, first.start, tensors[-1].stop)
-    joined = np.concatenate(arrays)
-    return Tensor(joined, 0, len(joined))
+    return Joined(tensors)
 
 
-def _same_shapes(arrays: Sequence[Array], name: str) -> None:
-    for array in arrays:
-        if array.shape[1:] != arrays[0].shape[1:]:
-            shapes = f"{[*arrays[0].shape[1:]]} and {[*array.shape[1:]]}"
+def _same_shapes(tensors: Sequence[Tensor], name: str) -> None:
+    for tensor in tensors:
+        if tensor.shape[1:] != tensors[0].shape[1:]:
+            shapes = f"{[*tensors[0].shape[1:]]} and {[*tensor.shape[1:]]}"
             raise ModelFailed(f"rows of tensor '{name}' have different shapes, {shapes}, and cannot be one tensor")
 
 
@@ -247,7 +215,8 @@ def merge(
 ) -> Tensor | None:
     """One tensor of what several conditions wrote, each for other rows. `spreads[i]` None: `tensors[i]` has all rows,
     and those that no condition took are its. Rows that nothing wrote get the value of `fill`; without one the tensor is
-    None. Raises ModelFailed if the shapes differ.
+    None, and so it is if models left it out for all rows. Raises ModelFailed if the shapes differ, or if models left
+    the tensor out for some rows.
     """
     base = None
     written: list[tuple[Tensor, Spread]] = []
@@ -262,29 +231,56 @@ def merge(
         if spread.picked is None:
             return tensor
         if tensor is None:
-            left_out += 1
+            left_out += spread.rows
         else:
             written.append((tensor, spread))
             count += spread.rows
+    if left_out:
+        if left_out == rows:
+            return None
+        raise ModelFailed(f"models left out tensor '{derived.spec.name}' for {left_out} of {rows} rows")
     if base is not None:
         if has_rows:
             base = _with_rows(base)
         if not written:
             return base
-    elif count < rows and (derived.fill is None or left_out):
-        return None  # left out by its models, or by a request that takes no branch
-    arrays = [host_array(tensor) for tensor, _ in written]
+    elif count < rows and derived.fill is None:
+        return None  # a request that takes no branch
+    made = [tensor for tensor, _ in written]
     if base is not None:
-        arrays.append(host_array(base))
-    _same_shapes(arrays, derived.spec.name)
-    dims = arrays[0].shape[1:] if arrays else tuple(1 if dim == -1 else dim for dim in derived.spec.dims)
-    dtype = arrays[0].dtype if arrays else derived.spec.dtype.numpy
+        made.append(base)
+    _same_shapes(made, derived.spec.name)
+    dims = made[0].shape[1:] if made else tuple(1 if dim == -1 else dim for dim in derived.spec.dims)
+    dtype = made[0].dtype if made else derived.spec.dtype.numpy
     if not has_rows:
         return Tensor(_full(dims, dtype, derived.fill))
-    made = host_array(base).copy() if base is not None else _full((rows, *dims), dtype, derived.fill)
-    for (_, spread), array in zip(written, arrays, strict=False):
-        made[spread.picked] = array
-    return Tensor(made, 0, rows)
+    others = base if base is not None else Tensor(_repeated(dims, dtype, derived.fill, rows), 0, rows)
+    return _in_order(written, others)
+
+
+def _in_order(written: Sequence[tuple[Tensor, Spread]], others: Tensor) -> Tensor:
+    """The rows of several conditions as rows of their parent, in order. Those that no condition took are of `others`,
+    which has all rows.
+    """
+    rows = others.stop - others.start
+    source = np.full(rows, len(written))
+    position = np.arange(rows)
+    for k, (_, spread) in enumerate(written):
+        source[spread.picked] = k
+        position[spread.picked] = np.arange(spread.rows)
+    sources = [*(tensor for tensor, _ in written), others]
+    ends = np.flatnonzero((np.diff(source) != 0) | (np.diff(position) != 1)) + 1
+    starts = [0, *ends.tolist(), rows]
+    found = []
+    for a, b in pairwise(starts):
+        start = int(position[a])
+        found.append(part(sources[source[a]], start, start + b - a))
+    return found[0] if len(found) == 1 else Joined(found)
+
+
+def _repeated(dims: tuple[int, ...], dtype: np.dtype[Any], value: float | bytes | None, rows: int) -> Array:
+    """Rows of one value, which take the memory of one."""
+    return np.broadcast_to(_full(dims, dtype, value), (rows, *dims))
 
 
 def gather(derived: Derived, tensor: Tensor | None, spread: Spread, has_rows: bool) -> Tensor | None:

@@ -26,6 +26,7 @@ from flowserve.memory.assemble import pieces
 from flowserve.memory.device import Event
 from flowserve.memory.device_memory import Block, DeviceMemory
 from flowserve.memory.device_tensor import SHARED, DeviceArray, DeviceMirror, DeviceTensor, Mirror, runs
+from flowserve.memory.recipe import parts_of
 from flowserve.memory.tensor import WHOLE, Tensor
 from flowserve.values import HOST_MEMORY, Array, MemoryPlace
 
@@ -129,6 +130,7 @@ class DeviceStream:
         """The tensors' rows as one array per group of neighbours, all of them on the device if it had room; and the
         number of bytes uploaded.
         """
+        tensors = parts_of(tensors)
         is_shared = any(isinstance(tensor, SHARED) for tensor in tensors)
         with self.memory.sharing if is_shared else nullcontext():
             here, copied = self._upload_missing(tensors)

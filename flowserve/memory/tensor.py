@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+import numpy as np
+
 from flowserve.graph.types import Conversion, reshaped
 from flowserve.values import HOST_MEMORY, Array, MemoryPlace
 
@@ -39,6 +41,12 @@ class Tensor:
         return self.block[self.start : self.stop]
 
     @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of its elements."""
+        found: np.dtype[Any] = self.block.dtype
+        return found
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The tensor's shape, batch dimension included, without slicing."""
         whole: tuple[int, ...] = self.block.shape
@@ -54,6 +62,14 @@ class Tensor:
     def place(self) -> MemoryPlace:
         """The memory that holds the rows."""
         return HOST_MEMORY
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Some of its rows, counted from its first. No copy."""
+        return Tensor(self.block, self.start + start, self.start + stop)
+
+    def viewed(self, shape: tuple[int, ...], *, has_rows: bool) -> Tensor:
+        """The same elements in another shape of equal size. `has_rows`: whether its first dimension is that of rows."""
+        return Tensor(self.array.reshape(shape), 0, shape[0] if has_rows else WHOLE)
 
     def converted(self, conversion: Conversion) -> Tensor:
         """This tensor in another shape: always a view, because the rows are contiguous."""

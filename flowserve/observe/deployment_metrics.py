@@ -21,6 +21,7 @@ from flowserve.observe.exposition import (
     FamilyTemplate,
     MetricLine,
     MetricsPage,
+    Queued,
     number,
 )
 from flowserve.observe.settings import EVERYTHING, MetricsChoice
@@ -40,7 +41,7 @@ _NS_PER_MS: Final = 1_000_000
 _NS_PER_SECOND: Final = 1_000_000_000
 
 Labels = list[tuple[str, str]]
-Values = Callable[[Statistics, int], Iterable[int]]
+Values = Callable[[Statistics, Queued], Iterable[int | str]]
 # The window, the number of observations, their sum in nanoseconds.
 SummaryGetter = Callable[[SummarisedStatistics], tuple[SlidingWindow, int, int]]
 
@@ -146,7 +147,11 @@ def _families(choice: MetricsChoice) -> Iterator[FamilyTemplate]:
         lambda s, _: [s.failures[reason] for reason in REASONS],
     )
     text = "Number of requests waiting to be executed"
-    yield FamilyTemplate("nv_inference_pending_request_count", GAUGE, text, _one_line, lambda _, pending: (pending,))
+    yield FamilyTemplate("nv_inference_pending_request_count", GAUGE, text, _one_line, lambda _, q: (q.requests,))
+    text = (
+        "Share of instances that run a batch, plus waiting requests over the rows that all could run; above 1: a queue"
+    )
+    yield FamilyTemplate("flowserve_load_ratio", GAUGE, text, _one_line, lambda _, q: (number(round(q.load, 4)),))
     yield FamilyTemplate(
         "flowserve_missing_outputs_total",
         COUNTER,
@@ -167,7 +172,9 @@ def _families(choice: MetricsChoice) -> Iterator[FamilyTemplate]:
     for name, text, read in _DURATIONS:
         yield _histogram(name, text, edges, _in_seconds(read))
     text, edges = "Executed batches by their rows", [str(edge) for edge in ROW_EDGES]
-    yield _histogram("flowserve_batch_rows", text, edges, lambda s: (s.batch_rows().cumulated(), s.inference_count))
+    yield _histogram(
+        "flowserve_batch_rows", text, edges, lambda s: (s.batch_rows().cumulated(ROW_EDGES), s.inference_count)
+    )
     for name, text, summary in _SUMMARIES if choice.quantiles else ():
         lines, values = partial(_summary_lines, choice.quantiles), partial(_summary_values, choice.quantiles, summary)
         yield FamilyTemplate(name, SUMMARY, text, lines, values)
@@ -241,7 +248,7 @@ def _histogram(
         yield from (("_bucket", [*labels, ("le", edge)]) for edge in (*edges, "+Inf"))
         yield from (("_count", labels), ("_sum", labels))
 
-    def values(one: Statistics, _: int) -> Iterable[int | str]:
+    def values(one: Statistics, _: Queued) -> Iterable[int | str]:
         counts, total = read(one)
         return (*counts, counts[-1], number(total))
 
@@ -289,7 +296,7 @@ def _item_lines(one: Statistics) -> Iterator[MetricLine]:
             yield from (("_count", labels), ("_sum", labels))
 
 
-def _item_counts(one: Statistics, _: int) -> Iterator[int]:
+def _item_counts(one: Statistics, _: Queued) -> Iterator[int]:
     for space in one.spaces:
         if space.is_of_items:
             counts = [*accumulate(space.items)]
@@ -333,7 +340,7 @@ def _edge_values(read: Callable[[NodeTraffic, EdgeTraffic], int]) -> Values:
 def _in_seconds(read: Callable[[Statistics], tuple[Histogram, int]]) -> Callable[[Statistics], tuple[list[int], float]]:
     def found(one: Statistics) -> tuple[list[int], float]:
         histogram, total_ns = read(one)
-        return histogram.cumulated(), total_ns / _NS_PER_SECOND
+        return histogram.cumulated(DURATION_EDGES_NS), total_ns / _NS_PER_SECOND
 
     return found
 
@@ -341,12 +348,11 @@ def _in_seconds(read: Callable[[Statistics], tuple[Histogram, int]]) -> Callable
 def _until_first_response(one: Statistics) -> tuple[list[int], float]:
     """Triton's histogram in milliseconds, derived from flowserve's, which has all its edges."""
     histogram, total_ns = one.until_first_response()
-    counts = histogram.cumulated()
-    coarse = [counts[histogram.edges.index(edge * _NS_PER_MS)] for edge in _FIRST_RESPONSE_EDGES_MS]
-    return [*coarse, counts[-1]], total_ns / _NS_PER_MS
+    edges = [edge * _NS_PER_MS for edge in _FIRST_RESPONSE_EDGES_MS]
+    return histogram.cumulated(edges), total_ns / _NS_PER_MS
 
 
-def _summary_values(quantiles: Sequence[float], read: SummaryGetter, one: Statistics, _: int) -> Iterator[int | str]:
+def _summary_values(quantiles: Sequence[float], read: SummaryGetter, one: Statistics, _: Queued) -> Iterator[int | str]:
     if isinstance(one, SummarisedStatistics):
         window, count, total_ns = read(one)
         yield from (number(value / _NS_PER_US) for value in window.quantiles(quantiles, one.clock()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, isnan
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from flowserve.observe.statistics import Statistics
 
@@ -59,6 +59,15 @@ _END: Final = "\0"  # separator of families, which cannot occur in their text
 MetricLine = tuple[str, LabelPairs]
 
 
+class Queued(NamedTuple):
+    """The queue of a deployment's model: how many requests wait, and the load of its instances. 1: all run a batch and
+    none waits.
+    """
+
+    requests: int
+    load: float
+
+
 @dataclass(frozen=True, slots=True)
 class FamilyTemplate:
     """One family. For a deployment, `values` returns a number, or its text, for each of `lines`. The lines are constant
@@ -69,7 +78,7 @@ class FamilyTemplate:
     kind: str
     text: str
     lines: Callable[[Statistics], Iterable[MetricLine]]
-    values: Callable[[Statistics, int], Iterable[int | str]]
+    values: Callable[[Statistics, Queued], Iterable[int | str]]
 
 
 class MetricsPage:
@@ -80,7 +89,7 @@ class MetricsPage:
         self._heads = [head(one.name, one.text, one.kind).encode() for one in families]
         self._known: dict[tuple[str, int], tuple[Any, str]] = {}
 
-    def pieces(self, counters: Iterable[tuple[Statistics, int]]) -> Iterator[bytes]:
+    def pieces(self, counters: Iterable[tuple[Statistics, Queued]]) -> Iterator[bytes]:
         """The text for deployments, each with its number of waiting requests. Most pieces are empty, because the lines
         of a family are adjacent: the text comes at the end.
         """

@@ -11,19 +11,21 @@ from flowserve.graph.types import Graph
 from flowserve.render.html import render_html
 from flowserve.render.jsontext import render_json
 from flowserve.render.labels import Configs
+from flowserve.render.layout import DIRECTIONS, Direction
 from flowserve.render.png import render_png
+from flowserve.render.scopes import ensembles_of
 from flowserve.render.svg import render_svg
 from flowserve.render.text import render_dot, render_mermaid, render_text
 
-RENDERERS: Final[Mapping[str, Callable[[Graph, Configs], str | bytes]]] = {
-    "text": render_text,
+# Drawings have a direction, and nested ensembles may be folded in them.
+DRAWINGS: Final[Mapping[str, Callable[..., str | bytes]]] = {
     "dot": render_dot,
     "mermaid": render_mermaid,
     "svg": render_svg,
     "png": render_png,
     "html": render_html,
-    "json": render_json,
 }
+TEXTS: Final[Mapping[str, Callable[[Graph, Configs], str]]] = {"text": render_text, "json": render_json}
 SUFFIXES: Final[Mapping[str, str]] = {
     ".txt": "text",
     ".dot": "dot",
@@ -46,7 +48,21 @@ def format_of(file: Path) -> str:
     )
 
 
-def render(graph: Graph, configs: Configs, picture: str) -> bytes:
-    """A picture as the bytes of its file. `picture` is a key of RENDERERS."""
-    drawn = RENDERERS[picture](graph, configs)
+def render(
+    graph: Graph, configs: Configs, picture: str, *, direction: Direction | None = None, fold: bool = False
+) -> bytes:
+    """A picture as the bytes of its file. `picture` is a key of DRAWINGS or TEXTS. `fold`: each nested ensemble is one
+    box. Raises Invalid for an unknown direction, and for a direction or folding of a format that has none.
+    """
+    if direction not in (None, *DIRECTIONS):
+        raise Invalid(f"a picture has the direction {' or '.join(DIRECTIONS)}, not '{direction}'")
+    if picture in TEXTS:
+        if direction or fold:
+            raise Invalid(f"the format {picture} has no {'direction' if direction else 'folding'}; {_SOME} have")
+        return TEXTS[picture](graph, configs).encode()
+    folded = ensembles_of(graph) if fold else ()
+    drawn = DRAWINGS[picture](graph, configs, folded, direction=direction)
     return drawn.encode() if isinstance(drawn, str) else drawn
+
+
+_SOME: Final = ", ".join(DRAWINGS)

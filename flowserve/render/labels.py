@@ -19,21 +19,6 @@ Configs = Mapping[str, ModelConfig]  # of the deployments in a picture, by name
 UNKNOWN: Final = ModelConfig("", "", "", 0, (), (), SourceMap(""))  # of a deployment that is not among them
 
 
-# The fill and stroke of a model's box by its backend, in pictures of one colour scheme; assets/picture.css has both.
-TINTS: Final[Mapping[str, tuple[str, str]]] = {
-    "onnxruntime": ("#ddf4ff", "#0969da"),
-    "python": ("#fbefff", "#8250df"),
-    "callable": ("#ffeff7", "#bf3989"),
-    "tensorrt": ("#fff1e5", "#bc4c00"),
-    "": ("#eaeef2", "#57606a"),  # any other
-}
-
-
-def tint_of(config: ModelConfig) -> str:
-    """The key of a configuration's backend in TINTS."""
-    return config.backend if config.backend in TINTS else ""
-
-
 def batcher(config: ModelConfig) -> Literal["none", "dynamic", "sequence"]:
     if config.sequence is not None:
         return "sequence"
@@ -85,6 +70,13 @@ def scope_title(scope: Scope, configs: Configs) -> str:
 def ensemble_title(name: str, ensemble: str, configs: Configs) -> str:
     """`name` is the nested ensemble's name in its outer one: "find", or "find#2" for the second."""
     return ", ".join([f"ensemble {name}", *_inflight(configs.get(ensemble, UNKNOWN))])
+
+
+def folded_lines(scope: Scope, configs: Configs) -> tuple[str, ...]:
+    """The box of a nested ensemble whose steps are not drawn."""
+    count = sum(len(each.nodes) for each in (scope, *scope.walk()))
+    steps = f"{count} step{'' if count == 1 else 's'}, folded"
+    return (scope.name, *ensemble_title(scope.ensemble, scope.ensemble, configs).split(", "), steps)
 
 
 def transfers_of(graph: Graph, configs: Configs) -> tuple[Transfer, ...]:

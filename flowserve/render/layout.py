@@ -1,10 +1,13 @@
-"""A drawing of a graph with coordinates: layers of boxes from left to right, wires, nested ensembles.
+"""A drawing of a graph with coordinates: layers of boxes, wires, nested ensembles.
 
-Decides all coordinates, in px, and the width of text. A box is one layer to the right of its last producer. A wire that
-passes a layer gets its own lane there, so that no wire crosses a box; a tensor is labelled where it leaves a box, in a
-gap that is wide enough. A nested ensemble is a frame or a folded box. A frame is laid out first and then is one box of
-the surrounding layout, so that no other box can be inside it. Does not decide colours, fonts and notation (`svg` and
-`png`, its callers).
+Decides all coordinates, in px, the width of text, and the direction of a graph for which none is given. A box is one
+layer after its last producer. A wire that passes a layer gets its own lane there, so that no wire crosses a box; a
+tensor is labelled where it leaves a box, in a gap that is large enough. A nested ensemble is a frame or a folded box. A
+frame is laid out first and then is one box of the surrounding layout, so that no other box can be inside it.
+
+Layers follow each other from left to right ("LR") or from top to bottom ("TB"). The layout computes with coordinates
+that are independent of the direction: `along` the layers and `across` them; `left`, `top`, `width` and `height` are
+derived from them. Does not decide colours, fonts and notation (`svg`, its caller).
 """
 
 from __future__ import annotations
@@ -16,56 +19,85 @@ from itertools import pairwise
 from typing import Final, Literal
 
 from flowserve.graph.types import Graph
-from flowserve.render.labels import UNKNOWN, Configs, ensemble_title, kind, node_lines, scope_title, tint_of
-from flowserve.render.scopes import BoxId, Joint, Scope, scopes_of
+from flowserve.render.labels import Configs, folded_lines, kind, node_lines, scope_title
+from flowserve.render.scopes import BoxId, Joint, Scope, scopes_of, spec_in
 
 CHAR: Final = 6.7  # width of a character of the label font, in px: generous, because the viewer's font is unknown
 TITLE_CHAR: Final = 8.2
 LINE: Final = 16  # height of a line of text
 PAD: Final = 12
-BEND: Final = 56  # room for edges to change height between two layers
+Direction = Literal["LR", "TB"]
+DIRECTIONS: Final = ("LR", "TB")
+BEND: Final[dict[Direction, float]] = {"LR": 56, "TB": 40}  # room for wires to shift between two layers
+LONG: Final = 1600  # a graph that would be wider than this is drawn in the direction that is narrower
 MARGIN: Final = 24
 HEAD: Final = 44  # the graph's title
-ROW: Final = 34  # height of one port
+ROW: Final = 34  # space across for one port
+LABEL: Final = 32  # height of a label, which has two lines
+BESIDE: Final = 6  # between a wire and the text to its right
 LANE: Final = 12
+MERGE: Final = 20  # the width and height of a merge
 GAP: Final = 26  # between two boxes of a layer
 FRAME_HEAD: Final = 34  # an open ensemble's title
 SWEEPS: Final = 4
+
+_Solid = Literal["end", "node", "folded", "merge"]
 
 
 @dataclass(slots=True, eq=False)
 class Box:
     """One rectangle of one layer.
 
-    "end" is an input or output of the graph, "folded" an ensemble drawn as one box, "frame" one drawn open, "port" the
-    point where a tensor crosses a frame, and "lane" the path of a wire past a layer, as wide as the layer. `node` and
-    `scope` identify what it represents. Ports are heights below `top`.
+    "end" is an input or output of the graph, "folded" an ensemble drawn as one box, "frame" one drawn open or a space,
+    "merge" a point where tensors of several conditions become one, "port" the point where a tensor crosses a frame, and
+    "lane" the path of a wire past a layer, as long as the layer. `node`, `scope` (of an ensemble) and `space` identify
+    what it represents; `space` is 0 of all others. It extends over `length` along the layers and `breadth` across them,
+    and keeps `beside` free after that, for labels. Ports are distances across, from its beginning. `text_left` is the
+    distance of a frame's title from its left.
     """
 
-    kind: Literal["end", "node", "folded", "frame", "port", "lane"]
+    kind: Literal["end", "node", "folded", "merge", "frame", "port", "lane"]
+    direction: Direction = "LR"
     lines: tuple[str, ...] = ()
-    width: float = 0.0
-    height: float = 0.0
+    length: float = 0.0
+    breadth: float = 0.0
+    beside: float = 0.0
     inputs: tuple[float, ...] = ()
     outputs: tuple[float, ...] = ()
     node: int = -1
     scope: str = ""
+    space: int = 0
     layer: int = 0
-    left: float = 0.0
-    top: float = 0.0
-    layer_left: float = 0.0
-    tint: str = ""  # of a node, by its model's backend
+    along: float = 0.0
+    across: float = 0.0
+    layer_along: float = 0.0
+    text_left: float = float(PAD)
     inside: Drawing | None = None
-    space: int = 0  # of a frame around the nodes of a space; 0: of an ensemble
     wires_in: list[Wire] = field(default_factory=list)
     wires_out: list[Wire] = field(default_factory=list)
+
+    @property
+    def left(self) -> float:
+        return self.along if self.direction == "LR" else self.across
+
+    @property
+    def top(self) -> float:
+        return self.across if self.direction == "LR" else self.along
+
+    @property
+    def width(self) -> float:
+        return self.length if self.direction == "LR" else self.breadth
+
+    @property
+    def height(self) -> float:
+        return self.breadth if self.direction == "LR" else self.length
 
 
 @dataclass(slots=True, eq=False)
 class Wire:
-    """One piece of an edge, from a port to a port of the next layer.
+    """One piece of an edge, from a port to a port of the next layer. Points are (along, across).
 
-    `label` is at its left end, on the first wire of a tensor that leaves a box. `edges` are the edges it is part of.
+    `label` is at its beginning, on the first wire of a tensor that leaves a box. `edges` are the edges it is part of.
     """
 
     source: Box
@@ -77,41 +109,61 @@ class Wire:
 
     @property
     def start(self) -> tuple[float, float]:
-        return self.source.left + self.source.width, self.source.top + self.source.outputs[self.output]
+        return self.source.along + self.source.length, self.source.across + self.source.outputs[self.output]
 
     @property
     def end(self) -> tuple[float, float]:
-        right = self.target.width if self.target.kind == "lane" else 0.0
-        return self.target.left + right, self.target.top + self.target.inputs[self.input]
+        past = self.target.length if self.target.kind == "lane" else 0.0
+        return self.target.along + past, self.target.across + self.target.inputs[self.input]
+
+    @property
+    def direction(self) -> Direction:
+        return self.source.direction
+
+    @property
+    def label_at(self) -> tuple[float, float]:
+        """The left end of the label's first line, on its baseline, as (x, y)."""
+        along, across = self.start
+        return (along + BESIDE, across - 4) if self.direction == "LR" else (across + BESIDE, along + LINE - 3)
 
     @property
     def has_arrow(self) -> bool:
         """Whether it ends here, and does not continue past a layer or inside a frame."""
-        return self.target.kind in ("end", "node", "folded")
+        return self.target.kind in ("end", "node", "folded", "merge")
 
     @property
     def bent(self) -> float:
-        """The x coordinate where the bend ends; it begins at `turn`, and no box is between them."""
-        return self.target.layer_left
+        """The coordinate along where the bend ends; it begins at `turn`, and no box is between them."""
+        return self.target.layer_along
 
     @property
     def turn(self) -> float:
-        return self.bent - BEND
+        return self.bent - BEND[self.direction]
 
 
 @dataclass(slots=True, eq=False)
 class Drawing:
-    """Boxes by layer, top to bottom, and the wires between neighbouring layers. The inside of a frame is a drawing too.
+    """Boxes by layer, in their order across, and the wires between neighbouring layers. The inside of a frame is a
+    drawing too.
 
     `entering` and `leaving` are the first and last boxes by number, independent of their order in the layers.
     """
 
+    direction: Direction
     layers: list[list[Box]]
     entering: list[Box]
     leaving: list[Box]
     wires: list[Wire] = field(default_factory=list)
-    width: float = 0.0
-    height: float = 0.0
+    length: float = 0.0
+    breadth: float = 0.0
+
+    @property
+    def width(self) -> float:
+        return self.length if self.direction == "LR" else self.breadth
+
+    @property
+    def height(self) -> float:
+        return self.breadth if self.direction == "LR" else self.length
 
     def add(self, wire: Wire) -> None:
         self.wires.append(wire)
@@ -128,12 +180,19 @@ class Drawing:
         return self.wires + [wire for drawing in inner for wire in drawing.all_wires()]
 
     def shift(self, right: float, down: float) -> None:
+        along, across = (right, down) if self.direction == "LR" else (down, right)
         for box in (box for layer in self.layers for box in layer):
-            box.left += right
-            box.layer_left += right
-            box.top += down
+            box.along += along
+            box.layer_along += along
+            box.across += across
             if box.inside:
                 box.inside.shift(right, down)
+
+    def grow(self, right: float, down: float) -> None:
+        """Enlarge its area."""
+        along, across = (right, down) if self.direction == "LR" else (down, right)
+        self.length += along
+        self.breadth += across
 
 
 def text_width(lines: Sequence[str], first: float = CHAR) -> float:
@@ -148,30 +207,54 @@ def _cells(text: str) -> int:
 @dataclass(frozen=True, slots=True)
 class Spare:
     """Space reserved for text that a page writes into a picture later: lines below those of each node's box, and
-    characters after the type of each tensor, including the graph's inputs. The given texts have the maximum width.
+    characters after the type of each tensor, including the graph's inputs, and after the title of each space. The given
+    texts have the maximum width.
     """
 
     lines: tuple[str, ...] = ()
     tensor: str = ""
+    space: str = ""
 
 
 NO_SPARE: Final = Spare()
 
 
+def direction_of(graph: Graph, configs: Configs, folded: Container[str] = (), spare: Spare = NO_SPARE) -> Direction:
+    """The direction in which a graph is drawn if none is given: left to right, unless that is LONG, and top to bottom
+    is narrower.
+    """
+    wide = _scope_drawing(graph, configs, folded, spare, "LR").width
+    if wide <= LONG:
+        return "LR"
+    return "TB" if _scope_drawing(graph, configs, folded, spare, "TB").width < wide else "LR"
+
+
 def lay_out(
-    graph: Graph, configs: Configs, folded: Container[str] = (), spare: Spare = NO_SPARE, *, heading: str = ""
+    graph: Graph,
+    configs: Configs,
+    folded: Container[str] = (),
+    spare: Spare = NO_SPARE,
+    *,
+    heading: str = "",
+    direction: Direction | None = None,
 ) -> Drawing:
     """Lay out a graph. `folded` has the paths of the ensembles that are drawn as one box each. With a `heading`, there
-    is space for it above the drawing.
+    is space for it above the drawing. `direction` None: that of `direction_of`.
 
     Boxes do not overlap, except frames and their contents, and no wire crosses a box that it does not enter.
     """
-    drawing = _Layout(graph, configs, folded, spare).scope(scopes_of(graph))
+    direction = direction or direction_of(graph, configs, folded, spare)
+    drawing = _scope_drawing(graph, configs, folded, spare, direction)
     above = HEAD if heading else 0
     drawing.shift(MARGIN, MARGIN + above)
-    drawing.width = max(drawing.width, text_width((heading,), TITLE_CHAR)) + 2 * MARGIN
-    drawing.height += 2 * MARGIN + above
+    drawing.grow(max(text_width((heading,), TITLE_CHAR) - drawing.width, 0) + 2 * MARGIN, 2 * MARGIN + above)
     return drawing
+
+
+def _scope_drawing(
+    graph: Graph, configs: Configs, folded: Container[str], spare: Spare, direction: Direction
+) -> Drawing:
+    return _Layout(graph, configs, folded, spare, direction).scope(scopes_of(graph))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +265,7 @@ class _Layout:
     configs: Configs
     folded: Container[str]
     spare: Spare
+    direction: Direction
 
     def scope(self, scope: Scope) -> Drawing:
         """One scope with its upper left corner at the origin."""
@@ -193,67 +277,109 @@ class _Layout:
         return drawing
 
     def _boxes(self, scope: Scope) -> dict[BoxId, Box]:
+        labels = self._labels(scope)
+
+        def box(at: BoxId, kind: _Solid, lines: tuple[str, ...], inputs: int, outputs: int) -> Box:
+            named = [labels.get((at, number), ()) for number in range(outputs)]
+            return _box(self.direction, kind, lines, inputs, named)
+
         boxes: dict[BoxId, Box] = {}
-        if scope.path:
-            boxes |= {("in", i): _port() for i in range(len(scope.entering))}
-            boxes |= {("out", i): _port() for i in range(len(scope.leaving))}
+        if scope.name:
+            boxes |= {("in", i): self._port(()) for i in range(len(scope.entering))}
+            # The label of a tensor that leaves is outside, beside the frame's port: the port inside keeps space for it.
+            boxes |= {("out", i): self._port(self._name(scope, i)) for i in range(len(scope.leaving))}
         else:
-            boxes |= {("in", i): _box("end", (s.name, kind(s)), 0, 1) for i, s in enumerate(self.graph.inputs)}
-            boxes |= {("out", i): _box("end", (s.name, kind(s)), 1, 0) for i, s in enumerate(self.graph.outputs)}
+            boxes |= {
+                ("in", i): box(("in", i), "end", (s.name, kind(s)), 0, 1) for i, s in enumerate(self.graph.inputs)
+            }
+            boxes |= {
+                ("out", i): box(("out", i), "end", (s.name, kind(s)), 1, 0) for i, s in enumerate(self.graph.outputs)
+            }
         for node in scope.nodes:
             lines = (*node_lines(self.graph, node, self.configs), *self.spare.lines)
-            box = _box("node", lines, len(node.inputs), len(node.outputs))
-            box.node = node.index
-            box.tint = tint_of(self.configs.get(node.model.name, UNKNOWN))
-            boxes["node", node.index] = box
+            made = box(("node", node.index), "node", lines, len(node.inputs), len(node.outputs))
+            made.node = node.index
+            boxes["node", node.index] = made
+        for number in scope.merges:
+            named = labels.get((("merge", number), 0), ())
+            boxes["merge", number] = _merge(self.direction, named)
         for number, inner in enumerate(scope.inner):
-            boxes["scope", number] = self._fold(inner) if inner.path in self.folded else self._open(inner)
+            if inner.path in self.folded:
+                made = box(
+                    ("scope", number),
+                    "folded",
+                    folded_lines(inner, self.configs),
+                    len(inner.entering),
+                    len(inner.leaving),
+                )
+                made.scope = inner.path
+                boxes["scope", number] = made
+            else:
+                boxes["scope", number] = self._open(inner)
         return boxes
 
-    def _label(self, scope: Scope, joint: Joint) -> tuple[str, ...]:
-        """The label of a joint; none for an input, whose box shows its type, and inside a frame's border."""
-        if joint.source[0] == "in":
-            return ("", self.spare.tensor) if self.spare.tensor and not scope.path else ()
-        return joint.tensor, kind(self.graph.written(self.graph.edges[joint.edges[0]])) + self.spare.tensor
+    def _labels(self, scope: Scope) -> dict[tuple[BoxId, int], tuple[str, ...]]:
+        """The label of each output of a box that has readers: none for an input, whose box shows its type, and inside a
+        frame's border.
+        """
+        labels: dict[tuple[BoxId, int], tuple[str, ...]] = {}
+        for joint in scope.joints.values():
+            if joint.source[0] != "in":
+                what = kind(spec_in(self.graph, self.graph.edges[joint.edges[0]], scope.rows))
+                labels.setdefault((joint.source, joint.output), (joint.tensor, what + self.spare.tensor))
+            elif self.spare.tensor and not scope.name:
+                labels[joint.source, joint.output] = ("", self.spare.tensor)
+        return labels
 
-    def _fold(self, scope: Scope) -> Box:
-        count = sum(len(each.nodes) for each in (scope, *scope.walk()))
-        steps = f"{count} step{'' if count == 1 else 's'}, folded"
-        lines = (scope.name, *ensemble_title(scope.ensemble, scope.ensemble, self.configs).split(", "), steps)
-        box = _box("folded", lines, len(scope.entering), len(scope.leaving))
-        box.scope = scope.path
-        return box
+    def _name(self, scope: Scope, leaving: int) -> tuple[str, ...]:
+        """The longest label that a tensor may have outside of `scope`."""
+        joint = next(joint for joint in scope.joints.values() if joint.target == ("out", leaving))
+        edge = self.graph.edges[joint.edges[0]]
+        around = scope.rows if scope.space is None else scope.space.parent
+        return edge.tensor, kind(spec_in(self.graph, edge, around)) + self.spare.tensor
 
     def _open(self, scope: Scope) -> Box:
         inside = self.scope(scope)
         title = scope_title(scope, self.configs)
-        box = Box("frame", (title,), scope=scope.path if scope.space is None else "", inside=inside)
-        box.space = scope.space.index if scope.space is not None else 0
-        box.width = max(inside.width, text_width((title,)) + 2 * PAD)
-        box.height = FRAME_HEAD + inside.height + PAD
-        inside.shift(0.0, FRAME_HEAD)
-        for port in inside.leaving:  # the frame may be wider than its contents
-            port.left = box.width
-        box.inputs = tuple(port.top + port.inputs[0] for port in inside.entering)
-        box.outputs = tuple(port.top + port.outputs[0] for port in inside.leaving)
+        title_width = text_width((title + (self.spare.space if scope.space else ""),))
+        box = Box("frame", self.direction, (title,), inside=inside)
+        if scope.space is None:
+            box.scope = scope.path
+        else:
+            box.space = scope.space.index
+        entering = [port.across + port.inputs[0] for port in inside.entering]
+        if self.direction == "TB" and entering and title_width + PAD > min(entering):
+            box.text_left = max(entering) + BESIDE  # wires enter at the top, and the title is beside them
+        beside = PAD if self.direction == "TB" else 0.0  # from left to right there is the gap for bends
+        box.text_left += beside
+        inside.grow(max(box.text_left + title_width + PAD - inside.width, 2 * beside), FRAME_HEAD + PAD)
+        inside.shift(beside, FRAME_HEAD)
+        box.length, box.breadth = inside.length, inside.breadth
+        for port in inside.entering:
+            port.along = 0.0
+        for port in inside.leaving:  # the frame may be longer than its contents
+            port.along = box.length
+        box.inputs = tuple(port.across + port.inputs[0] for port in inside.entering)
+        box.outputs = tuple(port.across + port.outputs[0] for port in inside.leaving)
         return box
+
+    def _port(self, label: tuple[str, ...]) -> Box:
+        beside = _label_space(self.direction, label) - ROW / 2
+        return Box("port", self.direction, breadth=ROW, beside=max(beside, 0.0), inputs=(ROW / 2,), outputs=(ROW / 2,))
 
     def _with_lanes(self, boxes: dict[BoxId, Box], scope: Scope) -> Drawing:
         layers: list[list[Box]] = [[] for _ in range(1 + max(box.layer for box in boxes.values()))]
         entering, leaving = ([box for end, box in boxes.items() if end[0] == side] for side in ("in", "out"))
-        drawing = Drawing(layers, entering, leaving)
+        drawing = Drawing(self.direction, layers, entering, leaving)
+        labels = self._labels(scope)
         for box in boxes.values():
             drawing.layers[box.layer].append(box)
-        labelled: set[tuple[BoxId, int]] = set()
         for joint in scope.joints.values():
             at, port = boxes[joint.source], joint.output
-            label: tuple[str, ...] = ()
-            if (joint.source, joint.output) not in labelled:
-                label = self._label(scope, joint)
-            labelled.add((joint.source, joint.output))
+            label = labels.pop((joint.source, joint.output), ())  # on one wire of each tensor
             target, edges = boxes[joint.target], tuple(joint.edges)
             for layer in range(at.layer + 1, target.layer):
-                lane = Box("lane", height=LANE, inputs=(LANE / 2,), outputs=(LANE / 2,), layer=layer)
+                lane = Box("lane", self.direction, breadth=LANE, inputs=(LANE / 2,), outputs=(LANE / 2,), layer=layer)
                 drawing.layers[layer].append(lane)
                 drawing.add(Wire(at, port, lane, 0, edges, label))
                 at, port, label = lane, 0, ()
@@ -261,22 +387,41 @@ class _Layout:
         return drawing
 
 
-def _box(kind: Literal["end", "node", "folded"], lines: tuple[str, ...], inputs: int, outputs: int) -> Box:
+def _box(
+    direction: Direction, kind: _Solid, lines: tuple[str, ...], inputs: int, labels: Sequence[tuple[str, ...]]
+) -> Box:
+    """`labels`: that of each output."""
     width = 2 * PAD + max(text_width(lines, TITLE_CHAR), 60.0)
-    height = float(max(2 * PAD + LINE * len(lines), ROW * max(inputs, outputs)))
-    return Box(kind, lines, width, height, _spread(inputs, height), _spread(outputs, height))
+    height = float(2 * PAD + LINE * len(lines))
+    length, breadth = (width, height) if direction == "LR" else (height, width)
+    breadth = max(breadth, ROW * max(inputs, len(labels)))
+    spaces = [_label_space(direction, label) for label in labels]
+    cell = max([breadth / max(len(labels), 1), *spaces[:-1]])  # a label ends before the next output
+    breadth = max(breadth, cell * (len(labels) - 1) + 2 * PAD)
+    first = (breadth - cell * (len(labels) - 1)) / 2
+    outputs = tuple(first + cell * number for number in range(len(labels)))
+    beside = max(outputs[-1] + spaces[-1] - breadth, 0.0) if labels else 0.0
+    return Box(kind, direction, lines, length, breadth, beside, _spread(inputs, breadth), outputs)
 
 
-def _port() -> Box:
-    return Box("port", height=ROW, inputs=(ROW / 2,), outputs=(ROW / 2,))
+def _merge(direction: Direction, label: tuple[str, ...]) -> Box:
+    """All its wires meet at its corners. `label`: that of its output."""
+    middle = (MERGE / 2,)
+    beside = max(_label_space(direction, label) - MERGE / 2, 0.0)
+    return Box("merge", direction, length=MERGE, breadth=MERGE, beside=beside, inputs=middle, outputs=middle)
 
 
-def _spread(count: int, height: float) -> tuple[float, ...]:
-    return tuple(height * (number + 0.5) / count for number in range(count))
+def _label_space(direction: Direction, label: Sequence[str]) -> float:
+    """The space across that a label takes, from its wire on. From left to right that of a port is enough."""
+    return text_width(label) + 2 * BESIDE if label and direction == "TB" else 0.0
+
+
+def _spread(count: int, breadth: float) -> tuple[float, ...]:
+    return tuple(breadth * (number + 0.5) / count for number in range(count))
 
 
 def _choose_layers(boxes: dict[BoxId, Box], joints: Iterable[Joint]) -> None:
-    """Inputs first, outputs last, and between them each box to the right of all its producers."""
+    """Inputs first, outputs last, and between them each box after all its producers."""
     import networkx as nx  # imported late: a server that draws nothing does not need it
 
     joined: nx.DiGraph[BoxId] = nx.DiGraph()
@@ -311,58 +456,61 @@ def _order_layers(drawing: Drawing) -> None:
 
 
 def _place(drawing: Drawing) -> None:
-    _choose_heights(drawing)
+    _choose_positions(drawing)
     labels = [0.0 for _ in drawing.layers]
     for wire in drawing.wires:
-        labels[wire.source.layer] = max(labels[wire.source.layer], text_width(wire.label))
-    left = 0.0
+        if wire.label:
+            size = text_width(wire.label) if drawing.direction == "LR" else LABEL
+            labels[wire.source.layer] = max(labels[wire.source.layer], size)
+    bend = BEND[drawing.direction]
+    along = 0.0
     for number, layer in enumerate(drawing.layers):
-        width = max((box.width for box in layer), default=0.0)  # lanes have no width yet
+        length = max((box.length for box in layer), default=0.0)  # lanes have no length yet
         for box in layer:
-            box.layer_left = left
+            box.layer_along = along
             if box.kind == "lane":
-                box.width = width
-            box.left = left + (width - box.width) / 2
+                box.length = length
+            box.along = along + (length - box.length) / 2
             if box.inside:
                 box.inside.shift(box.left, box.top)
-        left += width + labels[number] + BEND
-    drawing.width = left - BEND
-    drawing.height = max(box.top + box.height for layer in drawing.layers for box in layer)
+        along += length + labels[number] + bend
+    drawing.length = along - bend
+    drawing.breadth = max(box.across + box.breadth + box.beside for layer in drawing.layers for box in layer)
 
 
-def _choose_heights(drawing: Drawing) -> None:
-    """Move each box as close to the height of its neighbours as order and gaps allow, so that wires are straight."""
+def _choose_positions(drawing: Drawing) -> None:
+    """Move each box as close to its neighbours' position across as order and gaps allow, so that wires are straight."""
     for layer in drawing.layers:
         _settle(layer, [0.0] * len(layer))
     for _ in range(SWEEPS):
         for layer in drawing.layers[1:]:
-            tops = [[wire.start[1] - box.inputs[wire.input] for wire in box.wires_in] for box in layer]
-            _settle(layer, list(map(_level, layer, tops)))
+            wanted = [[wire.start[1] - box.inputs[wire.input] for wire in box.wires_in] for box in layer]
+            _settle(layer, list(map(_level, layer, wanted)))
         for layer in drawing.layers[-2::-1]:
-            tops = [[wire.end[1] - box.outputs[wire.output] for wire in box.wires_out] for box in layer]
-            _settle(layer, list(map(_level, layer, tops)))
-    highest = min(box.top for layer in drawing.layers for box in layer)
+            wanted = [[wire.end[1] - box.outputs[wire.output] for wire in box.wires_out] for box in layer]
+            _settle(layer, list(map(_level, layer, wanted)))
+    first = min(box.across for layer in drawing.layers for box in layer)
     for box in (box for layer in drawing.layers for box in layer):
-        box.top -= highest
+        box.across -= first
 
 
-def _level(box: Box, tops: Sequence[float]) -> float:
-    """The average of the `tops` at which each wire on one side of a box would be straight; its own without wires."""
-    return sum(tops) / len(tops) if tops else box.top
+def _level(box: Box, wanted: Sequence[float]) -> float:
+    """The average of the positions at which each wire on one side of a box would be straight; its own without wires."""
+    return sum(wanted) / len(wanted) if wanted else box.across
 
 
 def _settle(layer: Sequence[Box], wanted: Sequence[float]) -> None:
-    """Set the tops closest to the wanted ones, in order and without overlap: colliding boxes move together."""
+    """Set the positions closest to the wanted ones, in order and without overlap: colliding boxes move together."""
     offsets = [0.0]
-    for upper, lower in pairwise(layer):
-        is_tight = upper.kind == "lane" or lower.kind == "lane"
-        offsets.append(offsets[-1] + upper.height + (LANE if is_tight else GAP))
+    for one, other in pairwise(layer):
+        is_tight = one.kind == "lane" or other.kind == "lane"
+        offsets.append(offsets[-1] + one.breadth + one.beside + (LANE if is_tight else GAP))
     blocks: list[tuple[float, int]] = []  # the sum of its boxes' wanted positions, and their number
-    for top, offset in zip(wanted, offsets, strict=False):
-        blocks.append((top - offset, 1))
+    for position, offset in zip(wanted, offsets, strict=False):
+        blocks.append((position - offset, 1))
         while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] > blocks[-1][0] / blocks[-1][1]:
             total, count = blocks.pop()
             blocks[-1] = blocks[-1][0] + total, blocks[-1][1] + count
     settled = [total / count for total, count in blocks for _ in range(count)]
     for box, base, offset in zip(layer, settled, offsets, strict=False):
-        box.top = base + offset
+        box.across = base + offset

@@ -2,21 +2,24 @@
 them.
 
 Decides what crosses the border of a nested ensemble: a tensor enters it once, regardless of the number of nodes that
-read it, and leaves it once. Used by formats that draw nested ensembles as frames, never for serving.
+read it, and leaves it once. Decides also which tensors are *merges*, boxes of their own: those that several conditions
+write, and those that a `fill` completes. Used by formats that draw nested ensembles as frames, never for serving.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Literal
+from typing import Final, Literal
 
-from flowserve.graph.types import GRAPH, Edge, Graph, Node, Space
+from flowserve.graph.types import DERIVED, GRAPH, Derivation, Edge, Graph, Node, Ref, Space
+from flowserve.values import TensorSpec
 
-# A box of a scope: the scope's own input or output by number, a node by index, an inner scope by its number in `inner`.
-BoxId = tuple[Literal["in", "node", "scope", "out"], int]
-TensorId = tuple[int, int]  # producer and output, as in Edge
+# A box of a scope: the scope's own input or output by number, a node by index, an inner scope by its number in `inner`,
+# a merge by its number among the graph's derived tensors.
+BoxId = tuple[Literal["in", "node", "scope", "merge", "out"], int]
+_MERGES: Final = (Derivation.MERGE, Derivation.PRESENT)
 
 
 @dataclass(slots=True, eq=False)
@@ -37,19 +40,21 @@ class Joint:
 class Scope:
     """One ensemble: the whole graph, or a nested one of it; or a space, whose nodes run for some rows or items.
 
-    `name` is its name in the surrounding scope, "" for the whole graph; `path` joins the names down to it, as node
-    names do. `space`: None for an ensemble. `entering` and `leaving` are the tensors that cross its border, in the
-    order of their ports.
+    `name` is its name in the surrounding scope, "" for the whole graph; `path` joins the names of the ensembles down to
+    it, as node names do. `space`: None for an ensemble. `merges` are numbers of derived tensors. `entering` and
+    `leaving` are the tensors that cross its border, in the order of their ports.
     """
 
     name: str = ""
     path: str = ""
     ensemble: str = ""
     space: Space | None = None
+    rows: int = 0
     nodes: list[Node] = field(default_factory=list)
+    merges: list[int] = field(default_factory=list)
     inner: list[Scope] = field(default_factory=list)
-    entering: list[TensorId] = field(default_factory=list)
-    leaving: list[TensorId] = field(default_factory=list)
+    entering: list[Ref] = field(default_factory=list)
+    leaving: list[Ref] = field(default_factory=list)
     joints: dict[tuple[BoxId, int, BoxId, int], Joint] = field(default_factory=dict)
 
     def walk(self) -> Iterator[Scope]:
@@ -65,21 +70,103 @@ class Scope:
 
 def scopes_of(graph: Graph) -> Scope:
     """The outermost scope, which contains all others."""
-    return _scopes(graph, _drawn(graph))
-
-
-def _scopes(graph: Graph, spaces: Container[int]) -> Scope:
+    spaces = _drawn(graph)
     outermost = Scope(ensemble=graph.name)
     outermost.entering = [(GRAPH, index) for index in range(len(graph.inputs))]
     chains = [
         _chain(outermost, node, [space for space in graph.around(node.space) if space.index in spaces])
         for node in graph.nodes
     ]
+    around = {GRAPH: [outermost], **dict(enumerate(chains))}
+    merges = _merges(graph, around)
     for number, edge in enumerate(graph.edges):
-        above = [outermost] if edge.producer == GRAPH else chains[edge.producer]
-        below = [outermost] if edge.consumer == GRAPH else chains[edge.consumer]
-        _join(above, below, edge, number)
+        at: tuple[BoxId, int] = ("in", edge.output), 0
+        if edge.producer != GRAPH:
+            at = ("node", edge.producer), edge.output
+        end: tuple[BoxId, int] = ("out", edge.input), 0
+        if edge.consumer != GRAPH:
+            end = ("node", edge.consumer), edge.input
+        tensor, above = (edge.producer, edge.output), around[edge.producer]
+        for merge in merges_of(graph, edge):
+            if merge in merges:
+                _join(above, merges[merge], tensor, at, (("merge", merge), 0), edge, number)
+                at, tensor, above = (("merge", merge), 0), (DERIVED, merge), merges[merge]
+        _join(above, around[edge.consumer], tensor, at, end, edge, number)
     return outermost
+
+
+def ensembles_of(graph: Graph) -> list[str]:
+    """The paths of the nested ensembles, outer ones first: each can be folded into one box."""
+    return [scope.path for scope in scopes_of(graph).walk() if scope.space is None]
+
+
+def merges_of(graph: Graph, edge: Edge) -> list[int]:
+    """The merges on the way of an edge's tensor, beginning at its producer, by their numbers."""
+    return [number for number in _way_of(graph, edge) if graph.derived[number].how in _MERGES]
+
+
+def spec_in(graph: Graph, edge: Edge, space: int) -> TensorSpec:
+    """The declaration of an edge's tensor as it is in a space that it passes: inside of `each`, that of one item."""
+    if edge.producer != GRAPH and graph.nodes[edge.producer].space == space:
+        found = graph.nodes[edge.producer].outputs[edge.output]
+    elif edge.producer == GRAPH and not space:
+        found = graph.inputs[edge.output]
+    else:
+        found = graph.written(edge)
+    for number in _way_of(graph, edge):
+        if graph.derived[number].space == space:
+            found = graph.derived[number].spec
+    return found
+
+
+def _way_of(graph: Graph, edge: Edge) -> list[int]:
+    """The derived tensors between an edge's producer and consumer."""
+    return _way(graph, (DERIVED, edge.derived), (edge.producer, edge.output)) or [] if edge.derived >= 0 else []
+
+
+def _way(graph: Graph, tensor: Ref, origin: Ref) -> list[int] | None:
+    """The derived tensors between `origin` and a tensor that is made from it; None if it is made from others."""
+    if tensor == origin:
+        return []
+    if tensor[0] != DERIVED:
+        return None
+    made = graph.derived[tensor[1]]
+    if made.how is Derivation.PRESENT:  # it reads no tensor
+        return [tensor[1]]
+    found = next((way for way in (_way(graph, read, origin) for read in made.reads) if way is not None), None)
+    return None if found is None else [*found, tensor[1]]
+
+
+def _merges(graph: Graph, around: Mapping[int, list[Scope]]) -> dict[int, list[Scope]]:
+    """The scopes around each merge, which is also added to the innermost: that of all its producers, without the spaces
+    that it ends. A merge is not drawn if a frame has both something before it and something behind it: wires lead one
+    way. `around`: the scopes of each node, and of GRAPH.
+    """
+    ways = [(edge, merges_of(graph, edge)) for edge in graph.edges]
+    producers: dict[int, list[list[Scope]]] = {}
+    for edge, merges in ways:
+        for merge in merges:
+            producers.setdefault(merge, []).append(around[edge.producer])
+    found = {merge: _shared(chains, graph.around(graph.derived[merge].space)) for merge, chains in producers.items()}
+    for merge, scopes in [*found.items()]:
+        before, behind = set[int](), set[int]()
+        for edge, merges in ways:
+            if merge in merges:
+                place = merges.index(merge)
+                way = [around[edge.producer], *(found.get(one, []) for one in merges), around[edge.consumer]]
+                before |= {id(one) for chain in way[: place + 1] for one in chain[len(scopes) :]}
+                behind |= {id(one) for chain in way[place + 2 :] for one in chain[len(scopes) :]}
+        if before & behind:
+            del found[merge]
+        else:
+            scopes[-1].merges.append(merge)
+    return found
+
+
+def _shared(chains: Sequence[list[Scope]], spaces: Sequence[Space]) -> list[Scope]:
+    """The scopes that all chains have, outermost first, up to the first of another space than these."""
+    shared = takewhile(lambda level: all(one is level[0] for one in level), zip(*chains, strict=False))
+    return [*takewhile(lambda scope: scope.space is None or scope.space in spaces, (level[0] for level in shared))]
 
 
 def _drawn(graph: Graph) -> set[int]:
@@ -109,20 +196,26 @@ def _chain(outermost: Scope, node: Node, spaces: Sequence[Space]) -> list[Scope]
             around = chain[-1]
             inner = next((one for one in around.inner if one.name == name and one.space == space), None)
             if inner is None:
-                inner = Scope(name, f"{around.path}/{name}".lstrip("/"), ensemble, space)
+                path = f"{around.path}/{name}".lstrip("/") if space is None else around.path
+                inner = Scope(name, path, ensemble, space, around.rows if space is None else space.index)
                 around.inner.append(inner)
             chain.append(inner)
     chain[-1].nodes.append(node)
     return chain
 
 
-def _join(above: Sequence[Scope], below: Sequence[Scope], edge: Edge, number: int) -> None:
-    """Connect an edge out of the producer's scopes, across, and into the consumer's."""
-    tensor = (edge.producer, edge.output)
+def _join(
+    above: Sequence[Scope],
+    below: Sequence[Scope],
+    tensor: Ref,
+    source: tuple[BoxId, int],
+    target: tuple[BoxId, int],
+    edge: Edge,
+    number: int,
+) -> None:
+    """Connect an output of a box, out of the scopes around it, across, and into those around another box's input."""
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(above, below, strict=False)))
-    at: tuple[BoxId, int] = (
-        (("in", edge.output), 0) if edge.producer == GRAPH else (("node", edge.producer), edge.output)
-    )
+    at = source
     for scope, around in zip(reversed(above[shared:]), reversed(above[shared - 1 : -1]), strict=True):
         port = _port(scope.leaving, tensor)
         scope.join(at, (("out", port), 0), _inside(scope, edge), number)
@@ -132,13 +225,10 @@ def _join(above: Sequence[Scope], below: Sequence[Scope], edge: Edge, number: in
         port = _port(scope.entering, tensor)
         around.join(at, (("scope", around.inner.index(scope)), port), _inside(around, edge), number)
         around, at = scope, (("in", port), 0)
-    end: tuple[BoxId, int] = (
-        (("out", edge.input), 0) if edge.consumer == GRAPH else (("node", edge.consumer), edge.input)
-    )
-    around.join(at, end, _inside(around, edge), number)
+    around.join(at, target, _inside(around, edge), number)
 
 
-def _port(ports: list[TensorId], tensor: TensorId) -> int:
+def _port(ports: list[Ref], tensor: Ref) -> int:
     if tensor not in ports:
         ports.append(tensor)
     return ports.index(tensor)

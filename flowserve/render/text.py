@@ -9,12 +9,15 @@ escaping: names come from users, and Mermaid interprets labels as markup. Does n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.render import labels
-from flowserve.render.scopes import Scope, scopes_of
+from flowserve.render.layout import Direction, direction_of
+from flowserve.render.scopes import Scope, merges_of, scopes_of
+from flowserve.render.tints import TINTS, tints_of
 from flowserve.values import TensorSpec
 
 Row = tuple[str, str, str]
@@ -94,45 +97,63 @@ class _Language:
     """The statements of a language. The first argument is an id; texts are the lines of a label."""
 
     end: Callable[..., str]  # an input or output of the graph: id, name, type
-    node: Callable[..., str]  # id, tint, and the lines of the label
+    node: Callable[..., str]  # after the id: the tint; the same below
+    folded: Callable[..., str]  # a nested ensemble as one box: id, lines
+    merge: Callable[[str], str]
     scope: Callable[[int, str], list[str]]  # the beginning of a nested ensemble: number, title
     space: Callable[[int, str], list[str]]  # as `scope`, of steps that run for some rows or items
     scope_end: str
     edge: Callable[..., str]  # source, target, and the lines of the label, if there is one
 
 
-def render_dot(graph: Graph, configs: labels.Configs) -> str:
-    """A `digraph`, ready for `dot -Tsvg`."""
+def render_dot(
+    graph: Graph, configs: labels.Configs, folded: Container[str] = (), *, direction: Direction | None = None
+) -> str:
+    """A `digraph`, ready for `dot -Tsvg`. `folded` and `direction` as for `render_svg`."""
+    rank = direction or direction_of(graph, configs, folded)
     style = [
-        f'graph [rankdir=LR, label={_quote(labels.title(graph, configs))}, labelloc=t, fontname="monospace"];',
-        'node [shape=box, style="rounded,filled", fillcolor="#ddf4ff", fontname="monospace"];',
+        f'graph [rankdir={rank}, label={_quote(labels.title(graph, configs))}, labelloc=t, fontname="monospace"];',
+        'node [shape=box, style="rounded,filled", fontname="monospace"];',
         'edge [fontname="monospace", fontsize=10];',
     ]
-    lines = (f"    {line}\n" for line in [*style, *_statements(graph, configs, _DOT)])
+    lines = (f"    {line}\n" for line in [*style, *_statements(graph, configs, folded, _DOT)])
     return f"digraph {_quote(graph.name)} {{\n{''.join(lines)}}}\n"
 
 
-def render_mermaid(graph: Graph, configs: labels.Configs) -> str:
-    """The text of a ```mermaid block, without its fences."""
-    used = dict.fromkeys(labels.tint_of(configs.get(node.model.name, labels.UNKNOWN)) for node in graph.nodes)
-    tints = [
-        f"classDef {one or 'other'} fill:{labels.TINTS[one][0]},stroke:{labels.TINTS[one][1]},color:#1f2328"
-        for one in used
-    ]
-    return "flowchart LR\n" + "".join(f"    {line}\n" for line in [*_statements(graph, configs, _MERMAID), *tints])
+def render_mermaid(
+    graph: Graph, configs: labels.Configs, folded: Container[str] = (), *, direction: Direction | None = None
+) -> str:
+    """The text of a ```mermaid block, without its fences. `folded` and `direction` as for `render_svg`."""
+    tints = sorted(set(tints_of(graph, configs)), key=TINTS.index)
+    lines = [*_statements(graph, configs, folded, _MERMAID)]
+    lines += [f"classDef {tint.name} fill:{tint.fill},stroke:{tint.line},color:#24292f" for tint in tints]
+    flow = direction or direction_of(graph, configs, folded)
+    return f"flowchart {flow}\n" + "".join(f"    {line}\n" for line in lines)
 
 
-def _statements(graph: Graph, configs: labels.Configs, language: _Language) -> Iterator[str]:
+def _statements(graph: Graph, configs: labels.Configs, folded: Container[str], language: _Language) -> Iterator[str]:
     outermost = scopes_of(graph)
     numbers = {id(scope): number for number, scope in enumerate(outermost.walk())}
+    tints = tints_of(graph, configs)
+    boxes = {node.index: f"n{node.index}" for node in graph.nodes}
+    drawn_merges = [number for scope in (outermost, *outermost.walk()) for number in scope.merges]
+    merges = {number: f"m{place}" for place, number in enumerate(drawn_merges)}
 
     def contents(scope: Scope) -> Iterator[str]:
         for node in scope.nodes:
-            tint = labels.tint_of(configs.get(node.model.name, labels.UNKNOWN))
-            yield language.node(f"n{node.index}", tint, *labels.node_lines(graph, node, configs))
+            yield language.node(boxes[node.index], tints[node.index], *labels.node_lines(graph, node, configs))
+        for number in scope.merges:
+            yield language.merge(merges[number])
         for inner in scope.inner:
-            scope_of = language.scope if inner.space is None else language.space
-            yield from scope_of(numbers[id(inner)], labels.scope_title(inner, configs))
+            if inner.path in folded:
+                box = f"s{numbers[id(inner)]}"
+                for each in (inner, *inner.walk()):
+                    boxes.update((node.index, box) for node in each.nodes)
+                    merges.update((number, box) for number in each.merges)
+                yield language.folded(box, *labels.folded_lines(inner, configs))
+                continue
+            begin = language.scope if inner.space is None else language.space
+            yield from begin(numbers[id(inner)], labels.scope_title(inner, configs))
             for line in contents(inner):
                 yield f"    {line}"
             yield language.scope_end
@@ -142,12 +163,21 @@ def _statements(graph: Graph, configs: labels.Configs, language: _Language) -> I
     yield from contents(outermost)
     for index, spec in enumerate(graph.outputs):
         yield language.end(f"out{index}", spec.name, labels.kind(spec))
+    drawn: set[tuple[str, str, str]] = set()
     for edge in graph.edges:
-        source = f"in{edge.output}" if edge.producer == GRAPH else f"n{edge.producer}"
-        target = f"out{edge.input}" if edge.consumer == GRAPH else f"n{edge.consumer}"
-        # The box of an input of the graph shows its type.
-        label = () if edge.producer == GRAPH else (edge.tensor, labels.kind(graph.written(edge)))
-        yield language.edge(source, target, *label)
+        source = f"in{edge.output}" if edge.producer == GRAPH else boxes[edge.producer]
+        target = f"out{edge.input}" if edge.consumer == GRAPH else boxes[edge.consumer]
+        passed = [number for number in merges_of(graph, edge) if number in merges]
+        specs = [*(graph.derived[number].spec for number in passed), graph.written(edge)]
+        way = pairwise([source, *(merges[number] for number in passed), target])
+        for (one, other), spec in zip(way, specs, strict=True):
+            if one == other or (one, other, edge.tensor) in drawn:  # inside of a folded ensemble
+                continue
+            if one[0] in "sm" or other[0] in "sm":
+                drawn.add((one, other, edge.tensor))
+            # The box of an input of the graph shows its type.
+            label = () if one.startswith("in") else (edge.tensor, labels.kind(spec))
+            yield language.edge(one, other, *label)
 
 
 def _quote(*lines: str) -> str:
@@ -168,7 +198,9 @@ def _label(*lines: str) -> str:
 
 _DOT = _Language(
     end=lambda name, *lines: f'{name} [shape=oval, fillcolor="#f6f8fa", label={_quote(*lines)}];',
-    node=lambda name, tint, *lines: f'{name} [fillcolor="{labels.TINTS[tint][0]}", label={_quote(*lines)}];',
+    node=lambda name, tint, *lines: f'{name} [fillcolor="{tint.fill}", color="{tint.line}", label={_quote(*lines)}];',
+    folded=lambda name, *lines: f'{name} [fillcolor="#fff8c5", color="#9a6700", label={_quote(*lines)}];',
+    merge=lambda name: f'{name} [shape=diamond, style=filled, fillcolor="#ffffff", label="", width=0.25, height=0.25];',
     scope=lambda number, text: [f"subgraph cluster_{number} {{", f"    label={_quote(text)};"],
     space=lambda number, text: [f"subgraph cluster_{number} {{", f"    label={_quote(text)}; style=dashed;"],
     scope_end="}",
@@ -176,7 +208,9 @@ _DOT = _Language(
 )
 _MERMAID = _Language(
     end=lambda name, *lines: f'{name}(["{_label(*lines)}"])',
-    node=lambda name, tint, *lines: f'{name}["{_label(*lines)}"]:::{tint or "other"}',
+    node=lambda name, tint, *lines: f'{name}["{_label(*lines)}"]:::{tint.name}',
+    folded=lambda name, *lines: f'{name}[["{_label(*lines)}"]]',
+    merge=lambda name: f'{name}{{" "}}',
     scope=lambda number, text: [f'subgraph s{number}["{_label(text)}"]'],
     space=lambda number, text: [f"style s{number} stroke-dasharray:6 4", f'subgraph s{number}["{_label(text)}"]'],
     scope_end="end",

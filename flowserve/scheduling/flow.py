@@ -240,8 +240,12 @@ class Flow:
     def located(self, error: E, node: PlanNode, instance: str = "") -> E:
         """`error`, which is the flow's own, with the location of `node`. `instance` ran the step, "" for none."""
         if self.plan.graph.is_ensemble:
-            error.lineage = _lineage(self.plan, node, self.tensors, instance)
+            error.lineage = _lineage(self.plan, node, self.tensor_at, instance)
         return error
+
+    def tensor_at(self, slot: int) -> Any:
+        """The handle in a slot, None if there is none."""
+        return self.tensors[slot] if 0 <= slot < len(self.tensors) else None
 
     def _check_given(self, plan: Plan) -> None:
         """An optional input of the graph may feed a required input of a model, as on Triton. Triton's model rejects
@@ -365,18 +369,18 @@ def _names(names: Sequence[str]) -> str:
     return ",".join([f"'{name}'" for name in names])
 
 
-def _lineage(plan: Plan, node: PlanNode, tensors: Sequence[Any], instance: str = "") -> str:
+def _lineage(plan: Plan, node: PlanNode, tensor_at: Callable[[int], Any], instance: str = "") -> str:
     """The suffix of the message of an error of a step: its name, the line of the graph file, the `instance` that ran it
-    ("" for none), and the shapes of its inputs. `tensors` are the flow's, by slot.
+    ("" for none), and the shapes of its inputs.
     """
     written = plan.graph.nodes[node.index]
     parts = [f"step '{node.name}'" + (f" at {written.place}" if written.place is not None else "")]
     if instance:
         parts.append(f"instance {instance}")
     shapes = [
-        f"{spec.name} {shape_text(tensors[slot].shape)}"
+        f"{spec.name} {shape_text(tensor.shape)}"
         for spec, slot in zip(written.inputs, node.inputs, strict=True)
-        if 0 <= slot < len(tensors) and tensors[slot] is not None
+        if (tensor := tensor_at(slot)) is not None
     ]
     if shapes:
         more = [f"{len(shapes) - _SHAPES_MAX} more"] if len(shapes) > _SHAPES_MAX else []

@@ -48,7 +48,7 @@ from flowserve.scheduling.rate_limit.limiter import Limiter
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX, RateLimit
 from flowserve.scheduling.sequence.batcher import Sequences
 from flowserve.scheduling.sequence.strategies import Iterative
-from flowserve.scheduling.spaces import SpaceFlow
+from flowserve.scheduling.spaces import Part, SpaceFlow
 from flowserve.scheduling.streaming.backpressure import BackpressureWaits
 from flowserve.scheduling.streaming.credits import Streams
 from flowserve.scheduling.streaming.iterations import Iteration, StreamFlow
@@ -240,6 +240,15 @@ class Scheduler:
             looked_up = 0 if queue.lookups is None else len(queue.lookups)
             waiting[queue.key] = waiting.get(queue.key, 0) + len(queue.batcher) + looked_up
         return waiting
+
+    def occupied(self) -> dict[ModelKey, tuple[int, int]]:
+        """Of each model, in all of its queues, how many instances run a batch, and how many there are."""
+        found: dict[ModelKey, tuple[int, int]] = {}
+        for queue in self._queues:
+            busy, instances = found.get(queue.key, (0, 0))
+            here = len(queue.instances) - len(queue.away)
+            found[queue.key] = busy + max(here - len(queue.free), 0), instances + here
+        return found
 
     @property
     def open_sequences(self) -> int:
@@ -861,8 +870,9 @@ class Scheduler:
             self._dirty.append(queue)
 
     def _put_into_full(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
-        """The queue is full, perhaps of tickets whose timeout passed or that free instances can take now. Raises
-        Unavailable if it stays full, and Cancelled if the flow ends meanwhile.
+        """The queue is full, perhaps of tickets whose timeout passed or that free instances can take now. If it stays
+        full, a part of a step waits for others of its step (`hold_back`). Raises Unavailable if it cannot, and
+        Cancelled if the flow ends meanwhile.
         """
         self._expire(now_ns)
         if queue.free:
@@ -876,6 +886,10 @@ class Scheduler:
         try:
             queue.batcher.put(ticket)
         except Unavailable as error:
+            if isinstance(ticket.flow, Part) and ticket.flow.step.flow.hold_back(ticket.flow):
+                if queue.lookups is not None:
+                    self._to_run += queue.lookups.fail(ticket)
+                return
             ticket.flow.located(error, ticket.node)
             self._refuse(queue, ticket, error)
             raise

@@ -10,7 +10,8 @@ when all slots that it reads are written. A skipped step writes None to its slot
 on: absence is a value that travels, and no step can wait for a branch that was not taken.
 
 A *part* is a flow of its own for a part of the rows of one step: it is queued, batched, retried and withdrawn as the
-flow of a request. `max_inflight_requests` limits the parts of one step that are under way; the others wait here.
+flow of a request. `max_inflight_requests` limits the parts of one step that are under way, and so does a full queue;
+the others wait here.
 
 Always true of a flow that is not done, besides the invariants of `Flow`:
   (4) `live` are exactly the parts that are queued or running; no more of a node than its limit;
@@ -19,13 +20,18 @@ Always true of a flow that is not done, besides the invariants of `Flow`:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-from flowserve.errors import FlowserveError, Internal
+from flowserve.errors import FlowserveError, Internal, Invalid, ModelFailed
 from flowserve.graph.plan import NO_SLOT, Operation, Plan, PlanNode
-from flowserve.graph.types import Conversion, Derivation, Derived, Space
+from flowserve.graph.types import GRAPH, Conversion, Derivation, Derived, Space
 from flowserve.scheduling.flow import TOOK_NOTHING, E, Facts, Flow, Ticket
+
+# Parts that are queued when one is finished, if the step may have so many: a step that a full queue held back has more
+# parts under way again as the queue empties.
+_MORE_PARTS: Final = 2
 
 
 class Spread(Protocol):
@@ -47,10 +53,10 @@ class RowOperations(Protocol):
     """
 
     def open_space(self, space: Space, tensors: Sequence[Any], /) -> Any:
-        """The spread of a space; `tensors` as `space.opens`."""
+        """The spread of a space; `tensors` as `space.opens`. A count that is None: all items are real."""
 
-    def nothing(self, parent: Any, /) -> Any:
-        """The spread of a space below one without rows."""
+    def undecided(self, space: Space, parent_rows: int, /) -> Any:
+        """The spread of a space whose tensors the request did not give: no row passes a test, and no row has items."""
 
     def take(self, tensor: Any, spread: Any, has_rows: bool, /) -> Any:
         """The rows of a tensor of the parent space that a space has. `has_rows`, here and below: whether the tensors of
@@ -114,6 +120,10 @@ class Part(Flow):
     def is_last_reader(self, slot: int) -> bool:
         return False  # several slots may hold the same rows
 
+    def tensor_at(self, slot: int) -> Any:
+        held: Any = self.tensors
+        return held.get(slot) if held else None  # a flow that is over has no tensors
+
     def ticket(self, node: PlanNode) -> Ticket:
         """Its ticket. Raises `Invalid` if the model does not accept the shapes."""
         return self._ticket(node)
@@ -132,20 +142,20 @@ class Part(Flow):
 
 
 class _Step:
-    """One step while its parts are under way. `outputs[p]` are those of part p. `waiting` is the number of the next
-    part that was not queued yet.
+    """One step while its parts are under way. `outputs[p]` are those of part p. `waiting` are the numbers of the parts
+    that are not queued yet, `left` those that are not finished, `most` those that may be under way at once.
     """
 
-    __slots__ = ("count", "flow", "left", "node", "outputs", "size", "space", "spread", "tensors", "waiting")
+    __slots__ = ("count", "flow", "left", "most", "node", "outputs", "size", "space", "spread", "tensors", "waiting")
 
     def __init__(self, flow: SpaceFlow, node: PlanNode, space: int, spread: Spread, size: int) -> None:
         self.flow = flow
         self.node = node
         self.spread = spread
         self.size = size  # rows of a part
-        self.count = -(-spread.rows // size)
-        self.left = self.count
-        self.waiting = 0
+        self.count = self.left = -(-spread.rows // size)
+        self.most = flow.plan.graph.nodes[node.index].max_inflight or self.count
+        self.waiting = deque(range(self.count))
         self.space = space
         self.outputs: list[Sequence[Any]] = [()] * self.count
         written = {own: slot for slot, own, _ in node.converts}
@@ -156,10 +166,14 @@ class _Step:
         """The number of rows of a part."""
         return min(self.size, self.spread.rows - number * self.size)
 
+    @property
+    def live(self) -> int:
+        """The number of parts under way."""
+        return self.left - len(self.waiting)
+
     def next_part(self, rows: RowOperations, *, has_rows: bool) -> Part:
         """The next part that was not queued."""
-        number = self.waiting
-        self.waiting += 1
+        number = self.waiting.popleft()
         start = number * self.size
         held: dict[int, Any] = dict.fromkeys((*self.node.inputs, *self.node.distinct_inputs))
         for slot, tensor in self.tensors.items():
@@ -178,7 +192,7 @@ class SpaceFlow(Flow):
     number.
     """
 
-    __slots__ = ("_ready", "finished", "live", "rows", "skipped", "spreads")
+    __slots__ = ("_held_back", "_ready", "_request_rows", "finished", "live", "rows", "skipped", "spreads")
 
     def __init__(self, plan: Plan, *arguments: Any, rows: RowOperations, **options: Any) -> None:
         """As `Flow`; `rows` works on the tensors."""
@@ -188,7 +202,10 @@ class SpaceFlow(Flow):
         self.finished: set[int] = set()
         self.skipped: list[int] = []
         self.spreads: dict[int, Spread] = {}
+        self._held_back: list[_Step] = []  # steps that a full queue left without a part under way
         self._ready: list[int] = []  # nodes and operations that have all they read
+        given = next((tensor for tensor in self.tensors[: len(plan.graph.inputs)] if tensor is not None), None)
+        self._request_rows: int = 1 if given is None or given.stop < 0 else given.stop - given.start
 
     def begin(self, changed: Callable[[Any], None] | None = None) -> list[Ticket]:
         plan, spaces = self.plan, self.plan.spaces
@@ -220,8 +237,12 @@ class SpaceFlow(Flow):
         del self.live[part]
         step.outputs[part.number] = outputs
         step.left -= 1
+        if self._held_back:
+            for other in self._held_back:
+                self._queue_parts(other, 1, tickets)
+            self._held_back.clear()
         if step.left:
-            self._queue_parts(step, 1, tickets)
+            self._queue_parts(step, _MORE_PARTS, tickets)
             return tickets
         joined: list[Any] = [None] * len(node.outputs)
         for j, *_ in node.writes:
@@ -230,6 +251,20 @@ class SpaceFlow(Flow):
         self._go_on(tickets)
         part.open = self.open
         return tickets
+
+    def hold_back(self, part: Part) -> bool:
+        """The queue of a part's model is full. Returns whether the part waits until another part is finished; False if
+        no other one is under way, and the request must be refused.
+        """
+        step = part.step
+        if len(self.live) < 2:
+            return False
+        part.done = True
+        del self.live[part]
+        step.waiting.appendleft(part.number)
+        if not step.live:
+            self._held_back.append(step)
+        return True
 
     def where(self, step: _Step, start: int, count: int) -> str:
         """Rows of a step in words: as items of the nearest space of items, or else as rows of the request."""
@@ -295,13 +330,12 @@ class SpaceFlow(Flow):
         space = graph.nodes[node.index].space
         size = (node.max_batch_size or 1) if graph.has_rows(space) else 1
         step = _Step(self, node, space, spread, size)
-        limit = graph.nodes[node.index].max_inflight
-        self._queue_parts(step, limit or step.count, tickets)
+        self._queue_parts(step, step.most, tickets)
 
     def _queue_parts(self, step: _Step, count: int, tickets: list[Ticket]) -> None:
         node = step.node
         has_rows = self.plan.graph.has_rows(self.plan.graph.nodes[node.index].space)
-        for _ in range(min(count, step.count - step.waiting)):
+        for _ in range(min(count, step.most - step.live, len(step.waiting))):
             part = step.next_part(self.rows, has_rows=has_rows)
             self.live[part] = None
             tickets.append(part.ticket(node))
@@ -370,26 +404,36 @@ class SpaceFlow(Flow):
         """The rows of a space begin."""
         space, tensors = operation.opens, [self.tensors[slot] for slot in operation.tensors]
         assert space is not None
-        spread: Spread
-        if around is not None and not around.rows:
-            spread = self.rows.nothing(around)
-        elif None in tensors:
-            ref = space.opens[tensors.index(None)]
-            raise Internal(f"`{space.title}` cannot be decided: {self._maker(ref)} left its tensor out")
-        else:
-            try:
+        graph = self.plan.graph
+        parent_rows = around.rows if around is not None else self._request_rows
+        try:
+            if not parent_rows or self._is_undecided(space, tensors):
+                spread: Spread = self.rows.undecided(space, parent_rows)
+            else:
                 spread = self.rows.open_space(space, tensors)
-            except FlowserveError as error:
-                error.lineage = _lineage(space)
-                raise
+        except FlowserveError as error:
+            if isinstance(error, ModelFailed) and all(graph.made_by(ref)[0] == GRAPH for ref in space.opens):
+                error = Invalid(str(error))  # its client wrote these tensors
+            error.lineage = _lineage(space)
+            raise error from None
         self.spreads[space.index] = spread
         return spread
 
-    def _maker(self, ref: tuple[int, int]) -> str:
-        graph = self.plan.graph
-        while ref[0] < -1:
-            ref = graph.derived[ref[1]].reads[0]
-        return f"step '{graph.nodes[ref[0]].name}'" if ref[0] >= 0 else "the request, whose input is optional,"
+    def _is_undecided(self, space: Space, tensors: Sequence[Any]) -> bool:
+        """Whether the request did not give the tensors of a space: they are optional inputs. Raises Internal if a
+        model left one out, and Invalid if only some of the tensors that are taken apart together were given.
+        """
+        absent = [i for i, tensor in enumerate(tensors) if tensor is None]
+        for i in absent:
+            maker, _ = self.plan.graph.made_by(space.opens[i])
+            if maker != GRAPH:
+                step = self.plan.graph.nodes[maker].name
+                raise Internal(f"`{space.title}` cannot be decided: step '{step}' left its tensor out")
+        names = (space.test.tensor,) if space.test is not None else space.each.tensors if space.each is not None else ()
+        lacking = [names[i] for i in absent if i < len(names)]
+        if lacking and len(lacking) < len(names):
+            raise Invalid(f"{_quoted(names)} are taken apart together, and {_quoted(lacking)} was not given")
+        return bool(lacking)
 
     def _derived(self, operation: Operation) -> Any:
         """A tensor at the border of a space; None if there is none for these rows."""
@@ -433,6 +477,10 @@ class SpaceFlow(Flow):
 
     def __repr__(self) -> str:
         return f"SpaceFlow({self.plan.graph.name}, open={self.open}, parts={len(self.live)}, done={self.done})"
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
 
 
 def _lineage(space: Space) -> str:

@@ -117,8 +117,8 @@ class SimulatedRows:
             return SimulatedSpread(rows * int(number), rows)
         return SimulatedSpread(self._plan.taken(space, number, rows), rows)
 
-    def nothing(self, parent: SimulatedSpread) -> SimulatedSpread:
-        return SimulatedSpread(0, 0)
+    def undecided(self, space: Space, parent_rows: int) -> SimulatedSpread:
+        return SimulatedSpread(0, parent_rows)
 
     def take(self, tensor: SimulatedTensor, spread: SimulatedSpread, has_rows: bool) -> SimulatedTensor | None:
         if not spread.rows:

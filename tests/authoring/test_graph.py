@@ -473,7 +473,7 @@ def test_a_graph_is_drawn_in_every_format(tmp_path: Path) -> None:
     assert (tmp_path / "g.mmd").read_text() == graph.to_mermaid()
     assert (tmp_path / "g.gv").read_text() == graph.to_dot()
     assert (tmp_path / "g.html").read_text() == graph.to_html()
-    pytest.importorskip("PIL", reason="needs Pillow")
+    pytest.importorskip("resvg_py", reason="needs resvg")
     assert graph.to_png().startswith(b"\x89PNG")
 
 

@@ -115,6 +115,7 @@ def test_the_error_of_an_item_names_it() -> None:
     with Engine(people()) as engine, pytest.raises(Exception, match=r"no such car") as caught:
         engine.infer("people", image(3, 50))
     assert "step 'name_car', item 1 of 3 at tests/authoring/test_rows.py" in str(caught.value)
+    assert "inputs X [1,2]" in str(caught.value)
 
 
 def test_a_request_with_too_many_items_names_the_place() -> None:
@@ -244,3 +245,98 @@ def test_items_are_of_the_shape_that_a_nested_ensemble_has_outside(tmp_path: Pat
         found = engine.infer("gathered", {"X": np.stack([rows, rows + 1, rows], axis=1)})["Z"]
     wanted = np.stack([rows, rows + 1, rows], axis=1) * 10
     assert found.tolist() == wanted.reshape(2, 3, 2, 2).tolist()
+
+
+ONE_BY_ONE = {
+    "double": 'backend: "python" max_batch_size: 1 dynamic_batching { default_queue_policy { max_queue_size: 5 } }'
+    ' input { name: "X" data_type: TYPE_FP32 dims: 1 } output { name: "Y" data_type: TYPE_FP32 dims: 1 }',
+    "list": 'platform: "ensemble" max_batch_size: 1 input { name: "X" data_type: TYPE_FP32 dims: [ -1, 1 ] }'
+    ' output { name: "Y" data_type: TYPE_FP32 dims: [ -1, 1 ] } ensemble_scheduling {'
+    ' step { model_name: "double" model_version: -1 each { tensor: "X" }'
+    ' input_map { key: "X" value: "X" } output_map { key: "Y" value: "Y" } } }',
+}
+DOUBLE = TENFOLD.replace("* 10", "* 2")
+
+
+def test_more_items_than_a_queue_holds_wait_for_each_other(tmp_path: Path) -> None:
+    for name, config in ONE_BY_ONE.items():
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "config.pbtxt").write_text(config)
+    (tmp_path / "double/1/model.py").write_text(DOUBLE)
+    with Engine(tmp_path, python_execution="inline") as engine:
+        items = np.arange(40, dtype=np.float32).reshape(1, 40, 1)
+        assert engine.infer("list", {"X": items})["Y"].tolist() == (items * 2).tolist()
+
+
+OPTIONAL = {
+    "double": 'backend: "python" max_batch_size: 8 input { name: "X" data_type: TYPE_FP32 dims: 1 }'
+    ' output { name: "Y" data_type: TYPE_FP32 dims: 1 }',
+    "perhaps": 'platform: "ensemble" max_batch_size: 8 input { name: "X" data_type: TYPE_FP32 dims: 1 }'
+    ' input { name: "LISTS" data_type: TYPE_FP32 dims: [ -1, 1 ] optional: true }'
+    ' input { name: "MORE" data_type: TYPE_FP32 dims: [ -1, 1 ] optional: true }'
+    ' input { name: "COUNT" data_type: TYPE_INT32 dims: 1 optional: true }'
+    ' input { name: "SKIP" data_type: TYPE_BOOL dims: 1 optional: true }'
+    ' output { name: "Y" data_type: TYPE_FP32 dims: 1 } output { name: "Z" data_type: TYPE_FP32 dims: 1 }'
+    ' output { name: "ITEMS" data_type: TYPE_FP32 dims: [ -1, 1 ] } ensemble_scheduling {'
+    ' step { model_name: "double" model_version: -1 when { tensor: "SKIP" }'
+    ' input_map { key: "X" value: "X" } output_map { key: "Y" value: "Y" } }'
+    ' step { model_name: "double" model_version: -1 when { tensor: "SKIP" otherwise: true }'
+    ' input_map { key: "X" value: "X" } output_map { key: "Y" value: "Z" } }'
+    ' step { model_name: "double" model_version: -1 each { tensor: [ "LISTS", "MORE" ] count: "COUNT" }'
+    ' input_map { key: "X" value: "LISTS" } output_map { key: "Y" value: "ITEMS" } }'
+    ' fill { tensor: "Y" value: -1 } fill { tensor: "Z" value: -1 } }',
+}
+
+
+def test_tensors_that_the_request_may_omit_decide_by_their_absence(tmp_path: Path) -> None:
+    for name, config in OPTIONAL.items():
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "config.pbtxt").write_text(config)
+    (tmp_path / "double/1/model.py").write_text(DOUBLE)
+    x = {"X": np.array([[1], [2]], np.float32)}
+    lists = {"LISTS": np.ones((2, 3, 1), np.float32), "MORE": np.ones((2, 3, 1), np.float32)}
+    with Engine(tmp_path, python_execution="inline") as engine:
+
+        def ask(**given: Any) -> dict[str, Any]:
+            return {name: array.tolist() for name, array in engine.infer("perhaps", {**x, **given}).items()}
+
+        assert ask() == {"Y": [[-1], [-1]], "Z": [[2], [4]], "ITEMS": [[], []]}
+        assert ask(SKIP=np.array([[True], [False]]))["Y"] == [[2], [-1]]
+        assert ask(**lists)["ITEMS"] == [[[2]] * 3] * 2
+        assert ask(**lists, COUNT=np.array([[3], [1]], np.int32))["ITEMS"] == [[[2]] * 3, [[2], [0], [0]]]
+        for given, text in (
+            ({"LISTS": lists["LISTS"]}, "'LISTS', 'MORE' are taken apart together, and 'MORE' was not given"),
+            ({**lists, "COUNT": np.array([[3], [4]], np.int32)}, "the count 'COUNT' is 4 of 3 items in row 1"),
+            ({**lists, "MORE": np.ones((2, 2, 1), np.float32)}, "'LISTS' and 'MORE' are taken apart together"),
+        ):
+            with pytest.raises(Invalid, match=text) as caught:
+                ask(**given)
+            assert "`each LISTS, MORE`" in str(caught.value)
+
+
+LEFT_OUT = {
+    "base": 'backend: "python" max_batch_size: 8 input { name: "X" data_type: TYPE_FP32 dims: 1 }'
+    ' output { name: "Y" data_type: TYPE_FP32 dims: 1 } output { name: "K" data_type: TYPE_FP32 dims: 1 }',
+    "silent": 'backend: "python" max_batch_size: 8 input { name: "X" data_type: TYPE_FP32 dims: 1 }'
+    ' output { name: "Y" data_type: TYPE_FP32 dims: 1 }',
+    "maybe": 'platform: "ensemble" max_batch_size: 8 input { name: "X" data_type: TYPE_FP32 dims: 1 }'
+    ' output { name: "Y" data_type: TYPE_FP32 dims: 1 } ensemble_scheduling {'
+    ' step { model_name: "base" model_version: -1 input_map { key: "X" value: "X" }'
+    ' output_map { key: "Y" value: "Y" } output_map { key: "K" value: "K" } }'
+    ' step { model_name: "silent" model_version: -1 when { tensor: "K" above: 0 }'
+    ' input_map { key: "X" value: "X" } output_map { key: "Y" value: "Y" } } }',
+}
+
+
+def test_a_conditional_step_that_leaves_its_output_out_gives_no_row_another_value(tmp_path: Path) -> None:
+    for name, config in LEFT_OUT.items():
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "config.pbtxt").write_text(config)
+    both = "[pb_utils.Tensor('Y', array), pb_utils.Tensor('K', array)]"
+    (tmp_path / "base/1/model.py").write_text(DOUBLE.replace('[pb_utils.Tensor("Y", array * 2)]', both))
+    (tmp_path / "silent/1/model.py").write_text(DOUBLE.replace('[pb_utils.Tensor("Y", array * 2)]', "[]"))
+    with Engine(tmp_path, python_execution="inline") as engine:
+        assert engine.infer("maybe", {"X": [[0], [-1]]})["Y"].tolist() == [[0], [-1]]
+        assert engine.infer("maybe", {"X": [[1], [2]]}) == {}  # left out as by a model alone
+        with pytest.raises(ModelFailed, match="models left out tensor 'Y' for 1 of 2 rows"):
+            engine.infer("maybe", {"X": [[0], [1]]})

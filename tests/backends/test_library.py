@@ -16,6 +16,7 @@ import pytest
 from flowserve import Engine
 from flowserve.backends import registry
 from flowserve.backends.base import Remote, Work
+from flowserve.backends.cores import cores_allowed
 from flowserve.backends.library.backend import LibraryModel
 from flowserve.config.types import BatchInput, BatchOutput, Completion, InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError, Invalid, ModelFailed, Problems, Unsupported
@@ -285,8 +286,7 @@ def test_the_operators_setting_counts_where_the_model_has_none(repository: Repos
 def test_the_instances_of_a_backend_share_the_cores(repository: Repository) -> None:
     repository.write("m", "1/model.fake", DOUBLE)
     config = config_of("fake", inputs=[spec("x")], outputs=[spec("y")], max_batch_size=8)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for runs, expected in ((1, cores), (1000, 1)):
+    for runs, expected in ((1, cores_allowed()), (1000, 1)):
         model: Any = registry.find("fake").load(config, repository.files(), {"runs_at_once": str(runs)})
         assert model._open()[1].threads == expected
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.cli.main import PICTURES, main
-from flowserve.render.formats import RENDERERS
+from flowserve.cli.main import DIRECTIONS, PICTURES, main
+from flowserve.render.formats import DRAWINGS, TEXTS
 from flowserve.render.jsontext import graph_document
+from flowserve.render.layout import DIRECTIONS as DIRECTIONS_THERE_ARE
 from tests.support.pictures import READ_TEXT_CONFIGS, read_text_graph
 
 MODEL = """\
@@ -83,7 +84,7 @@ def test_a_model_is_named_after_its_repository_or_by_its_own_folder(drawn: Drawn
 def test_the_file_name_selects_the_format(drawn: Drawn, repository: Path, suffix: str) -> None:
     file = repository / f"outer.{suffix}"
     if suffix == "png":
-        pytest.importorskip("PIL", reason="needs Pillow")
+        pytest.importorskip("resvg_py", reason="needs resvg")
     assert drawn(repository, "outer", "-o", file) == (0, "", "")
     begins = {"txt": b"ensemble", "mmd": b"flowchart", "svg": b"<svg", "png": b"\x89PNG", "html": b"<!doctype html>"}
     assert file.read_bytes().startswith(begins.get(suffix, b"digraph" if suffix in ("dot", "gv") else b"{"))
@@ -122,13 +123,22 @@ def test_a_mistake_in_another_deployment_does_not_prevent_drawing(drawn: Drawn, 
         assert err.startswith("outer/config.pbtxt: error: ")
 
 
+def test_a_drawing_has_the_asked_direction_and_folds_nested_ensembles(drawn: Drawn, root: Path) -> None:
+    graph = str(root / "graphs/read_text")
+    assert "rankdir=LR" in drawn(graph, "--format=dot", "--direction=LR")[1]
+    assert "rankdir=TB" in drawn(graph, "--format=dot", "--direction=TB")[1]
+    assert drawn(graph, "--format=text", "--direction=TB")[0] == 1
+
+
 def test_the_command_offers_the_formats_there_are() -> None:
-    assert tuple(RENDERERS) == PICTURES
+    assert sorted([*DRAWINGS, *TEXTS]) == sorted(PICTURES)
+    assert sorted(DIRECTIONS_THERE_ARE) == sorted(DIRECTIONS)
 
 
 def test_the_commands_of_the_page_about_pictures_draw(
     drawn: Drawn, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("resvg_py", reason="needs resvg")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "graphs").symlink_to(root / "graphs")
     commands = re.search(r"```sh\n(.*?)```", (root / "docs/pictures.md").read_text(), re.DOTALL)
@@ -139,7 +149,11 @@ def test_the_commands_of_the_page_about_pictures_draw(
         status, out, err = drawn(*arguments)
         assert (status, err) == (0, "")
         assert bool(out) == ("-o" not in arguments)
-    assert sorted(path.name for path in tmp_path.glob("read_text.*")) == ["read_text.html", "read_text.svg"]
+    assert sorted(path.name for path in tmp_path.glob("read_text.*")) == [
+        "read_text.html",
+        "read_text.png",
+        "read_text.svg",
+    ]
 
 
 def test_the_page_about_pictures_has_every_field_of_the_json(root: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -98,7 +99,6 @@ def test_performance_advice_names_the_line_of_python(home: str, capsys: pytest.C
         ("{home}:grap", "module '{home}' has no graph 'grap' (did you mean \"graph\"?)"),
         ("{home}:factor", "module '{home}' has no graph 'factor' (it has graph, broken, slow)"),
         ("no_such:graph", "there is no folder 'no_such:graph', and no module 'no_such' to import"),
-        ("s3://bucket/models", "'s3://bucket/models' is no folder here, and repositories elsewhere are not read; copy"),
         ("declares:graph", "declares.py:3:2: error: function 'f' does not take 2 arrays: it is f(x) [B3]"),
         ("raises:graph", "raises.py:2:5: error: module 'raises' cannot be imported: ZeroDivisionError: division"),
         ("parses:graph", "parses.py:3:1: error: module 'parses' cannot be imported: JSONDecodeError: Expecting"),
@@ -116,6 +116,26 @@ def test_a_target_that_is_no_graph_is_reported_and_not_served(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert said.format(home=home) in printed.err
+
+
+@pytest.mark.parametrize(
+    ("command", "word", "said"),
+    [
+        (
+            "graph",
+            "s3://bucket/models",
+            "'s3://bucket/models' is no folder here; `flowserve check` and `flowserve run`",
+        ),
+        ("check", "s3://bucket/models", "s3:// needs s3fs: pip install 'flowserve[s3]'"),
+        ("run", "s3://bucket/models", "s3:// needs s3fs: pip install 'flowserve[s3]'"),
+    ],
+)
+@pytest.mark.skipif(find_spec("s3fs") is not None, reason="s3fs is installed: tests/stores reads from S3")
+def test_a_url_of_a_store_says_what_it_needs(
+    command: str, word: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, word]) == 1
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["run", "check"])

@@ -184,6 +184,19 @@ def test_rule_G31_a_fill_has_something_to_fill_and_the_tensors_type() -> None:
     sometimes = step("whole", {"IMAGE": "IMAGE"}, {"LABEL": "LABEL"}, when=[{"tensor": "sure"}])
     wrong = refused(config_of(sometimes, fill=[{"tensor": "LABEL", "value": 0.5}]))
     assert "tensor 'LABEL' is INT32, which cannot be 0.5" in wrong.message
+    for dtype, value, shown in (
+        ("FP16", 1e6, "1000000"),
+        ("BF16", 1e39, "9.9999999999999994e+38"),
+        ("INT64", 2**53 + 1, "9007199254740992"),
+    ):
+        one = model("one", {"IMAGE": "FP32[4]"}, {"LABEL": f"{dtype}[1]"})
+        some = step("one", {"IMAGE": "IMAGE"}, {"LABEL": "LABEL"}, when=[{"tensor": "sure"}])
+        config = config_of(some, fill=[{"tensor": "LABEL", "value": value}], outputs=f"{dtype}[1]")
+        found = refused(config, DETECT, one)
+        assert f"tensor 'LABEL' is {dtype}, which cannot be {shown}" in found.message
+        assert ("2 to the power of 53" in found.hint) is (dtype == "INT64")
+    unread = refused(config_of(sometimes, fill=[{"tensor": "LABEL", "present": "known"}]))
+    assert (unread.rule, unread.hint) == ("G12", "it has no reader; leave it out of `fill`")
     text = refused(config_of(sometimes, fill=[{"tensor": "LABEL", "string_value": "-"}]))
     assert "`string_value` fills BYTES only" in text.message
 

@@ -157,7 +157,7 @@ async def test_a_closed_connection_cancels_its_request(engine: Engine, api: Any)
     add_function(engine, "slow", [wait], inline=False, max_batch_size=1)
 
     def waiting() -> int:
-        return sum(pending for _, pending in engine.deployments.counters())
+        return sum(queued.requests for _, queued in engine.deployments.counters())
 
     first, second = await api.connect(), await api.connect()
     await first.say(http("POST", "/v2/models/slow/infer", numbers([1, 2, 3, 4])))

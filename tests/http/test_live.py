@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from base64 import b64encode
 from hashlib import sha256
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from flowserve.http.page.routes import SPARE, VIEWERS_MAX
 from flowserve.http.page.sampler import WINDOW_S, Sampler
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.protocol import parse_restriction
+from flowserve.runtime.tracing.recent import KEPT_MAX, TRACED_PER_S
 from flowserve.values import Request
 from tests.support.engine import add_chain, add_function
 
@@ -59,16 +60,11 @@ async def test_the_page_is_served_complete_with_a_content_security_policy(api: A
     policy = answer.headers["content-security-policy"]
     assert policy.startswith("default-src 'none';")
     assert "unsafe" not in policy
-    for tag, count in (("script", 2), ("style", 1)):
-        found = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        assert len(found) == count
-        digests = [f"'sha256-{b64encode(sha256(inside.encode()).digest()).decode()}'" for inside in found]
-        assert f"{tag}-src {' '.join(digests)};" in policy
-    vendored = (files("flowserve.http.page") / "vendor" / "uplot.js").read_text("utf-8")
-    assert vendored in page
-    page = page.replace(vendored, "")  # the rest is the page's own
-    addresses = set(re.findall(r"https?://[^\s\"'<)]+", page)) - {"http://www.w3.org/2000/svg"}  # a name, never fetched
-    assert not addresses
+    for tag in ("script", "style"):
+        (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        assert f"{tag}-src 'sha256-{b64encode(sha256(inside.encode()).digest()).decode()}'" in policy
+    addresses = set(re.findall(r"https?://[^\s\"'<)]+", page))  # none of them is fetched
+    assert addresses == {"http://www.w3.org/2000/svg", "https://github.com/leeoniya/uPlot"}
     assert not re.findall(r"(?:innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\()", page)
     assert not re.findall(r"\son\w+=|\sstyle=", page.partition("<script>")[0])
 
@@ -174,6 +170,105 @@ async def test_events_end_with_the_server(engine: Engine, api: Any) -> None:
         assert await client.rest() == b"0\r\n\r\n" or True
 
 
+async def test_the_page_of_the_api_is_one_document_that_runs_only_its_own_script(api: Any) -> None:
+    client = await api.connect()
+    plain = await client.ask(get("/docs"))
+    packed = await client.ask(get("/docs", "Accept-Encoding: br, gzip"))
+    assert (plain.status, packed.headers["content-encoding"]) == (200, "gzip")
+    assert gzip.decompress(packed.body) == plain.body
+    assert len(packed.body) < 600_000
+    policy = plain.headers["content-security-policy"]
+    assert "unsafe" not in policy
+    page = plain.body.decode()
+    assert not re.findall(r'(?:src|href)="(?!data:,|openapi.json|\./)', page.partition("<style>")[0])
+    for tag in ("script", "style"):
+        inside = page.split(f"<{tag}>", 1)[1].rsplit(f"</{tag}>", 1)[0]
+        assert f"{tag}-src 'sha256-{b64encode(sha256(inside.encode()).digest()).decode()}'" in policy
+
+
+async def test_the_picture_has_the_asked_direction_and_foldings(engine: Engine, api: Any) -> None:
+    client = await api.connect()
+
+    async def drawn(query: str) -> Any:
+        return await client.ask(get(f"/live/graphs/double/versions/1{query}"))
+
+    def size(answer: Any) -> tuple[int, int]:
+        found = re.search(r'width="(\d+)" height="(\d+)"', json.loads(answer.body)["svg"])
+        assert found is not None
+        return int(found[1]), int(found[2])
+
+    wide, high = size(await drawn("?direction=LR&fold=nothing&fold=*")), size(await drawn("?direction=TB"))
+    assert wide[0] > high[0]
+    assert wide[1] < high[1]
+    refused = await drawn("?direction=%3Cscript%3E")
+    assert (refused.status, json.loads(refused.body)["error"]) == (400, "'direction' is LR or TB, got '<script>'")
+
+
+async def last_requests(client: Any, name: str = "double", after: str = "0") -> Any:
+    answer = await client.ask(get(f"/live/requests/{name}/versions/1?after={after}"))
+    assert answer.status == 200, answer.body
+    return json.loads(answer.body)["requests"]
+
+
+def infer_body(rows: int, values: int = 4) -> bytes:
+    inputs = [{"name": "IN", "datatype": "FP32", "shape": [rows, values], "data": [1.0] * rows * values}]
+    body = json.dumps({"id": f"of {rows}", "inputs": inputs}).encode()
+    head = f"POST /v2/models/double/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+async def test_requests_are_recorded_with_their_timelines_while_a_page_asks_for_them(
+    engine: Engine, api: Any, patient_clock: MockClock
+) -> None:
+    client = await api.connect()
+    await client.ask(infer_body(1))
+    assert (engine.observers, engine.traces.is_on) == ([], False)
+    assert await last_requests(client) == []  # nothing was recorded without a viewer
+    await client.ask(infer_body(2))
+    wrong = await client.ask(infer_body(1, values=3))
+    assert wrong.status == 400
+    good, bad = await last_requests(client)
+    assert (good["id"], good["rows"], good["error"]) == ("of 2", 2, "")
+    assert "double.infer;dur=" in good["timing"]
+    assert f"total;dur={good['ms']:.3f}" in good["timing"]
+    assert bad["error"] == json.loads(wrong.body)["error"]
+    assert (bad["ms"], bad["timing"]) == (None, "")
+    assert await last_requests(client, after=str(good["number"])) == [bad]
+    await trio.sleep(10)  # no poll
+    await client.ask(infer_body(3))
+    assert (engine.observers, engine.traces.is_on) == ([], False)
+    assert await last_requests(client) == []
+    refused = await client.ask(get("/live/requests/double/versions/1?after=x"))
+    assert refused.status == 400
+
+
+async def test_so_many_requests_a_second_are_traced_and_every_failure_is_kept(
+    engine: Engine, api: Any, patient_clock: MockClock
+) -> None:
+    def fail(array: Array) -> Array:
+        raise ModelFailed("<b>no</b>")
+
+    add_function(engine, "broken", [fail])
+    client = await api.connect()
+    await last_requests(client)
+    for rows in (*[1] * TRACED_PER_S, 2, 3):
+        await client.ask(infer_body(rows))
+    assert {one["rows"] for one in await last_requests(client)} == {1}, "those beyond the limit are not traced"
+    failing = infer_body(1).replace(b"/double/", b"/broken/")
+    for _ in range(2):
+        assert (await client.ask(failing)).status != 200
+    kept = await last_requests(client, "broken")
+    assert [(one["error"], one["timing"]) for one in kept] == [("<b>no</b>", "")] * 2
+    await trio.sleep(1.5)
+    await client.ask(failing)
+    one = (await last_requests(client, "broken"))[-1]
+    assert "<b>no</b>" in one["error"]
+    assert "failed" in one["timing"]
+    for _ in range(KEPT_MAX):
+        await client.ask(failing)
+    assert len(await last_requests(client, "broken")) == KEPT_MAX
+
+
 async def test_live_figures_need_the_keys_of_their_groups_and_the_page_needs_none(engine: Engine, start: Any) -> None:
     for group in ("metadata", "model-config", "model-repository", "statistics"):
         guarded = await start(engine, AppOptions(restrictions=(parse_restriction(f"{group}:admin-key=secret"),)))
@@ -183,6 +278,11 @@ async def test_live_figures_need_the_keys_of_their_groups_and_the_page_needs_non
             assert (await client.ask(get(path))).status == 403, (group, path)
         assert (await client.ask(get("/live/graphs/double/versions/1", "admin-key: secret"))).status == 200
         assert " 200 " in await Events(client).begin("/live/events", "admin-key: secret")
+    guarded = await start(engine, AppOptions(restrictions=(parse_restriction("trace:admin-key=secret"),)))
+    client = await guarded.connect()
+    assert (await client.ask(get("/live//requests/double/versions/1"))).status == 403
+    assert (await client.ask(get("/live/requests/double/versions/1", "admin-key: secret"))).status == 200
+    assert (await client.ask(get("/live/graphs/double/versions/1"))).status == 200
 
 
 async def test_one_sample_serves_all_viewers_and_is_kept_for_a_few_seconds(

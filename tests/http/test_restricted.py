@@ -31,7 +31,12 @@ PATHS = {
     "model-config": ["/v2/models/double/config", "/v2/models/double/versions/1/config"],
     "model-repository": ["/v2/repository/index", "/v2/repository/x/index", "/v2/repository/models/double/load"],
     "statistics": ["/v2/models/stats", "/v2/models/double/stats", "/metrics", "/live/graphs/double/versions/1"],
-    "trace": ["/v2/trace/setting", "/v2/trace/timeline", "/v2/models/double/trace/setting"],
+    "trace": [
+        "/v2/trace/setting",
+        "/v2/trace/timeline",
+        "/v2/models/double/trace/setting",
+        "/live/requests/double/versions/1",
+    ],
     "logging": ["/v2/logging"],
 }
 EACH = [(group, path) for group, paths in PATHS.items() for path in paths]
@@ -67,7 +72,7 @@ def test_a_path_belongs_to_its_group_in_any_spelling(group: str, path: str) -> N
 
 
 def test_unknown_paths_have_no_group_and_model_names_are_no_endpoints() -> None:
-    for path in ("/", "", "/v3/health/live", "/v2/nothing"):
+    for path in ("/", "", "/docs", "/v3/health/live", "/v2/nothing"):
         assert not groups_of(path)
     assert groups_of("/v2/models/infer") == {"metadata"}
     assert groups_of("/v2/models/config/infer") == {"inference"}

@@ -11,9 +11,12 @@ from flowserve.config.types import EachItem, RowTest
 from flowserve.errors import Invalid, ModelFailed
 from flowserve.graph.types import Derivation, Derived, Space
 from flowserve.memory import rows
+from flowserve.memory.assemble import gather
+from flowserve.memory.column import Column
+from flowserve.memory.pool import Pool
 from flowserve.memory.raw import EncodedBytes, encode_bytes
 from flowserve.memory.tensor import Tensor
-from flowserve.values import Array, DType, TensorSpec
+from flowserve.values import DType, TensorSpec
 
 
 def tensor(array: Any, dtype: Any = np.float32) -> Tensor:
@@ -44,6 +47,13 @@ def condition(numbers: Any, dtype: Any = np.float32, others: tuple[RowTest, ...]
 def test_rows_that_pass_a_test_and_nan_only_otherwise(test: dict[str, Any], passing: list[int]) -> None:
     others = (RowTest("T", equals=(1,)), RowTest("T", above=1.5))
     assert condition([[0], [0.25], [1], [2], [np.nan]], others=others, **test) == passing
+
+
+@pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16, DType.FP32])
+def test_a_limit_of_a_test_is_not_rounded_to_the_type_of_its_tensor(dtype: DType) -> None:
+    numbers = np.array([[2048], [2050]]).astype(dtype.numpy)
+    assert condition(numbers, dtype.numpy, equals=(2049,)) == []
+    assert condition(numbers[:1], dtype.numpy, above=2047.99) == [0]
 
 
 def test_a_test_of_more_than_one_number_in_a_row_is_the_fault_of_the_model() -> None:
@@ -97,25 +107,31 @@ def test_a_request_has_a_limit_of_items() -> None:
         apart(CROPS, at_most=5)
 
 
-def test_picked_rows_are_copied_once_and_only_the_part_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-    take = np.take
-
-    def counted(array: Array, indices: Array, axis: int) -> Any:
-        taken.append(len(indices))
-        return take(array, indices, axis=axis)
-
-    monkeypatch.setattr(np, "take", counted)
+def test_picked_rows_are_copied_only_where_they_are_read() -> None:
     source = tensor(np.arange(100).reshape(100, 1))
     spread = rows.Spread(50, 100, np.arange(0, 100, 2))
     picked = rows.take(source, spread, has_rows=True)
     assert picked is not None
     assert picked.shape == (50, 1)
     part = rows.part(picked, 10, 14)
-    assert taken == []
     assert part.array.ravel().tolist() == [20, 22, 24, 26]
     assert part.array is part.array
-    assert taken == [4]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, object])
+def test_a_batch_copies_picked_rows_once(dtype: Any) -> None:
+    source = tensor([[f"{n}".encode() if dtype is object else n] for n in range(10)], dtype)
+    chosen = [rows.take(source, rows.Spread(len(picked), 10, np.array(picked)), True) for picked in ([1, 2, 5], [9])]
+    assert chosen[0] is not None
+    column = Column.of([*chosen, Tensor(source.block, 3, 4), rows.part(chosen[0], 2, 3)], [3, 1, 1, 1])
+    assert [len(piece) for piece in column.pieces] == [2, 1, 1, 1, 1]
+    assert all(np.shares_memory(piece, source.block) for piece in column.pieces)
+    found, copied = gather(column, Pool())
+    assert [int(one) for one in found.ravel()] == [1, 2, 5, 9, 3, 5]
+    assert copied == found.nbytes
+    assert chosen[0].nbytes == 3 * source.block.itemsize
+    assert len(chosen[0].array) == 3
+    assert column.pieces[0] is chosen[0].array
 
 
 def test_all_rows_are_the_tensor_itself_and_none_are_nothing() -> None:

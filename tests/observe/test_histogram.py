@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.observe.statistics import DURATION_EDGES_NS, ROW_EDGES, Histogram, Statistics
+from flowserve.observe.statistics import (
+    DURATION_EDGES_NS,
+    FINE_DURATION_EDGES_NS,
+    ROW_EDGES,
+    Histogram,
+    Statistics,
+)
 
 durations = st.integers(0, 100_000_000_000) | st.sampled_from(DURATION_EDGES_NS)
 
 
 @given(st.lists(durations))
 def test_a_bucket_counts_values_up_to_its_edge(values: list[int]) -> None:
-    histogram = Histogram(DURATION_EDGES_NS)
+    histogram = Histogram(FINE_DURATION_EDGES_NS)
     for value in values:
         histogram.observe(value)
-    assert histogram.cumulated() == [
+    assert histogram.cumulated(DURATION_EDGES_NS) == [
         *(sum(value <= edge for value in values) for edge in DURATION_EDGES_NS),
         len(values),
     ]
@@ -68,4 +76,10 @@ def test_the_edges_include_tritons_and_every_common_batch_size() -> None:
     assert {100, 500, 2000, 5000} <= {edge // 1_000_000 for edge in DURATION_EDGES_NS}
     assert list(DURATION_EDGES_NS) == sorted(set(DURATION_EDGES_NS))
     assert (DURATION_EDGES_NS[0], DURATION_EDGES_NS[-1]) == (100_000, 50_000_000_000)
+    assert set(DURATION_EDGES_NS) <= set(FINE_DURATION_EDGES_NS)
     assert (ROW_EDGES[0], ROW_EDGES[-1]) == (1, 1024)
+
+
+def test_no_part_of_a_duration_histogram_is_wider_than_a_few_percent() -> None:
+    assert list(FINE_DURATION_EDGES_NS) == sorted(set(FINE_DURATION_EDGES_NS))
+    assert max(high / low for low, high in pairwise(FINE_DURATION_EDGES_NS)) < 1.032

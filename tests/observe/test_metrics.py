@@ -16,7 +16,7 @@ from flowserve.memory.devices import Devices, using
 from flowserve.memory.stream import DeviceStream
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.deployment_metrics import deployment_metrics
-from flowserve.observe.exposition import SLICE
+from flowserve.observe.exposition import SLICE, Queued
 from flowserve.observe.machine import machine_text
 from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, REJECTED, Statistics
 from flowserve.observe.traffic import node_traffics
@@ -44,8 +44,8 @@ def without_gpus() -> Iterator[None]:
 
 
 def metrics_text(*counters: tuple[Statistics, int]) -> str:
-    """The complete page of these deployments."""
-    own = b"".join(deployment_metrics().pieces(counters))
+    """The complete page of these deployments, with so many waiting requests."""
+    own = b"".join(deployment_metrics().pieces((one, Queued(waiting, 0.0)) for one, waiting in counters))
     return (own + machine_text(None, None, None)).decode()
 
 
@@ -145,7 +145,7 @@ def test_names_that_need_quoting_are_quoted() -> None:
 
 
 def test_a_page_of_many_deployments_is_written_in_pieces() -> None:
-    many = [(Statistics(f"m{number:03}", 1), number) for number in range(100)]
+    many = [(Statistics(f"m{number:03}", 1), Queued(number, 0.5)) for number in range(100)]
     page = deployment_metrics()
     first, again = ([*page.pieces(many)] for _ in range(2))
     assert first == again
@@ -164,7 +164,7 @@ def test_a_page_follows_replaced_graphs_and_drops_removed_deployments() -> None:
     one = Statistics("m", 2)
 
     def nodes(*counters: tuple[Statistics, int]) -> list[tuple[str, str]]:
-        text = b"".join(page.pieces(counters)).decode()
+        text = b"".join(page.pieces((one, Queued(waiting, 0.0)) for one, waiting in counters)).decode()
         return re.findall(r'^flowserve_node_\w+{graph="m",node="(\w+)",version="2"} (\d+)$', text, re.MULTILINE)
 
     assert nodes((one, 0)) == []
@@ -190,7 +190,7 @@ def test_every_family_is_in_the_docs() -> None:
     with using(Devices(FakeMachine().devices)):
         text = metrics_text((Statistics("m", 1), 0))
     families = re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE)
-    assert len(families) == 36
+    assert len(families) == 37
     assert [name for name in families if f"`{name}`" not in docs] == []
 
 

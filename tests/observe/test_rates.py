@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flowserve.http.page.sampler import (
     CounterSample,
@@ -15,7 +19,7 @@ from flowserve.http.page.sampler import (
     quantile_ms,
     read,
 )
-from flowserve.observe.statistics import DURATION_BUCKETS_NS, Statistics
+from flowserve.observe.statistics import FINE_DURATION_EDGES_NS, Statistics
 
 MS = 1_000_000
 
@@ -30,21 +34,45 @@ def after(*batches: tuple[int, int]) -> CounterSample:
 
 
 def test_events_before_the_period_do_not_count() -> None:
-    figures = model_figures(after((16, 90 * MS)), after((16, 90 * MS), *[(4, MS)] * 10), 5.0, DURATION_BUCKETS_NS)
+    figures = model_figures(after((16, 90 * MS)), after((16, 90 * MS), *[(4, MS)] * 10), 5.0, FINE_DURATION_EDGES_NS)
     assert figures["rate"] == 8.0
     assert figures["mean_batch"] == 4.0
-    assert 0.5 <= figures["compute_p50"] <= figures["compute_p99"] <= 1
-    assert 2 <= figures["queue_p50"] <= figures["queue_p99"] <= 5
+    assert 0.97 <= figures["compute_p50"] <= figures["compute_p99"] <= 1.03
+    assert 2.9 <= figures["queue_p50"] <= figures["queue_p99"] <= 3.1
+
+
+@given(st.lists(st.integers(1001, 40_000_000_000), min_size=1, max_size=50))
+def test_property_percentiles_are_within_a_few_percent_of_an_observed_value(durations_ns: list[int]) -> None:
+    one = Statistics("m", 1)
+    before = read(one)
+    for ns in durations_ns:
+        one.ran(1, 1, ns, 0, 0, ns, 0, ns)
+    one.add_up()
+    figures = deployment_figures(before, read(one), 5.0, FINE_DURATION_EDGES_NS)
+    for name, share in (("p50", 0.5), ("p99", 0.99)):
+        exact = sorted(durations_ns)[max(math.ceil(share * len(durations_ns)) - 1, 0)]
+        assert figures[name] * MS == pytest.approx(exact, rel=0.033)
+
+
+def test_one_request_of_173_ms_has_percentiles_of_about_173_ms() -> None:
+    figures = model_figures(after(), after((1, 173 * MS)), 5.0, FINE_DURATION_EDGES_NS)
+    assert figures["compute_p50"] == pytest.approx(173, rel=0.02)
+    assert figures["compute_p99"] == pytest.approx(173, rel=0.02)
 
 
 def test_without_events_there_are_rates_and_no_times() -> None:
     one = after((1, MS))
-    assert deployment_figures(one, one, 5.0, DURATION_BUCKETS_NS) == {"rate": 0, "failing": 0, "p50": None, "p99": None}
-    assert deployment_figures(one, one, 0.0, DURATION_BUCKETS_NS)["rate"] == 0
+    assert deployment_figures(one, one, 5.0, FINE_DURATION_EDGES_NS) == {
+        "rate": 0,
+        "failing": 0,
+        "p50": None,
+        "p99": None,
+    }
+    assert deployment_figures(one, one, 0.0, FINE_DURATION_EDGES_NS)["rate"] == 0
 
 
 def test_a_decreased_counter_has_restarted() -> None:
-    figures = deployment_figures(after(*[(1, MS)] * 50), after(*[(1, MS)] * 10), 5.0, DURATION_BUCKETS_NS)
+    figures = deployment_figures(after(*[(1, MS)] * 50), after(*[(1, MS)] * 10), 5.0, FINE_DURATION_EDGES_NS)
     assert figures["rate"] == 2.0
     assert figures["p50"] is not None
 
@@ -76,7 +104,7 @@ def test_a_graph_of_another_shape_is_counted_from_zero() -> None:
     ],
 )
 def test_a_percentile_lies_between_its_edges(counts: list[int], share: float, expected: float | None) -> None:
-    assert quantile_ms([10 * MS, 20 * MS], counts, share) == expected
+    assert quantile_ms([10 * MS, 20 * MS], np.array(counts), share) == expected
 
 
 def test_unchanged_counters_are_not_sampled_again() -> None:
@@ -87,4 +115,4 @@ def test_unchanged_counters_are_not_sampled_again() -> None:
     second = read(one, first)
     assert (second is first, second.failures) == (False, 1)
     figures = {"rate": 0.0, "failing": 0.0, "p50": None, "p99": None}
-    assert deployment_figures(second, read(one, second), 5.0, DURATION_BUCKETS_NS) == figures
+    assert deployment_figures(second, read(one, second), 5.0, FINE_DURATION_EDGES_NS) == figures

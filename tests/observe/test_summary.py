@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from flowserve.observe.deployment_metrics import deployment_metrics
+from flowserve.observe.exposition import Queued
 from flowserve.observe.settings import MetricsChoice
 from flowserve.observe.statistics import PARTS, WINDOW_NS, SlidingWindow, Statistics, summarising
 
@@ -60,7 +61,7 @@ def busy() -> Statistics:
 
 
 def samples(choice: MetricsChoice) -> dict[tuple[str, ...], float]:
-    text = b"".join(deployment_metrics(choice).pieces([(busy(), 0)])).decode()
+    text = b"".join(deployment_metrics(choice).pieces([(busy(), Queued(0, 0.0))])).decode()
     return {
         (sample.name.removesuffix("_total"), *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)

@@ -93,6 +93,70 @@ def _copies(devices: Devices) -> dict[object, int]:
     return {crossing: copies for crossing, (copies, _) in devices.ledger.entries().items()}
 
 
+SPACES = """
+platform: "ensemble"
+max_batch_size: 32
+input { name: "IN" data_type: TYPE_FP32 dims: 4 }
+output { name: "OUT" data_type: TYPE_FP32 dims: 4 }
+output { name: "ITEMS" data_type: TYPE_FP32 dims: [ -1, 4 ] }
+ensemble_scheduling {
+  step { model_name: "a" model_version: -1 input_map { key: "x" value: "IN" } output_map { key: "y" value: "t" } }
+  step { model_name: "flag" model_version: -1 input_map { key: "x" value: "t" } output_map { key: "k" value: "k" } }
+  step { model_name: "b" model_version: -1 when { tensor: "k" above: 30 }
+    input_map { key: "x" value: "t" } output_map { key: "y" value: "u" } }
+  step { model_name: "a" model_version: -1 when { tensor: "k" otherwise: true }
+    input_map { key: "x" value: "t" } output_map { key: "y" value: "u" } }
+  step { model_name: "c" model_version: -1 input_map { key: "x" value: "u" } output_map { key: "y" value: "OUT" } }
+  step { model_name: "stack" model_version: -1 input_map { key: "x" value: "u" } output_map { key: "y" value: "s" } }
+  step { model_name: "b" model_version: -1 each { tensor: "s" }
+    input_map { key: "x" value: "s" } output_map { key: "y" value: "v" } }
+  step { model_name: "c" model_version: -1 input_map { key: "x" value: "v" } output_map { key: "y" value: "ITEMS" } }
+}
+"""
+
+
+def _write(folder: Path, name: str, model: bytes) -> None:
+    (folder / name / "1").mkdir(parents=True)
+    (folder / name / "1" / "model.onnx").write_bytes(model)
+    (folder / name / "config.pbtxt").write_text(f"max_batch_size: 32\ndynamic_batching {{ }}\n{GPU}")
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+async def test_rows_of_conditions_and_items_stay_on_the_device(
+    tmp_path: Path, devices: Devices, *, is_shown: bool
+) -> None:
+    """Only the input of three requests is uploaded, and only tests and answers come back."""
+    repository = _repository(tmp_path, {"a": GPU, "b": GPU, "c": GPU})
+    rows = [onnx_value("x", DType.FP32, ("N", 4))]
+    axis = onnx_node("Constant", [], ["axis"], value_ints=[1])
+    first = [axis, onnx_node("ReduceMax", ["x", "axis"], ["k"])]
+    _write(repository, "flag", onnx_model(first, rows, [onnx_value("k", DType.FP32, ("N", 1))]))
+    twice = [axis, onnx_node("Unsqueeze", ["x", "axis"], ["z"]), onnx_node("Concat", ["z", "z"], ["y"], axis=1)]
+    _write(repository, "stack", onnx_model(twice, rows, [onnx_value("y", DType.FP32, ("N", 2, 4))]))
+    # With u as an output, what the two conditions wrote is read on the device and on the host.
+    shown = 'output { name: "u" data_type: TYPE_FP32 dims: 4 }' if is_shown else ""
+    (repository / "chain/config.pbtxt").write_text(shown + SPACES)
+    x = np.arange(24, dtype=np.float32).reshape(6, 4)
+    answers: dict[int, Mapping[str, np.ndarray]] = {}
+    async with serving(repository) as engine:
+
+        async def one(i: int) -> None:
+            request = Request({"IN": x[2 * i : 2 * i + 2]}, stamp=engine.next_stamp())
+            answers[i] = (await engine.infer(engine.deployments.find("chain"), request)).outputs
+
+        async with trio.open_nursery() as nursery:
+            for i in range(3):
+                nursery.start_soon(one, i)
+    for i, outputs in answers.items():
+        wanted = x[2 * i : 2 * i + 2] * 8
+        np.testing.assert_array_equal(outputs["OUT"], wanted)
+        assert not is_shown or outputs["u"].tolist() == (wanted / 2).tolist()
+        np.testing.assert_array_equal(outputs["ITEMS"], np.repeat(wanted[:, None] * 2, 2, axis=1))
+    crossed = {crossing: nbytes for crossing, (_, nbytes) in devices.ledger.entries().items()}
+    assert crossed[IN] == x.nbytes
+    assert crossed[OUT] == 6 * 4 + (3 + is_shown) * x.nbytes  # a test for each row, and the outputs
+
+
 @pytest.mark.parametrize("count", [1, 32])
 async def test_a_pipeline_of_three_onnx_models_is_copied_once_to_the_device_and_once_back(
     tmp_path: Path, devices: Devices, count: int

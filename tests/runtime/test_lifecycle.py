@@ -87,10 +87,29 @@ async def test_requests_in_the_old_queue_are_answered_by_the_old_generation() ->
             nursery.start_soon(ask, engine, "m", answers)
         await wait_all_tasks_blocked()
         add_function(engine, "m", [times(3)])
-        assert sum(waiting for _, waiting in engine.deployments.counters()) == 4
+        assert sum(queued.requests for _, queued in engine.deployments.counters()) == 4
         gate.set()
         assert await closed(old)
         assert answers == [2.0] * 5
+
+
+async def test_the_load_counts_busy_instances_and_waiting_rows() -> None:
+    gate = threading.Event()
+    answers: list[float] = []
+    async with running() as engine, trio.open_nursery() as nursery:
+        add_function(engine, "m", [times(2, gate), times(2, gate)], max_batch_size=2, inline=False)
+        add_chain(engine, "chain", ["m"])
+        loads = []
+        for count in (0, 1, 6):
+            for _ in range(count):
+                nursery.start_soon(ask, engine, "m", answers)
+            await wait_all_tasks_blocked()
+            loads.append({statistics.name: queued.load for statistics, queued in engine.deployments.counters()})
+        gate.set()
+    # One of two instances; then both, and what the second did not take waits for the rows of two batches of two.
+    assert loads[:2] == [{"m": 0.0, "chain": 0.0}, {"m": 0.5, "chain": 0.5}]
+    assert loads[2]["m"] == loads[2]["chain"] > 1
+    assert len(answers) == 7
 
 
 async def test_an_ensemble_keeps_the_step_it_was_compiled_with_until_it_is_compiled_again() -> None:
@@ -205,7 +224,7 @@ async def test_the_flow_of_an_ensemble_whose_requests_share_slots_is_freed_with_
         assert answers == [4, 4, 4]
         assert [one for one in flows() if not any(one is other for other in before)] == []
         histogram, _ = engine.deployments.find("chain").statistics.until_first_response()
-        assert histogram.cumulated()[-1] == 3
+        assert sum(histogram.counts) == 3
 
 
 RUNS_FOR_EVER = """

@@ -8,6 +8,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,22 @@ ensemble_scheduling {{
     return home
 
 
+def test_equal_items_that_a_full_queue_holds_back_are_looked_up_again(repository: Path, tmp_path: Path) -> None:
+    for name in ("detect", "people"):
+        (tmp_path / name).symlink_to(repository / name)
+    config = (repository / "name/config.pbtxt").read_text().replace("max_batch_size: 8", "max_batch_size: 1")
+    bounded = "dynamic_batching { default_queue_policy { max_queue_size: 3 }"
+    config = config.replace("dynamic_batching {", bounded) + "response_cache { enable: true }"
+    write(tmp_path / "name", config, NAME)
+    with serving(tmp_path, "--cache-config", "local,size=1000000") as one, ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(lambda number: infer(one, "people", image(20 + number % 3)), range(24))]
+    for number, answer in enumerate(found):
+        if answer.get("status") == 503:  # the queue was full of other requests' items
+            continue
+        assert answer["LABELS"] == labels_of(20 + number % 3), answer
+    assert sum("LABELS" in answer for answer in found) > 4
+
+
 @pytest.fixture(scope="module")
 def served(repository: Path) -> Iterator[Served]:
     with serving(repository, "--allow-grpc", "true", "--grpc-port", "0") as one:
@@ -136,6 +153,11 @@ def infer(served: Served, model: str, rows: Any, **more: Any) -> dict[str, Any]:
     except urllib.error.HTTPError as error:
         return {"status": error.code, **json.load(error)}
     return {one["name"]: np.array(one["data"]).reshape(one["shape"]).tolist() for one in answer["outputs"]}
+
+
+def labels_of(count: int) -> list[list[list[int]]]:
+    """What "people" answers for that many crops of one image: their sums; a crop of the second kind has none."""
+    return [[[100 + 9 * i + 3 if i % 3 != 1 else -1] for i in range(count)]]
 
 
 def image(count: int, number: float = 0.0) -> list[list[float]]:

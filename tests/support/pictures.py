@@ -6,6 +6,8 @@ import random
 from dataclasses import replace
 from typing import Any
 
+from flowserve import Graph as PythonGraph
+from flowserve import model as python_model
 from flowserve.config.types import (
     DynamicBatching,
     Ensemble,
@@ -66,6 +68,36 @@ def read_text_graph() -> Graph:
         ],
     )
     return compile_ensemble(config, 1, available(decode, find, read, turn, join, find_and_read))
+
+
+def people_graph() -> Graph:
+    """Items, two conditions that write one tensor, a nested ensemble in one of them, and rows that neither takes."""
+
+    @python_model({"IMAGE": "FP32[2]"}, {"CROPS": "FP32[-1,2]", "KIND": "INT32[-1,1]"}, max_batch_size=8)
+    def find(images: Any) -> Any: ...
+
+    @python_model({"X": "FP32[2]"}, {"LABEL": "INT32[1]"}, max_batch_size=4)
+    def name_person(crops: Any) -> Any: ...
+
+    @python_model({"X": "FP32[2]"}, {"Y": "FP32[2]"}, max_batch_size=4)
+    def turn(crops: Any) -> Any: ...
+
+    @python_model({"LABELS": "INT32[-1,1]"}, {"TOTAL": "INT32[1]"}, max_batch_size=8)
+    def total(labels: Any) -> Any: ...
+
+    turned = PythonGraph("turned", max_batch_size=4)
+    turned.output("LABEL", name_person(turn(turned.input("X", "FP32[2]"))))
+    graph = PythonGraph("people", max_batch_size=8)
+    found = find(graph.input("IMAGE", "FP32[2]"))
+    with graph.each(found.CROPS, found.KIND, at_most=10) as (crop, kind):
+        with graph.when(kind == 0):
+            person = name_person(crop)
+        with graph.when(kind == 1):
+            other = turned(crop)
+        label = graph.merge(person, other, otherwise=-1)
+    graph.output("LABELS", label)
+    graph.output("TOTAL", total(label))
+    return graph.reading().resolution.graphs["people"][1]
 
 
 def _config(backend: str, *groups: InstanceGroup, **options: Any) -> ModelConfig:

@@ -28,7 +28,7 @@ from flowserve.memory.pool import Pool
 from flowserve.memory.tensor import Tensor
 from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.scheduling.flow import Flow
-from flowserve.scheduling.queue import BatchPolicy, Queue
+from flowserve.scheduling.queue import PLAIN, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.spaces import SpaceFlow
 from flowserve.values import Array
@@ -139,6 +139,9 @@ def drawn(rng: random.Random, steps_max: int = 8) -> ModelConfig | None:
             del outputs[tensor]
     if not outputs:
         return None
+    pooled = {step.input_map["ITEMS"] for step in written if step.model == "pool"}
+    if any(fill.tensor in pooled and fill.value for fill in fills):
+        return None  # a row with fewer items than others is filled up, and the sum of its items would show it
     config = _config(written, fills, outputs, rows, limit)
     while True:  # leave out what leads to no output
         try:
@@ -274,13 +277,12 @@ def _test(rng: random.Random, kinds: dict[str, str]) -> RowTest:
 
 
 class Interpreter:
-    """Answers one row of one request. `runs` counts the rows of each step."""
+    """Answers one row of one request."""
 
     def __init__(self, w: Wiring, made: Arrangement, row: Array) -> None:
         self.w = w
         self.made = made
         self.row = row
-        self.runs: Counter[int] = Counter()
         self._results: dict[tuple[int, tuple[Any, ...]], dict[str, Any]] = {}
 
     def contexts(self, space: int) -> list[tuple[Any, ...]]:
@@ -380,7 +382,7 @@ class Interpreter:
         rows = [one for one in self.contexts(path[depth + 1]) if one[:-1] == context]
         if record.each is not None:
             return [self._present_in(spaces, home, one) for one in rows]
-        return self._present_in(spaces, home, rows[0]) if rows else [False]
+        return self._present_in(spaces, home, rows[0]) if rows else ("fill", 0.0)
 
     def _run(self, index: int, context: tuple[Any, ...]) -> dict[str, Any]:
         key = (index, context)
@@ -388,7 +390,6 @@ class Interpreter:
             step = self.w.steps[index]
             assert step.model is not None
             space = self.made.of_step[index]
-            self.runs[index] += 1
             given = [self.value(step.written.input_map[spec.name], space, context) for spec in step.model.inputs]
             arrays = [
                 np.asarray(plain(one), np.float32).reshape((1, -1, 2) if spec.name == "ITEMS" else (1, 2))
@@ -424,9 +425,11 @@ def padded(value: Any, shape: tuple[int, ...], fill: float) -> Any:
 
 
 class World:
-    """A scheduler with the models of one graph, whose batches end in random order."""
+    """A scheduler with the models of one graph, whose batches end in random order. `has_limits`: queues are bounded."""
 
-    def __init__(self, config: ModelConfig, rng: random.Random, *, fails: float = 0.0) -> None:
+    def __init__(
+        self, config: ModelConfig, rng: random.Random, *, fails: float = 0.0, has_limits: bool = False
+    ) -> None:
         known = available(*MODELS)
         self.config = config
         self.rng = rng
@@ -446,8 +449,9 @@ class World:
             if node.model not in queues:
                 policy = BatchPolicy.simple(node.max_batch_size) if node.max_batch_size else BatchPolicy.single()
                 instances = [object() for _ in range(rng.choice((1, 2)))]
+                levels = Levels(policy=LevelPolicy(max_size=rng.randrange(1, 4))) if has_limits else PLAIN
                 queues[node.model] = ModelQueue(
-                    node.model, Queue(policy), instances, is_pure=fails > 0 and rng.random() < 0.5
+                    node.model, Queue(policy, levels), instances, is_pure=fails > 0 and rng.random() < 0.5
                 )
                 self.scheduler.add(queues[node.model])
         self.queues = [queues[node.model] for node in self.graph.nodes]
@@ -487,35 +491,31 @@ class World:
         return True
 
     def _run(self, batch: Batch) -> Made:
+        """The outputs of a batch; None of the requests that ended meanwhile."""
         node = batch.tickets[0].node
-        name = node.model.name
-        tickets = batch.tickets
+        live = [(m, ticket) for m, ticket in enumerate(batch.tickets) if not ticket.flow.done]
+        outputs: list[list[Tensor | None]] = [[None] * len(batch.tickets) for _ in node.outputs]
+        assert sum(ticket.rows for ticket in batch.tickets) <= max(node.max_batch_size, 1)
+        if not live:
+            return Made(outputs, {})
         columns = []
         for i in range(len(node.inputs)):
-            if any(ticket.flow.done for ticket in tickets):
-                break
-            held = [ticket.flow.tensors[ticket.node.inputs[i]] for ticket in tickets]
+            held = [ticket.flow.tensors[ticket.node.inputs[i]] for _, ticket in live]
             assert all(one is not None for one in held)
             if node.max_batch_size:
-                for ticket, one in zip(tickets, held, strict=True):
+                for (_, ticket), one in zip(live, held, strict=True):
                     assert one.stop - one.start == ticket.rows <= node.max_batch_size
                 columns.append(gather(held, self.pool)[0])
             else:
                 columns.append(held[0].array[None])
-        else:
-            made = FUNCTIONS[name](*columns)
-            outputs: list[list[Tensor | None]] = []
-            for array in made:
-                if not node.max_batch_size:
-                    outputs.append([Tensor(array[0])])
-                    continue
-                stops = np.cumsum([ticket.rows for ticket in tickets]).tolist()
-                outputs.append([Tensor(array, a, b) for a, b in zip([0, *stops], stops, strict=False)])
-            assert sum(ticket.rows for ticket in tickets) <= max(node.max_batch_size, 1)
-            for ticket in tickets:
-                self.rows_run[id(ticket.flow.whole), ticket.node.index] += ticket.rows
-            return Made(outputs, {})
-        return Made([[None] * len(tickets) for _ in node.outputs], {})
+        for column, array in zip(outputs, FUNCTIONS[node.model.name](*columns), strict=True):
+            start = 0
+            for m, ticket in live:
+                column[m] = Tensor(array, start, start + ticket.rows) if node.max_batch_size else Tensor(array[0])
+                start += ticket.rows
+        for _, ticket in live:
+            self.rows_run[id(ticket.flow.whole), ticket.node.index] += ticket.rows
+        return Made(outputs, {})
 
     def outputs(self, flow: Flow) -> dict[str, Array | None]:
         found = {}

@@ -56,4 +56,6 @@ def an_execution_is_one_of_three() -> None:
 def pictures_are_text_and_png_is_bytes(graph: Graph) -> None:
     assert_type(graph.to_svg(), str)
     assert_type(graph.to_png(), bytes)
+    assert_type(graph.to_svg(direction="TB", fold=True), str)
+    graph.to_svg(direction="UP")  # type: ignore[arg-type]
     assert_type(graph.serve(http_port=0), int)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from flowserve.backends.base import ModelFiles, Remote
+from flowserve.backends.cores import cores_allowed
 from flowserve.backends.library.instance import LibraryInstance
 from flowserve.backends.library.interface import Library, ModelSource, Program
 from flowserve.backends.library.signature import Port, Signature, completion, file_disagreements, with_flat_controls
@@ -98,8 +99,7 @@ class LibraryBackend:
         except Invalid as missing:
             raise _at_file(files, files.version_folder / named, str(missing)) from None
         _require(library, files, path)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = max(1, cores // max(1, int(options.get("runs_at_once", "1"))))
+        threads = max(1, cores_allowed() // max(1, int(options.get("runs_at_once", "1"))))
         return ModelSource(config, files, path, threads, options)
 
 

@@ -35,6 +35,7 @@ import numpy as np
 import onnxruntime as ort
 
 from flowserve.backends.base import ModelFiles
+from flowserve.backends.cores import cores_allowed
 from flowserve.backends.library.run import Execute, Feed
 from flowserve.backends.library.signature import Port, Signature
 from flowserve.backends.onnx.errors import cleaned
@@ -361,8 +362,7 @@ def settings(config: ModelConfig, options: Mapping[str, str]) -> Any:
     happen at the same time.
     """
     made = ort.SessionOptions()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(1, cores // int(options.get("runs_at_once", "1")))
+    share = max(1, cores_allowed() // int(options.get("runs_at_once", "1")))
     # As on Triton, 0 means the default.
     made.intra_op_num_threads = _parameter(config, options, THREADS, 0) or share
     made.inter_op_num_threads = _parameter(config, options, "inter_op_thread_count", 0) or 1

@@ -28,7 +28,6 @@ from flowserve.http.api.json_bodies import error_response, json_response, status
 from flowserve.http.api.openapi import openapi
 from flowserve.http.api.request_target import PREFIX, SUFFIX, is_version
 from flowserve.http.api.restricted import restricted
-from flowserve.http.page.docs import docs_routes
 from flowserve.http.page.routes import live_routes
 from flowserve.http.server.connection import RESERVATION, RETRY_AFTER, no_memory
 from flowserve.observe.deployment_metrics import deployment_metrics
@@ -120,7 +119,6 @@ def make_routes(engine: Engine, options: AppOptions, control: Control | None) ->
         *settings_routes(engine, options.log, body),
         *generate_routes(engine, body, options),
         Route("/openapi.json", document),
-        *docs_routes(),
         *live_routes(engine, control),
     ]
     for path in (PREFIX + "{name}", PREFIX + "{name}/versions/{version}"):
@@ -149,7 +147,7 @@ def _metrics_routes(engine: Engine, choice: MetricsChoice | None, budget: Budget
     gpus = GpuMeter() if choice.has_gpus else None
 
     async def metrics(request: Request) -> Response:
-        parts = [_budget_text(budget)]
+        parts = [_budget_text(budget), _stores_text(engine)]
         parts.append(await trio.to_thread.run_sync(machine_text, machine, gpus, engine.server_requests.metrics))
         # On the loop and not in a thread, which would keep the interpreter for half a millisecond each time that the
         # loop lets go of it.
@@ -159,6 +157,14 @@ def _metrics_routes(engine: Engine, choice: MetricsChoice | None, budget: Budget
         return _InParts(parts)
 
     return [Route("/metrics", metrics)]
+
+
+def _stores_text(engine: Engine) -> bytes:
+    """Whether the repositories in stores could be asked the last time."""
+    control = engine.server_requests.control
+    found = [((("repository", one.name),), float(not one.outage)) for one in (control.mirrors if control else ())]
+    text = "Whether the store of a repository could be asked the last time (1) or not (0)"
+    return family("flowserve_repository_reachable", text, GAUGE, found).encode() if found else b""
 
 
 def _budget_text(budget: Budget) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from flowserve.http.api.restricted import groups_of
 from flowserve.observe.settings import FORMATS
 from flowserve.values import BY_WIRE
 from flowserve.version import __version__
@@ -140,6 +141,18 @@ SCHEMAS: Final[Json] = {
     "LogSettings": _object(_LOG),
     "LogChange": {"type": "object", "properties": _LOG},
     "Drawn": _object({"picture": _TEXT, "svg": _TEXT, "graph": _ANY}),
+    "RecentRequests": _object({"requests": _list(_of("RecentRequest"))}),
+    "RecentRequest": _object(
+        {
+            "number": _WHOLE,
+            "at_ms": _WHOLE,
+            "ms": {"type": ["number", "null"]},
+            "rows": {"type": ["integer", "null"]},
+            "id": _TEXT,
+            "error": _TEXT,
+            "timing": _TEXT,
+        }
+    ),
     "Timeline": _object({"traceEvents": _list(_ANY)}, {"displayTimeUnit": _TEXT, "otherData": _ANY}),
     "TraceSettings": _object({"trace_file": _TEXT, **_TRACE}),
     "TraceChange": {"type": "object", "properties": _TRACE},
@@ -198,16 +211,17 @@ _CALLS: Final[tuple[_Call, ...]] = (
     ("get", "/metrics", "Prometheus text", "", "text/plain"),
     ("get", "/openapi.json", "this", "", "Document"),
     ("get", "/", "the live page", "", "text/html"),
-    ("get", "/docs", "this document as a page", "", "text/html"),
-    ("get", "/docs/swagger-ui-bundle.js", "a script of that page", "", "text/javascript"),
-    ("get", "/docs/swagger-ui.css", "its style", "", "text/css"),
+    ("get", "/docs", "this, as a page", "", "text/html"),
     ("get", "/live/events", _SEEN, "", _EVENTS),
     ("get", "/live/graphs/{name}/versions/{version}", "a graph as the live page draws it", "", "Drawn"),
+    ("get", "/live/requests/{name}/versions/{version}", "the last requests of a deployment", "", "RecentRequests"),
 )
 _REQUIRED: Final = frozenset({"InferRequest", "GenerateRequest", "SystemRegion", "CudaRegion"})  # bodies
 _QUERIES: Final[Mapping[str, Mapping[str, Json]]] = {
     "/v2/trace/timeline": {"seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": 60}},
     "/live/events": {"name": _TEXT, "version": _TEXT},
+    "/live/graphs/{name}/versions/{version}": {"direction": {"enum": ["", "LR", "TB"]}, "fold": _list(_TEXT)},
+    "/live/requests/{name}/versions/{version}": {"after": {"type": "integer", "minimum": 0, "maximum": 10**18 - 1}},
 }
 _IN_PATHS: Final[Mapping[str, Json]] = {
     "name": {"type": "string", "minLength": 1},
@@ -217,6 +231,12 @@ _IN_PATHS: Final[Mapping[str, Json]] = {
 }
 
 
+def _tag(path: str) -> str:
+    """The group of a call: that of its key, where it is restricted."""
+    groups = groups_of(path)
+    return next(iter(groups)) if len(groups) == 1 else "pages"
+
+
 def _operation(path: str, text: str, asked: str, answer: str) -> Json:
     done: Json = {"description": "done"}
     if answer:
@@ -224,7 +244,7 @@ def _operation(path: str, text: str, asked: str, answer: str) -> Json:
         schema = _TEXT if is_media else _ANY if answer == "Document" else _of(answer)
         done["content"] = {answer if is_media else _JSON: {"schema": schema}}
     responses: Json = {"200": done, "default": {"$ref": "#/components/responses/Error"}}
-    operation: Json = {"summary": text, "responses": responses}
+    operation: Json = {"summary": text, "tags": [_tag(path)], "responses": responses}
     if asked:
         operation["requestBody"] = {"content": {_JSON: {"schema": _of(asked)}}, "required": asked in _REQUIRED}
     if path in _QUERIES:

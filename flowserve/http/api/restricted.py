@@ -39,9 +39,11 @@ _OF_A_MODEL: Final[Mapping[str, str]] = {
 }
 
 
-# Outside /v2. The live page's data is that of the endpoints of its groups; the page itself, /, contains none.
+# Outside /v2, by the first part of the path, or its first two. The live page's data is that of the endpoints of its
+# groups; the page itself, /, contains none, and neither does /docs. The last requests have timelines.
 _ELSEWHERE: Final[Mapping[str, frozenset[str]]] = {
     "live": frozenset({"metadata", "model-config", "model-repository", "statistics"}),
+    "live/requests": frozenset({"trace"}),
     "metrics": frozenset({"statistics"}),
     "openapi.json": frozenset({"metadata"}),
 }
@@ -54,7 +56,7 @@ def groups_of(path: str) -> frozenset[str]:
         path = unquote(path)
     parts = [part for part in path.lower().split("/") if part not in ("", ".")]
     if not parts or parts[0] != "v2":
-        return _ELSEWHERE.get(parts[0], frozenset()) if parts else frozenset()
+        return frozenset().union(*(_ELSEWHERE.get("/".join(parts[:n]), ()) for n in (1, 2)))
     if len(parts) == 1:
         return frozenset({"metadata"})
     if parts[1] != "models":

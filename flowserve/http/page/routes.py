@@ -1,13 +1,10 @@
-"""The routes of the live page: the page itself, its events, and pictures of graphs."""
+"""The routes of the live page: the page itself, its events, pictures of graphs, the last requests; and /docs."""
 
 from __future__ import annotations
 
-from base64 import b64encode
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from hashlib import sha256
-from importlib.resources import files
-from typing import Any, Final
+from typing import Final
 
 import orjson
 import trio
@@ -15,37 +12,33 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from flowserve.errors import Unavailable
+from flowserve.errors import Invalid, Unavailable
+from flowserve.graph.types import ModelKey
 from flowserve.http.api.events import EventResponse, Say
 from flowserve.http.api.json_bodies import json_response
+from flowserve.http.page.api_docs import docs_route
+from flowserve.http.page.document import Page, asset, compose
 from flowserve.http.page.sampler import INTERVAL_S, Sampler
-from flowserve.observe.server_timing import server_timing
-from flowserve.observe.trace import Trace
 from flowserve.render.jsontext import graph_document
-from flowserve.render.layout import Spare
-from flowserve.render.svg import STYLE, render_svg
-from flowserve.runtime.clock import wall_clock_ms
+from flowserve.render.layout import Direction, Spare
+from flowserve.render.scopes import ensembles_of
+from flowserve.render.svg import ASSETS, STYLE, render_svg
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.loading.control import Control
 from flowserve.version import __version__
 
 VIEWERS_MAX: Final = 32
-_NS_PER_MS: Final = 1_000_000
-SCRIPTS: Final = (
-    "base",
-    "server",
-    "list",
-    "shown",
-    "charts",
-    "graph",
-    "request",
-    "timeline",
-    "recent",
-    "start",
-)  # in this order one
+_NUMBER_CHARS_MAX: Final = 18
+_DIRECTIONS: Final[Mapping[str, Direction | None]] = {"": None, "LR": "LR", "TB": "TB"}
+# In this order one script.
+SCRIPTS: Final = ("base", "server", "list", "shown", "charts", "graph", "request", "timeline", "requests", "start")
 END: Final = b'{"end":true}'  # the server ends, and so do the events
 # What the page writes into the picture: as wide as it may get. assets/graph.js writes these lines.
-SPARE: Final = Spare(("0000/s, batches of 000.0", "queue 00000, busy 00/00", "p50 0000 ms, p99 0000 ms"), "  0000 MB/s")
+SPARE: Final = Spare(
+    ("0000/s, batches of 000.0", "queue 00000, busy 00/00", "p50 0000 ms, p99 0000 ms"),
+    "  0000 MB/s",
+    ": 00.0 % of rows",
+)
 
 
 def live_routes(engine: Engine, control: Control | None) -> list[Route]:
@@ -55,20 +48,23 @@ def live_routes(engine: Engine, control: Control | None) -> list[Route]:
     viewers = 0
 
     async def page(request: Request) -> Response:
-        text, policy = _page()
-        headers = {
-            "content-security-policy": policy,
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-            "cache-control": "no-cache",
-        }
-        return Response(text, headers=headers, media_type="text/html")
+        made = _page()
+        return Response(made.content, headers=dict(made.headers), media_type="text/html")
 
     async def graph(request: Request) -> Response:
         """The picture of one graph, and the document that describes its numbers."""
         deployment = engine.deployments.find(request.path_params["name"], request.path_params["version"])
         configs = sampler.configs(deployment)
-        draw = partial(render_svg, deployment.graph, configs, style="", spare=SPARE)
+        asked = request.query_params.get("direction", "")
+        if asked not in _DIRECTIONS:
+            raise Invalid(f"'direction' is LR or TB, got '{asked[:40]}'")
+        direction = _DIRECTIONS[asked]
+        folded: Sequence[str] = request.query_params.getlist("fold")
+        if "*" in folded:
+            folded = ensembles_of(deployment.graph)
+        draw = partial(
+            render_svg, deployment.graph, configs, frozenset(folded), style="", spare=SPARE, direction=direction
+        )
         return json_response(
             {
                 "picture": sampler.picture(deployment),
@@ -76,6 +72,15 @@ def live_routes(engine: Engine, control: Control | None) -> list[Route]:
                 "graph": graph_document(deployment.graph, configs),
             }
         )
+
+    async def requests(request: Request) -> Response:
+        """The last requests of one deployment after a number; more are recorded for some seconds."""
+        deployment = engine.deployments.find(request.path_params["name"], request.path_params["version"])
+        after = request.query_params.get("after", "0")
+        if not after.isdecimal() or len(after) > _NUMBER_CHARS_MAX:
+            raise Invalid(f"'after' is a number of a request, got '{after[:40]}'")
+        found = engine.traces.recent(ModelKey(deployment.name, deployment.version), int(after))
+        return json_response({"requests": [one.as_json() for one in found]})
 
     async def events(request: Request) -> Response:
         if viewers >= VIEWERS_MAX:
@@ -87,68 +92,35 @@ def live_routes(engine: Engine, control: Control | None) -> list[Route]:
         """Send the whole state, then about once a second the changes, until the server ends."""
         nonlocal viewers
         viewers += 1
-        recent = engine.traces.recent
-        with ExitStack() as leaving:
-            leaving.callback(left)
-            leaving.enter_context(recent.watching(name))
-            seen = told = 0
+        try:
+            seen = 0
             while not engine.stopping.is_set():
                 sampler.look()
                 entry = engine.deployments.entries.get(name)
                 ready = {str(number): one for number, one in entry.ready.items()} if entry else {}
                 frame = sampler.frame(ready.get(version), seen)  # None: the deployment does not serve
                 frame["can_load"] = can_load
-                requests = recent.since(name, told)
-                frame["requests"] = [_request(trace, engine.clock()) for _, trace in requests]
-                told = requests[-1][0] if requests else told
                 seen = sampler.number
                 await say(orjson.dumps(frame))
                 with trio.move_on_after(INTERVAL_S):
                     await engine.stopping.wait()
             await say(END)
-
-    def left() -> None:
-        nonlocal viewers
-        viewers -= 1
+        finally:
+            viewers -= 1
 
     return [
         Route("/", page),
+        docs_route(),
         Route("/live/events", events),
         Route("/live/graphs/{name}/versions/{version}", graph),
+        Route("/live/requests/{name}/versions/{version}", requests),
     ]
 
 
-def _request(trace: Trace, now_ns: int) -> dict[str, Any]:
-    """A request that is over, for the list of the last ones. `timing` as in the header Server-Timing."""
-    return {
-        "id": trace.request_id,
-        "at_ms": wall_clock_ms() - (now_ns - trace.arrived_ns) // _NS_PER_MS,
-        "ms": (trace.ended_ns - trace.arrived_ns) / _NS_PER_MS,
-        "rows": trace.rows,
-        "error": trace.error,
-        "timing": server_timing(trace),
-    }
-
-
 @cache
-def _page() -> tuple[bytes, str]:
-    """The page, and the policy by which a browser runs only the page's own scripts."""
-    folder = files("flowserve.http.page") / "assets"
-    vendor = files("flowserve.http.page") / "vendor"
-    plots = (vendor / "uplot.js").read_text("utf-8")
-    styles = [vendor / "uplot.css", folder / "live.css"]
-    style = "".join(one.read_text("utf-8") for one in styles) + STYLE
-    script = "\n".join((folder / f"{part}.js").read_text("utf-8") for part in SCRIPTS)
-    text = (folder / "live.html").read_text("utf-8")
-    parts = {"<!--VERSION-->": __version__, "/*STYLE*/": style, "/*VENDOR*/": plots, "/*SCRIPT*/": script}
-    for mark, part in parts.items():
-        text = text.replace(mark, part, 1)
-    policy = (
-        f"default-src 'none'; script-src '{_digest(plots)}' '{_digest(script)}'; style-src '{_digest(style)}';"
-        " connect-src 'self'; img-src blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return text.encode(), policy
-
-
-def _digest(text: str) -> str:
-    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
+def _page() -> Page:
+    shared = [(ASSETS / file).read_text("utf-8") for file in ("view.css", "view.js")]
+    styles = [asset("vendor/uPlot.min.css"), asset("live.css"), STYLE, shared[0]]
+    scripts = [asset(f"{part}.js") for part in SCRIPTS]
+    scripts[1:1] = [asset("vendor/uPlot.iife.min.js"), shared[1]]  # after "base", which makes all of them strict
+    return compose(asset("live.html"), styles, scripts, {"<!--VERSION-->": __version__})

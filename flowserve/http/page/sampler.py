@@ -18,22 +18,24 @@ from hashlib import sha256
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import orjson
 
 from flowserve.config.types import ModelConfig
 from flowserve.graph.types import ModelKey
-from flowserve.observe.statistics import DURATION_BUCKETS_NS, Statistics
+from flowserve.observe.statistics import FINE_DURATION_EDGES_NS, Statistics
 from flowserve.render.jsontext import graph_document
 from flowserve.runtime.clock import SECOND_NS, wall_clock_ms
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine
 from flowserve.scheduling.batch import ModelQueue
+from flowserve.values import Array
 
 _NS_PER_MS: Final = 1_000_000
 _DIGITS: Final = 4  # significant digits of a figure; further ones would be noise
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CounterSample:
     """One deployment's counters at one time. `nodes[i]` are (batches, rows) of node i, `spaces[i]`
     (requests, rows, rows around) of space i + 1, and `edges[i]` the (passed on,
@@ -44,9 +46,9 @@ class CounterSample:
     failures: int
     rows: int
     batches: int
-    total: tuple[int, ...]
-    queue: tuple[int, ...]
-    compute: tuple[int, ...]
+    total: Array  # the counts of each histogram
+    queue: Array
+    compute: Array
     nodes: tuple[tuple[int, int], ...]
     spaces: tuple[tuple[int, int, int], ...]
     edges: tuple[tuple[tuple[int, int], ...], ...]
@@ -61,9 +63,9 @@ def read(one: Statistics, before: CounterSample | None = None) -> CounterSample:
         one.fail_count,
         one.inference_count,
         one.execution_count,
-        tuple(one.request_duration.counts),
-        tuple(one.queue_duration.counts),
-        tuple(one.compute_duration.counts),
+        np.array(one.request_duration.counts),
+        np.array(one.queue_duration.counts),
+        np.array(one.compute_duration.counts),
         tuple((node.batches, node.rows) for node in one.nodes),
         tuple((space.requests, space.taken, space.offered) for space in one.spaces),
         tuple(tuple((node.handed_on(edge), edge.copied) for edge in node.edges) for node in one.nodes),
@@ -130,19 +132,18 @@ def edge_figures(old: CounterSample, new: CounterSample, index: int, seconds: fl
     return figures
 
 
-def quantile_ms(edges_ns: Sequence[int], counts: Sequence[int], share: float) -> float | None:
+def quantile_ms(edges_ns: Sequence[int], counts: Array, share: float) -> float | None:
     """The quantile `share` in milliseconds. Observations above the last edge count as equal to it; None without
     observations.
     """
-    wanted = share * sum(counts)
+    upto = np.cumsum(counts)
+    wanted = share * int(upto[-1])
     if not wanted:
         return None
-    below = 0
-    for count, low, high in zip(counts, (0, *edges_ns), (*edges_ns, edges_ns[-1]), strict=True):
-        if count and below + count >= wanted:
-            return rounded((low + (high - low) * (wanted - below) / count) / _NS_PER_MS)
-        below += count
-    return rounded(edges_ns[-1] / _NS_PER_MS)
+    i = int(np.searchsorted(upto, wanted))
+    low, high = edges_ns[i - 1] if i else 0, edges_ns[min(i, len(edges_ns) - 1)]
+    count = int(counts[i])
+    return rounded((low + (high - low) * (wanted - int(upto[i]) + count) / count) / _NS_PER_MS)
 
 
 def rounded(value: float) -> float:
@@ -150,9 +151,10 @@ def rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def _latencies(name: str, old: Sequence[int], new: Sequence[int], edges_ns: Sequence[int]) -> dict[str, float | None]:
-    is_replaced = any(later < earlier for earlier, later in zip(old, new, strict=True))
-    since = new if is_replaced else [later - earlier for earlier, later in zip(old, new, strict=True)]
+def _latencies(name: str, old: Array, new: Array, edges_ns: Sequence[int]) -> dict[str, float | None]:
+    since = new - old
+    if (since < 0).any():  # its deployment was replaced
+        since = new
     return {f"{name}p50": quantile_ms(edges_ns, since, 0.5), f"{name}p99": quantile_ms(edges_ns, since, 0.99)}
 
 
@@ -173,7 +175,7 @@ INTERVAL_S: Final = 1.0
 WINDOW_S: Final = 5.0  # figures cover this period
 _FRESH_NS: Final = round(0.9 * INTERVAL_S * SECOND_NS)
 _WINDOW_NS: Final = round((WINDOW_S + 0.5 * INTERVAL_S) * SECOND_NS)
-_NO_DURATIONS: Final = (0,) * (len(DURATION_BUCKETS_NS) + 1)
+_NO_DURATIONS: Final = np.zeros(len(FINE_DURATION_EDGES_NS) + 1, np.int64)
 _NOTHING: Final = CounterSample(0, 0, 0, 0, _NO_DURATIONS, _NO_DURATIONS, _NO_DURATIONS, (), (), ())
 
 
@@ -204,6 +206,7 @@ class Sampler:
         self._listed = 0  # the number of the reading since which the list has the same names
         self._graphs: dict[ModelKey, dict[str, Any]] = {}  # of this reading, shared by all viewers of a graph
         self._pictures: WeakKeyDictionary[Deployment, str] = WeakKeyDictionary()
+        self._models: WeakKeyDictionary[Deployment, Sequence[tuple[str, str]]] = WeakKeyDictionary()
 
     def look(self) -> None:
         """Read the counters, unless the last reading is recent."""
@@ -265,14 +268,22 @@ class Sampler:
 
     def _figures(self, one: Statistics) -> dict[str, Any]:
         key = ModelKey(one.name, one.version)
-        graph = self._engine.deployments.entries[one.name].ready[one.version].graph
+        deployment = self._engine.deployments.entries[one.name].ready[one.version]
         return {
-            "is_ensemble": graph.is_ensemble,
-            "models": [*dict.fromkeys(node.model.name for node in graph.nodes)] if graph.is_ensemble else [],
+            "is_ensemble": deployment.graph.is_ensemble,
+            "models": self._models_of(deployment),
+            "total": one.success_count,
             "error": one.last_error,
             "error_ms": one.last_error_ms,
-            **deployment_figures(*self._between(key), DURATION_BUCKETS_NS),
+            **deployment_figures(*self._between(key), FINE_DURATION_EDGES_NS),
         }
+
+    def _models_of(self, deployment: Deployment) -> Sequence[tuple[str, str]]:
+        """The name and version of each model of a graph; none for a model."""
+        if deployment not in self._models:
+            keys = [node.model for node in deployment.graph.nodes] if deployment.graph.is_ensemble else []
+            self._models[deployment] = [*dict.fromkeys((key.name, str(key.version)) for key in keys)]
+        return self._models[deployment]
 
     def _between(self, key: ModelKey) -> tuple[CounterSample, CounterSample, float]:
         """The first and the last reading of the period, and the seconds between."""
@@ -296,7 +307,7 @@ class Sampler:
             for node, queue in zip(graph.nodes, deployment.queues, strict=True):
                 into = [number for number, edge in enumerate(graph.edges) if edge.consumer == node.index]
                 edges |= zip(into, edge_figures(old, new, node.index, seconds), strict=True)
-                model = model_figures(*self._between(node.model), DURATION_BUCKETS_NS)
+                model = model_figures(*self._between(node.model), FINE_DURATION_EDGES_NS)
                 figures = node_figures(old, new, node.index, seconds)
                 nodes.append({**figures, **_now(queue), "model": model})
         return {

@@ -1,25 +1,37 @@
-const pictures = [...document.querySelectorAll(".picture")];
+const FOLDED_FROM = 30; // a graph of so many steps is shown with its nested ensembles folded at first
+
+const pictures = [...document.querySelectorAll(".picture > svg")];
+const frame = document.querySelector(".picture");
 const bar = document.querySelector(".bar");
+const scale = bar.querySelector("[data-scale]");
+const view = new View(frame, (now) => { scale.textContent = `${Math.round(now * 100)} %`; });
+
 function show(open) {
-  const wanted = pictures.find(p => p.dataset.open === open) || pictures[0];
-  for (const p of pictures) p.hidden = p !== wanted;
+  const wanted = pictures.find((svg) => svg.dataset.open === open) || pictures[0];
+  for (const svg of pictures) svg.toggleAttribute("hidden", svg !== wanted);
+  view.show(wanted);
 }
-function toggle(scope, frame) {
-  show(frame ? scope.slice(0, Math.max(scope.lastIndexOf("/"), 0)) : scope);
+
+function toggle(scope, isFrame) {
+  show(isFrame ? scope.slice(0, Math.max(scope.lastIndexOf("/"), 0)) : scope);
 }
-for (const g of document.querySelectorAll("[data-scope]")) {
-  const frame = g.querySelector("rect").classList.contains("f");
-  g.setAttribute("tabindex", "0");
-  g.setAttribute("role", "button");
-  g.setAttribute("aria-expanded", frame);
-  g.addEventListener("click", () => toggle(g.dataset.scope, frame));
-  g.addEventListener("keydown", e => {
-    if (e.key === "Enter" || e.key === " ") { e.preventDefault(); toggle(g.dataset.scope, frame); }
+
+for (const group of document.querySelectorAll("[data-scope]")) {
+  const isFrame = group.querySelector("rect").classList.contains("f");
+  group.setAttribute("tabindex", "0");
+  group.setAttribute("role", "button");
+  group.setAttribute("aria-expanded", isFrame);
+  group.addEventListener("click", () => toggle(group.dataset.scope, isFrame));
+  group.addEventListener("keydown", (press) => {
+    if (press.key === "Enter" || press.key === " ") { press.preventDefault(); toggle(group.dataset.scope, isFrame); }
   });
 }
-bar.addEventListener("click", e => {
-  const open = e.target.dataset.show;
+bar.addEventListener("click", (click) => {
+  const { show: open, zoom } = click.target.dataset;
   if (open !== undefined) show(open);
-  if (e.target.dataset.fit !== undefined) document.body.classList.toggle("fit");
+  if (zoom === "fit") view.fit();
+  else if (zoom) view.zoom(zoom === "1" ? 1 : view.scale * Number(zoom));
 });
 bar.hidden = false;
+const isLarge = document.querySelectorAll("tbody tr").length >= FOLDED_FROM;
+show(document.body.dataset.fold !== undefined || isLarge ? "" : "*");

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from flowserve.backends.base import Results
 from flowserve.errors import Cancelled, DeadlineExceeded, FlowserveError, InstanceDied, Unavailable
+from flowserve.memory.recipe import RECIPES
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, REJECTED, Statistics
 from flowserve.observe.traffic import REQUEST, EdgeTraffic, NodeTraffic, share
@@ -269,7 +270,8 @@ def _came_out_of_one_batch(edge: EdgeTraffic, tickets: Sequence[Ticket]) -> bool
         return False
     if not edge.is_joined:
         return True
-    return len({id(tensor.block) for tensor in _tensors(tickets, edge.input)}) == 1
+    found = _tensors(tickets, edge.input)
+    return RECIPES.isdisjoint(map(type, found)) and len({id(tensor.block) for tensor in found}) == 1
 
 
 def _tensors(tickets: Sequence[Ticket], i: int) -> list[Tensor]:

@@ -31,6 +31,7 @@ from flowserve.memory import rows
 from flowserve.memory.arena import Arena
 from flowserve.memory.devices import lost
 from flowserve.memory.tensor import Tensor
+from flowserve.observe.exposition import Queued
 from flowserve.observe.statistics import OTHER, Statistics, rows_as_json, summarising
 from flowserve.observe.traffic import NodeTraffic, SpaceTraffic, node_traffics
 from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache, served_by
@@ -75,6 +76,7 @@ class Deployments:
         self._supervisor = supervisor
         self.entries: dict[str, Entry] = {}
         self.is_draining = False
+        self.is_leaving = False  # not ready, because a drain follows
         self.not_loaded: Collection[str] = ()  # models in the repository that can be loaded
         self.is_loaded = False  # True: loading is over, and the state of each entry decides readiness
         self._statistics: dict[ModelKey, Statistics] = {}
@@ -93,7 +95,7 @@ class Deployments:
         """Whether every deployment that should serve is ready, and the server is not stopping. Those are the
         deployments that the server was started with and all that have been ready since, except the unloaded ones.
         """
-        if not self.is_loaded or self.is_draining:
+        if not self.is_loaded or self.is_draining or self.is_leaving:
             return False
         return not self._options.strict_readiness or all(
             entry.state == "READY" and not any(map(self.outage, entry.ready.values()))
@@ -102,13 +104,19 @@ class Deployments:
         )
 
     def outage(self, deployment: Deployment) -> str:
-        """Why a loaded deployment cannot serve just now, or "": no instance of a model it needs lives, or it is on a
-        GPU that is lost.
+        """Why a loaded deployment cannot serve just now, or "": no instance of a model it needs lives or can work, or
+        it is on a GPU that is lost.
         """
         why = lost()
         if why and any(worker.is_on_gpu for queue in deployment.queues for worker in queue.instances):
             return why
-        return self._supervisor.outage(deployment.queues)
+        if outage := self._supervisor.outage(deployment.queues):
+            return outage
+        for queue in deployment.queues:
+            outages: list[str] = [worker.outage() for worker in queue.instances]
+            if outages and all(outages):
+                return outages[0]
+        return ""
 
     def find(self, name: str, version: str = "") -> Deployment:
         """The deployment of that name; its latest version if `version` is empty.
@@ -178,12 +186,32 @@ class Deployments:
             raise Invalid(f"requested model version is not available for model '{name}'")
         return rows_as_json([entry.ready[int(version)].statistics], epoch_ns)
 
-    def counters(self) -> list[tuple[Statistics, int]]:
-        """Every deployment version's counters, and how many requests wait in its model's queue (0 for an ensemble)."""
+    def counters(self) -> list[tuple[Statistics, Queued]]:
+        """Every deployment version's counters, and the state of its model's queue. An ensemble has none; its load is
+        the largest of its models.
+        """
         waiting = self._scheduler.waiting()
+        loads = {
+            key: _load(waiting[key], *occupied, self._rows_of(key))
+            for key, occupied in self._scheduler.occupied().items()
+        }
+        for entry in self.entries.values():
+            for version, deployment in entry.ready.items():
+                if deployment.graph.is_ensemble:
+                    models = (loads.get(node.model, 0.0) for node in deployment.graph.nodes)
+                    loads[ModelKey(entry.name, version)] = max(models, default=0.0)
         for one in self._statistics.values():
             one.add_up()
-        return [(statistics, waiting.get(key, 0)) for key, statistics in self._statistics.items()]
+        return [
+            (statistics, Queued(waiting.get(key, 0), loads.get(key, 0.0)))
+            for key, statistics in self._statistics.items()
+        ]
+
+    def _rows_of(self, key: ModelKey) -> int:
+        """The rows that a batch of a model may have."""
+        entry = self.entries.get(key.name)
+        deployment = entry.ready.get(key.version) if entry is not None else None
+        return (deployment.graph.max_batch_size if deployment is not None else 0) or 1
 
     # ------------------------------------------------------------------ changing
 
@@ -569,3 +597,8 @@ def _refuse(request: Request, text: str) -> NoReturn:
 
 def _names(names: Sequence[str]) -> str:
     return ",".join(f"'{name}'" for name in names)
+
+
+def _load(waiting: int, busy: int, instances: int, rows: int) -> float:
+    """The share of instances that run a batch, and the waiting requests as a share of the rows that all could run."""
+    return busy / instances + waiting / (instances * rows) if instances else float(waiting)

@@ -48,6 +48,7 @@ from flowserve.runtime.model_calls.calls import Calls
 from flowserve.runtime.model_calls.server_requests import ServerRequests
 from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.runtime.release import MemoryRelease
+from flowserve.runtime.tracing.recent import RecentRequests
 from flowserve.runtime.tracing.traces import Traces
 from flowserve.runtime.tracing.tracing import Tracing, Watch
 from flowserve.runtime.workers.base import (
@@ -151,7 +152,8 @@ class Engine:
         self.deployments = Deployments(options, self.clock, self.scheduler, self.generations, self.supervisor)
         self.observers: list[Observer] = []
         self.tracing = Tracing(self.scheduler, self.streams, self.observers, self.clock)
-        self.traces = Traces(options.trace, self.tracing)
+        self._recent = RecentRequests(self.tracing.is_traced, self.clock)
+        self.traces = Traces(options.trace, self.tracing, self._recent)
         self.stopping = trio.Event()  # for tasks that would go on for as long as a client listens
         # Tasks that wait for responses that keep an order, to be woken one after the other.
         self._wake_in_order, self._ordered = trio.open_memory_channel[Task](math.inf)
@@ -330,8 +332,11 @@ class Engine:
             flow = pending.popleft()
             if flow.waiter is not None:
                 self._waiting.append(flow)
-            has_failed = has_failed or flow.error is not None
             try:
+                if flow.error is not None:
+                    has_failed = True
+                    if self._recent.is_open:
+                        self._recent.failed(flow)  # before tracing, as an observer, forgets it
                 if self.observers:
                     self._observe("finished" if flow.error is None else "failed", flow)
                 admission = flow.owner.admission
@@ -518,7 +523,7 @@ class Engine:
         try:
             tensors = deployment.validator.validate(request)
         except FlowserveError as error:
-            deployment.record_invalid(error)
+            self._record_invalid(deployment, request, error)
             raise
         plan, wanted = deployment.plan, deployment.validator.outputs
         if request.outputs:
@@ -538,12 +543,17 @@ class Engine:
         if self.observers:
             self._observe("queued", flow)
         admission = deployment.admission
-        if admission is None:
-            (enqueue or self.scheduler.submit)(flow)
-        elif enqueue is None:
-            admission.enter(flow)
-        else:
-            admission.call(flow, enqueue)  # type: ignore[arg-type]  # `make` made it for that
+        try:
+            if admission is None:
+                (enqueue or self.scheduler.submit)(flow)
+            elif enqueue is None:
+                admission.enter(flow)
+            else:
+                admission.call(flow, enqueue)  # type: ignore[arg-type]  # `make` made it for that
+        except FlowserveError as error:
+            if self._recent.is_open and not self.tracing.is_traced(flow):
+                self._recent.refused(ModelKey(deployment.name, deployment.version), request.id, str(error))
+            raise
         self.loop.wake()
         return flow
 
@@ -554,8 +564,13 @@ class Engine:
         try:
             deployment.validator.validate(request)
         except FlowserveError as error:
-            deployment.record_invalid(error)
+            self._record_invalid(deployment, request, error)
             raise
+
+    def _record_invalid(self, deployment: Deployment, request: Request, error: FlowserveError) -> None:
+        deployment.record_invalid(error)
+        if self._recent.is_open:
+            self._recent.refused(ModelKey(deployment.name, deployment.version), request.id, str(error))
 
     def withdraw(self, flow: Flow) -> None:
         """Cancel a flow: its caller is not notified, and its queued tickets leave their queues."""

@@ -111,7 +111,7 @@ class InputPacker:
                 place = self._place_of(block, block.shape, packed, in_place)
             packed.columns.append(place)
             if place is None:
-                copies.append((i, -1, [block] if block is not None else column.arrays))
+                copies.append((i, -1, column.pieces))
             else:
                 packed.taken[i] = place[2]
         if copies:

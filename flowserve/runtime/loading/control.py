@@ -19,6 +19,7 @@ import trio
 from flowserve.errors import FlowserveError, Internal, Invalid, NotFound, Problems, Unavailable
 from flowserve.observe.log_fields import of
 from flowserve.repository.layout import FoundModels
+from flowserve.repository.mirror.mirror import Mirror
 from flowserve.repository.override import Override, check_name
 from flowserve.repository.read import is_of_override
 from flowserve.repository.snapshot import FolderWatch, Settled
@@ -39,11 +40,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ControlOptions:
-    """`load`: the names to load at the start in mode explicit, or ("*",). `poll_s`: the poll interval in seconds."""
+    """`load`: the names to load at the start in mode explicit, or ("*",). `poll_s`: the poll interval in seconds.
+    `mirrors`: of the repositories that are in a store; their folders are among the repositories.
+    """
 
     mode: Mode = "none"
     load: tuple[str, ...] = ()
     poll_s: float = 15.0
+    mirrors: tuple[Mirror, ...] = ()
 
 
 @asynccontextmanager
@@ -85,6 +89,7 @@ class Control:
         on_change: Callable[[], None],
     ) -> None:
         self.is_explicit = options.mode == "explicit"  # whether clients may load and unload models
+        self.mirrors = options.mirrors
         self._engine = engine
         self._options = options
         self._nursery = nursery
@@ -93,7 +98,7 @@ class Control:
         self._report: Report = _log_event
         self._on_change = on_change
         self._registry = Registry(engine, loader, self._happened)
-        self._operations = Operations(engine, self._registry, loader, repositories, options.mode)
+        self._operations = Operations(engine, self._registry, loader, repositories, options.mode, options.mirrors)
 
     async def start(self, report: Report) -> dict[str, str]:
         """Load the models that the mode selects; `report` receives each event. Returns the failures: reasons by name.
@@ -103,7 +108,7 @@ class Control:
         found = await self._find()
         for warning in found.warnings:
             log.warning("%s", warning)
-        names = [*found.duplicates, *(folder.name for folder in found.folders)]
+        names = [*found.duplicates, *self._names(found)]
         if self.is_explicit and self._options.load != (ALL,):
             names = list(self._options.load)
         elif not names:
@@ -181,7 +186,7 @@ class Control:
             log.warning("%s", error)
             return self._engine.deployments.index()
         rows = self._engine.deployments.index()  # read last: a load that starts in between must be in one of the two
-        names = {*found.duplicates, *(folder.name for folder in found.folders)}
+        names = {*found.duplicates, *self._names(found)}
         rows += [{"name": name} for name in names - self._engine.deployments.entries.keys()]
         return sorted(rows, key=lambda row: row["name"])
 
@@ -197,8 +202,12 @@ class Control:
     async def _find(self) -> FoundModels:
         found = await self._operations.find()
         if self.is_explicit:  # cached, so that refusing a request needs no file access
-            self._engine.deployments.not_loaded = frozenset(folder.name for folder in found.folders)
+            self._engine.deployments.not_loaded = frozenset(self._names(found))
         return found
+
+    def _names(self, found: FoundModels) -> list[str]:
+        """Of the models that can be loaded: in folders, and in stores."""
+        return sorted({folder.name for folder in found.folders} | self._operations.in_stores)
 
     def _must_be_explicit(self) -> None:
         if not self.is_explicit:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, Literal, TypeVar
@@ -24,6 +24,7 @@ from trio.lowlevel import ParkingLot
 
 from flowserve.errors import FlowserveError, Invalid, Unavailable
 from flowserve.repository.layout import FoundModels, ModelFolder, find_models, model_folder_at, why_missing
+from flowserve.repository.mirror.mirror import Mirror
 from flowserve.repository.override import Override, write_files
 from flowserve.repository.snapshot import Stamp, digest, stamp
 from flowserve.runtime.clock import SECOND_NS
@@ -138,12 +139,19 @@ class Operations:
     """
 
     def __init__(
-        self, engine: Engine, registry: Registry, loader: Loader, repositories: Sequence[Path], mode: Mode
+        self,
+        engine: Engine,
+        registry: Registry,
+        loader: Loader,
+        repositories: Sequence[Path],
+        mode: Mode,
+        mirrors: Sequence[Mirror] = (),
     ) -> None:
         self._engine = engine
         self._registry = registry
         self._loader = loader
         self._repositories = tuple(repositories)
+        self._mirrors = tuple(mirrors)
         self._is_lasting = mode != "none"
         self._takes_steps = mode == "explicit"
         self._locks = NameLocks()
@@ -152,7 +160,24 @@ class Operations:
         """The models in the repositories, or only those with these names. Raises NotFound or Problems if a repository
         cannot be read.
         """
-        return await _in_thread(lambda: find_models(self._repositories, only))
+        if self._mirrors:
+            await _in_thread(lambda: self._update_mirrors(only))
+        found = await _in_thread(lambda: find_models(self._repositories, only))
+        problems = {name: one for mirror in self._mirrors for name, one in mirror.problems.items()}
+        if only is not None:
+            problems = {name: one for name, one in problems.items() if name in only}
+        here = {folder.name for folder in found.folders}
+        return replace(found, duplicates={**{n: p for n, p in problems.items() if n not in here}, **found.duplicates})
+
+    def _update_mirrors(self, only: Collection[str] | None) -> None:
+        """Models that clients load are fetched when they are loaded."""
+        for mirror in self._mirrors:
+            mirror.update(only, is_listed_only=only is None and self._takes_steps)
+
+    @property
+    def in_stores(self) -> frozenset[str]:
+        """The names of models that stores have, whether they were fetched or not."""
+        return frozenset().union(*(mirror.names for mirror in self._mirrors))
 
     async def stamps(self) -> dict[str, Stamp]:
         """The stamp of every model's folder. Raises as `find` does."""

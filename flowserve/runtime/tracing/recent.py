@@ -1,82 +1,119 @@
-"""The last requests of deployments that a viewer watches, for the live page.
+"""The last requests to each deployment, while a page shows them.
 
-Decides which of them are traced: up to ten a second of each watched deployment, so that watching costs a busy server
-little, and none without viewers. Keeps the last fifty of each. Does not know what a trace records (tracing.py) nor how
-it is shown. Used on the engine's event loop: `Traces` asks and puts, the live page reads.
+Decides which requests are kept, how many, and for how long after the page's last poll. Failed requests are kept, and of
+all requests as many traced ones a second as a reader can follow: the rest costs the check of a counter. The poll renews
+a lease; the first request after its end stops the recording, so that a server without a viewer does not trace for
+it. Kept is text of bounded length, no tensor and no trace.
+
+Callers: `traces`, which passes the traces, the engine for failed requests without one, and the live page.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
-from typing import Final
+from typing import Any, Final
 
+from flowserve.graph.types import ModelKey
+from flowserve.observe.server_timing import server_timing
+from flowserve.observe.statistics import ERROR_CHARS
 from flowserve.observe.trace import Trace
+from flowserve.runtime.clock import SECOND_NS, ClockNs, wall_clock_ms
+from flowserve.scheduling.flow import Flow
 
-KEPT: Final = 50
-_APART_NS: Final = 100_000_000  # between two that are traced
-
-
-class _Watched:
-    """One deployment: how many watch it, and its last traces with their numbers."""
-
-    def __init__(self) -> None:
-        self.viewers = 0
-        self.next_ns = 0
-        self.traces: deque[tuple[int, Trace]] = deque(maxlen=KEPT)
+KEPT_MAX: Final = 50  # of each deployment
+DEPLOYMENTS_MAX: Final = 64  # further ones take the place of the one whose last request is the oldest
+TRACED_PER_S: Final = 50
+LEASE_NS: Final = 5 * SECOND_NS
 
 
-class Recent:
-    """`changed` is called when the first deployment is watched, and when the last no longer is."""
+@dataclass(frozen=True, slots=True)
+class RecentRequest:
+    """One request that is over. `number` grows; `took_ns` is None for a refused one; `timing` is its timeline in the
+    format of `observe/server_timing`, "" without one.
+    """
 
-    def __init__(self, clock: Callable[[], int], changed: Callable[[], None]) -> None:
+    number: int
+    at_ms: int
+    took_ns: int | None
+    rows: int | None
+    request_id: str
+    error: str
+    timing: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "number": self.number,
+            "at_ms": self.at_ms,
+            "ms": None if self.took_ns is None else self.took_ns / 1_000_000,
+            "rows": self.rows,
+            "id": self.request_id,
+            "error": self.error,
+            "timing": self.timing,
+        }
+
+
+class RecentRequests:
+    """The last requests of an engine, on its event loop's thread. `is_traced`: whether a flow in flight has a trace,
+    which arrives by `add`.
+    """
+
+    def __init__(self, is_traced: Callable[[Flow], bool], clock: ClockNs) -> None:
+        self.is_open = False
+        self._is_traced = is_traced
         self._clock = clock
-        self._changed = changed
-        self._watched: dict[str, _Watched] = {}
+        self._kept: dict[ModelKey, deque[RecentRequest]] = {}  # the one with the newest request is last
         self._numbers = count(1)
+        self._wanted_until_ns = 0
+        self._second_ns = -SECOND_NS  # the beginning of the second in which `_left` may be traced
+        self._left = 0
 
-    @property
-    def is_on(self) -> bool:
-        """Whether a deployment is watched."""
-        return bool(self._watched)
+    def since(self, key: ModelKey, after: int) -> list[RecentRequest]:
+        """The requests with a higher number than `after`, oldest first; renews the lease."""
+        self._wanted_until_ns = self._clock() + LEASE_NS
+        self.is_open = True
+        return [one for one in self._kept.get(key, ()) if one.number > after]
 
-    @contextmanager
-    def watching(self, name: str) -> Iterator[None]:
-        """Record requests to a deployment in the block; "" records none."""
-        if not name:
-            yield
-            return
-        watched = self._watched.setdefault(name, _Watched())
-        watched.viewers += 1
-        self._changed()
-        try:
-            yield
-        finally:
-            watched.viewers -= 1
-            if not watched.viewers:
-                del self._watched[name]
-                self._changed()
-
-    def wants(self, name: str) -> bool:
-        """Whether the next request to a deployment is to be traced."""
-        watched = self._watched.get(name)
-        if watched is None:
-            return False
+    def wants_trace(self) -> bool:
+        """Whether the request that begins now is to be traced; closes the recording if the lease has ended."""
         now_ns = self._clock()
-        if now_ns < watched.next_ns:
+        if now_ns > self._wanted_until_ns:
+            self.is_open = False
+            self._kept.clear()
             return False
-        watched.next_ns = now_ns + _APART_NS
-        return True
+        if now_ns - self._second_ns >= SECOND_NS:
+            self._second_ns, self._left = now_ns, TRACED_PER_S
+        self._left -= 1
+        return self._left >= 0
 
-    def put(self, trace: Trace) -> None:
-        """Keep the trace of a request that is over."""
-        watched = self._watched.get(trace.graph.name)
-        if watched is not None:
-            watched.traces.append((next(self._numbers), trace))
+    def add(self, trace: Trace) -> None:
+        """Keep a traced request that is over."""
+        took_ns = trace.ended_ns - trace.arrived_ns
+        key = ModelKey(trace.graph.name, trace.graph.version)
+        self._keep(key, took_ns, trace.rows, trace.request_id, trace.error, server_timing(trace))
 
-    def since(self, name: str, number: int) -> list[tuple[int, Trace]]:
-        """The kept traces after that number, oldest first."""
-        watched = self._watched.get(name)
-        return [] if watched is None else [one for one in watched.traces if one[0] > number]
+    def failed(self, flow: Flow) -> None:
+        """Keep a request that has failed, unless its trace is to come."""
+        if not self._is_traced(flow):
+            key = ModelKey(flow.owner.name, flow.owner.version)
+            self._keep(key, self._clock() - flow.arrived_ns, None, flow.request.id, str(flow.error), "")
+
+    def refused(self, key: ModelKey, request_id: str, error: str) -> None:
+        """Keep a request that the engine did not begin."""
+        self._keep(key, None, None, request_id, error, "")
+
+    def _keep(
+        self, key: ModelKey, took_ns: int | None, rows: int | None, request_id: str, error: str, timing: str
+    ) -> None:
+        if not self.is_open:
+            return
+        kept = self._kept.pop(key, None)
+        if kept is None:
+            kept = deque(maxlen=KEPT_MAX)
+            if len(self._kept) >= DEPLOYMENTS_MAX:
+                del self._kept[next(iter(self._kept))]
+        self._kept[key] = kept
+        number, at_ms = next(self._numbers), wall_clock_ms()
+        kept.append(RecentRequest(number, at_ms, took_ns, rows, request_id[:ERROR_CHARS], error[:ERROR_CHARS], timing))

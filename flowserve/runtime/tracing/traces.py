@@ -18,6 +18,7 @@ from typing import Any, Final
 import trio
 
 from flowserve.errors import Unavailable
+from flowserve.graph.types import ModelKey
 from flowserve.observe.otel import Spans
 from flowserve.observe.trace import Trace, is_sampled, trace_id_for
 from flowserve.observe.trace_file import TraceFile
@@ -30,7 +31,7 @@ from flowserve.observe.trace_settings import (
     TraceSettings,
 )
 from flowserve.runtime.clock import wall_clock_ns
-from flowserve.runtime.tracing.recent import Recent
+from flowserve.runtime.tracing.recent import RecentRequest, RecentRequests
 from flowserve.runtime.tracing.tracing import TraceSink, Tracing, Watch
 
 WINDOWS_MAX: Final = 4  # each may hold many traces
@@ -59,8 +60,9 @@ class TraceOptions:
 class Traces:
     """The traces of one engine; used on its event loop only."""
 
-    def __init__(self, options: TraceOptions, tracing: Tracing) -> None:
+    def __init__(self, options: TraceOptions, tracing: Tracing, recent: RecentRequests) -> None:
         self._tracing = tracing
+        self._recent = recent
         path = options.choice.trace_file
         is_file = options.choice.trace_mode == TRITON
         self._file = TraceFile(Path(path)) if path and is_file else None
@@ -69,7 +71,6 @@ class Traces:
             options.choice, retired=self._retired, check=self._check, api_max_bytes=options.api_max_bytes
         )
         self._windows: list[Window] = []
-        self.recent = Recent(tracing.clock, self._update_is_on)
         self._listeners: list[Callable[[bool], None]] = []
         self.is_on = False
         self._update_is_on()
@@ -95,8 +96,11 @@ class Traces:
             self._update_is_on()
         windows = [window for window in self._windows if window.is_open]
         sinks += [window.traces.append for window in windows]
-        if self.recent.is_on and self.recent.wants(model):
-            sinks.append(self.recent.put)
+        if self._recent.is_open:
+            if self._recent.wants_trace():
+                sinks.append(self._recent.add)
+            elif not self._recent.is_open:
+                self._update_is_on()
         if not sinks:
             return None
         has_tensors = is_chosen and setting.choice.has_tensors
@@ -122,6 +126,12 @@ class Traces:
         finally:
             self._windows.remove(window)
             self._update_is_on()
+
+    def recent(self, key: ModelKey, after: int) -> list[RecentRequest]:
+        """The last requests to a deployment with a number above `after`, and record more for some seconds."""
+        found = self._recent.since(key, after)
+        self._update_is_on()
+        return found
 
     def as_json(self, model: str = "") -> dict[str, Any]:
         """The settings in force, as clients read them."""
@@ -156,7 +166,7 @@ class Traces:
             self._file.check()
 
     def _update_is_on(self) -> None:
-        is_on = self._settings.is_tracing or bool(self._windows) or self.recent.is_on
+        is_on = self._settings.is_tracing or bool(self._windows) or self._recent.is_open
         if is_on != self.is_on:
             self.is_on = is_on
             for listener in self._listeners:

@@ -188,6 +188,10 @@ class Tracing:
         """Whether a traced request is in flight."""
         return bool(self._live)
 
+    def is_traced(self, flow: Flow) -> bool:
+        """Whether a flow is in flight and has a trace."""
+        return flow in self._live
+
     def watch(self, *sinks: TraceSink, parent: str = "", has_tensors: bool = False, trace_id: int = 0) -> Watch:
         """Trace a request that is about to be submitted; `sinks` receive its trace. `parent`: its `traceparent`.
         `trace_id`: that of its spans, which models may join; 0: they may not.

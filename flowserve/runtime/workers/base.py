@@ -106,6 +106,11 @@ class StateAdapter:
         """Forget the state of sequences that begin anew with these."""
 
 
+def works() -> str:
+    """The outage of a worker that needs nothing outside of the server: none."""
+    return ""
+
+
 class Worker(Protocol):
     """One instance in its place. The scheduler holds it as an opaque handle."""
 
@@ -117,6 +122,7 @@ class Worker(Protocol):
 
     is_on_gpu: bool  # whether it computes on a GPU in the server's own process
     route_group: object  # workers of one group hand batches to each other; None: this one does not
+    outage: Callable[[], str]  # why it cannot work just now, or ""; the end of a process is the supervisor's concern
     state: StateAdapter
     has_state: bool  # whether `finish` has something to do
 

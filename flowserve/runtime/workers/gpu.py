@@ -119,13 +119,26 @@ def _on_device(work: Work, read_at: Sequence[Sequence[int]]) -> DeviceWork:
 
 def _readers(flow: Flow, node: PlanNode) -> list[int]:
     """Where each output of a step is read."""
-    plan, queues = flow.plan, flow.queues
     found = [0] * len(node.outputs)
-    for j, slot, consumers in node.writes:
-        found[j] = ON_HOST if slot in plan.output_slots else 0
-        for consumer in consumers:
-            # What happens at the border of a space reads on the host.
-            found[j] |= _reads(queues[consumer]) if consumer < len(queues) else ON_HOST
+    for j, slot, _ in node.writes:
+        found[j] = _readers_of(flow, slot)
+    return found
+
+
+def _readers_of(flow: Flow, slot: int) -> int:
+    """Where a tensor is read, also as rows of other tensors, which are copied where those are read."""
+    plan, queues = flow.plan, flow.queues
+    found = ON_HOST if slot in plan.output_slots else 0
+    for consumer in plan.consumers[slot]:
+        if consumer < len(queues):
+            found |= _reads(queues[consumer])
+            continue
+        assert plan.spaces is not None
+        operation = plan.spaces.operations[consumer - len(queues)]
+        if slot in operation.examined:
+            found |= ON_HOST
+        elif operation.derived is not None:
+            found |= _readers_of(flow, operation.slot)
     return found
 
 

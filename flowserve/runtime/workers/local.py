@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flowserve.backends.base import CallsModels, Instance, Results, SharesOutputs, Work
+from flowserve.backends.base import CallsModels, Instance, NeedsOthers, Results, SharesOutputs, Work
 from flowserve.errors import FlowserveError, ModelFailed, ModelRaised, Unavailable
 from flowserve.memory import raw
 from flowserve.memory.column import Column
@@ -37,6 +37,7 @@ from flowserve.runtime.workers.base import (
     WorkerContext,
     cannot_start,
     log_raised,
+    works,
 )
 from flowserve.runtime.workers.streaming import ResponseStreams, thread_senders
 from flowserve.scheduling.batch import Batch, Route
@@ -95,6 +96,7 @@ class LocalWorker:
         self._may_write = may_write
         self._shared_strings: Mapping[int, str] = {}  # names of the BYTES outputs that other processes read
         self._caller: ThreadCaller | None = None  # where its model may call others
+        self.outage = instance.outage if isinstance(instance, NeedsOthers) else works
         self._thread: threading.Thread | None = None
         self._work: queue.SimpleQueue[tuple[Batch, Callable[[], Outcome]] | None] = queue.SimpleQueue()
 

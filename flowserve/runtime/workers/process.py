@@ -61,7 +61,7 @@ from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.model_calls.process_calls import ProcessCalls
 from flowserve.runtime.processes.children import Child, Children, SpawnChild
 from flowserve.runtime.processes.environments import Environment, Environments
-from flowserve.runtime.workers.base import Outcome, Passed, Returned, StateAdapter, WorkerContext
+from flowserve.runtime.workers.base import Outcome, Passed, Returned, StateAdapter, WorkerContext, works
 from flowserve.runtime.workers.streaming import ProcessSink, ResponseStreams
 from flowserve.scheduling.batch import Batch, Route
 from flowserve.scheduling.flow import Ticket
@@ -104,6 +104,7 @@ class ProcessWorker:
         self.state = state or StateAdapter()
         self.has_state = streams is not None or type(self.state) is not StateAdapter
         self.is_on_gpu = False  # its process has a context of its own
+        self.outage = works
         self.route_group: object = "process" if streams is None and type(self.state) is StateAdapter else None
         self.child: Child | None = None
         self.channel: Channel | None = None

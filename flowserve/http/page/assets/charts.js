@@ -1,82 +1,118 @@
-// Charts of the deployment that is looked at: the figures of the last minutes, with axes; under the pointer, or with the
-// arrow keys, the values of one second.
+// The figures of the deployment that is looked at, once a second, in rings of the last HISTORY; and charts of them.
 
+const HISTORY = 1000;
 const CHARTS = [
-  ["Requests a second", count, [["answered", "rate", "--accent"], ["failed", "failing", "--bad"]]],
-  ["Duration of a request", time, [["p50", "p50", "--accent"], ["p99", "p99", "--wait"]]],
-  ["Waiting requests, busy instances", count, [["waiting", "waiting", "--wait"], ["busy", "busy", "--accent"]]],
+  ["Requests", "/s", [["rate", "requests", "--accent"], ["failing", "failures", "--bad"]], count],
+  ["Latency", "ms", [["p50", "p50", "--good"], ["p99", "p99", "--wait"]], time],
+  ["Load", "", [["waiting", "queued", "--wait"], ["busy", "busy instances", "--accent"]], count],
 ];
-const CHART_HEIGHT = 190;
-let history = { at: [], values: {} }; // seconds since 1970, and the values of each figure
-let charts = [];
+const CHART_HEIGHT = 150;
 
-function forgetCharts() {
-  history = { at: [], values: {} };
-  for (const { plot } of charts) plot.destroy();
-  charts = [];
-  $("charts").replaceChildren();
-}
-
-// `at_ms`: the server's time of these figures, by id. What has no value, such as a duration without requests, is a gap.
-function keep(at_ms, figures) {
-  if (history.at.length && at_ms / 1000 <= history.at.at(-1)) return;
-  history.at.push(at_ms / 1000);
-  for (const [id, value] of Object.entries(figures)) (history.values[id] ||= []).push(value ?? null);
-  if (history.at.length > HISTORY) for (const list of [history.at, ...Object.values(history.values)]) list.shift();
-  showCharts();
-}
-
-function showCharts() {
-  if (!charts.length) charts = CHARTS.map(makeChart);
-  const from = history.at.at(-1) - Number($("range").value);
-  const first = history.at.findIndex((at) => at >= from);
-  const at = history.at.slice(first);
-  for (const { plot, ids } of charts) {
-    plot.setData([at, ...ids.map((id) => history.values[id].slice(first))], false);
-    plot.setScale("x", { min: from, max: history.at.at(-1) });
+class Ring {
+  constructor() {
+    this.values = new Float64Array(HISTORY);
+    this.size = 0;
+    this.next = 0;
+  }
+  push(value) { // null: there is none
+    this.values[this.next] = value ?? NaN;
+    this.next = (this.next + 1) % HISTORY;
+    this.size = Math.min(this.size + 1, HISTORY);
+  }
+  last(number) {
+    const found = [];
+    for (let i = this.size - Math.min(number, this.size); i < this.size; i++) {
+      const value = this.values[(this.next - this.size + i + HISTORY) % HISTORY];
+      found.push(Number.isNaN(value) ? null : value);
+    }
+    return found;
   }
 }
 
-function makeChart([title, write, lines]) {
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const holder = el("div", { class: "chart", tabindex: "0", role: "group", "aria-label": `${title}; arrow keys read values` });
-  const said = el("p", { class: "hidden", role: "status" });
-  $("charts").append(el("figure", {}, el("figcaption", { text: title }), holder, said));
-  const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
-  const plot = new uPlot({
-    width: Math.max(holder.clientWidth, 200),
-    height: CHART_HEIGHT,
-    cursor: { drag: { x: false, y: false }, points: { size: 6 } },
-    scales: { x: { time: true, auto: false }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.08 : 1] } },
-    axes: [axis, { ...axis, size: 64, values: (_, values) => values.map((value) => (value ? write(value) : "0")) }],
-    series: [
-      { label: "time", value: (_, at) => (at ? new Date(at * 1000).toLocaleTimeString() : "–") },
-      ...lines.map(([label, , name]) => ({
-        label, stroke: colour(name), width: 1.5, points: { show: false },
-        value: (_, value) => (value === null || value === undefined ? "–" : write(value)),
-      })),
-    ],
-  }, [[], ...lines.map(() => [])], holder);
-  new ResizeObserver(() => plot.setSize({ width: Math.max(holder.clientWidth, 200), height: CHART_HEIGHT })).observe(holder);
-  const ids = lines.map(([, id]) => id);
-  holder.addEventListener("keydown", (press) => {
-    const step = { ArrowLeft: -1, ArrowRight: 1 }[press.key];
-    if (!step || !plot.data[0].length) return;
-    press.preventDefault();
-    const last = plot.data[0].length - 1;
-    const index = Math.min(Math.max((plot.cursor.idx ?? last + 1) + step, 0), last);
-    plot.setCursor({ left: plot.valToPos(plot.data[0][index], "x"), top: CHART_HEIGHT / 3 });
-    const values = lines.map(([label], i) => `${label} ${plot.series[i + 1].value(plot, plot.data[i + 1][index])}`);
-    say(said, `${plot.series[0].value(plot, plot.data[0][index])}: ${values.join(", ")}`);
-  });
-  return { plot, ids };
+const clockTime = (at) => new Date(at * 1000).toLocaleTimeString([], { hour12: false });
+let rings = null; // {at, rate, ...} of what is looked at
+let range = 60; // seconds
+const charts = [];
+const shade = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function forgetHistory() {
+  rings = Object.fromEntries(["at", ...CARDS.map(([id]) => id)].map((id) => [id, new Ring()]));
 }
 
-// Colours are read when a chart is made.
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  for (const { plot } of charts) plot.destroy();
-  charts = [];
-  $("charts").replaceChildren();
-  if (history.at.length) showCharts();
+function makeCharts() {
+  for (const [title, unit, series, write] of CHARTS) {
+    const place = el("div", { class: "chart", role: "group", tabindex: "0",
+      "aria-label": `${title} over time; the arrow keys move through the values` });
+    $("charts").append(place);
+    const line = { stroke: () => shade("--quiet"), grid: { stroke: () => shade("--line"), width: 1 },
+      ticks: { stroke: () => shade("--line"), width: 1 }, font: "11px system-ui, sans-serif" };
+    const options = {
+      title: unit ? `${title}, ${unit}` : title,
+      width: 300,
+      height: CHART_HEIGHT,
+      cursor: { sync: { key: "live" }, drag: { x: false, y: false } },
+      scales: {
+        x: { range: (chart, low, high) => [high - range, high] },
+        y: { range: (chart, low, high) => [0, high > 0 ? high * 1.1 : 1] },
+      },
+      axes: [{ ...line, space: 76, values: (chart, all) => all.map(clockTime) }, { ...line, size: 64, values: (chart, all) => all.map((value) => write(value)) }],
+      series: [
+        { label: "at", value: (chart, at) => (at === null ? "–" : clockTime(at)) },
+        ...series.map(([, label, color]) => ({ label, stroke: () => shade(color), width: 1.5, points: { show: false },
+          value: (chart, value) => (value === null || value === undefined ? "–" : `${value}${unit && ` ${unit}`}`) })),
+      ],
+      hooks: { setCursor: [showLatest] },
+    };
+    const chart = new uPlot(options, [[], ...series.map(() => [])], place);
+    place.addEventListener("keydown", (press) => step(chart, press));
+    charts.push({ chart, place, ids: series.map(([id]) => id) });
+  }
+  new ResizeObserver(() => {
+    for (const { chart, place } of charts) {
+      if (place.clientWidth) chart.setSize({ width: place.clientWidth - 2, height: CHART_HEIGHT });
+    }
+  }).observe($("charts"));
+  matchMedia("(prefers-color-scheme:dark)").addEventListener("change", () =>
+    charts.forEach(({ chart }) => chart.redraw(false)));
+}
+
+// Without a pointer in the chart, its legend has the latest values.
+function showLatest(chart) {
+  if (chart.cursor.idx === null || chart.cursor.idx === undefined || chart.cursor.left < 0) {
+    const idx = chart.data[0].length - 1;
+    if (idx >= 0) chart.setLegend({ idx }, false);
+  }
+}
+
+function step(chart, press) {
+  const last = chart.data[0].length - 1;
+  const now = chart.cursor.left >= 0 ? chart.cursor.idx ?? last : last;
+  const wanted = { ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: last }[press.key];
+  if (press.key === "Escape") chart.setCursor({ left: -10, top: -10 }, true, true);
+  if (wanted === undefined || last < 0) return;
+  press.preventDefault();
+  const idx = Math.min(Math.max(wanted, 0), last);
+  chart.setCursor({ left: chart.valToPos(chart.data[0][idx], "x"), top: 10 }, true, true);
+}
+
+function showHistory(at_ms, figures) {
+  rings.at.push(at_ms / 1000);
+  for (const [id, value] of Object.entries(figures)) rings[id].push(value);
+  drawCharts();
+}
+
+function drawCharts() {
+  if (!rings) return;
+  const at = rings.at.last(range + 1);
+  for (const { chart, ids } of charts) {
+    chart.setData([at, ...ids.map((id) => rings[id].last(range + 1))]);
+    showLatest(chart);
+  }
+}
+
+$("ranges").addEventListener("click", (click) => {
+  if (!click.target.dataset.range) return;
+  range = Number(click.target.dataset.range);
+  for (const button of $("ranges").children) button.setAttribute("aria-pressed", String(button === click.target));
+  drawCharts();
 });
-$("range").addEventListener("change", () => history.at.length && showCharts());

@@ -1,27 +1,50 @@
 // The graph of the deployment that is looked at: its picture with figures in it, and tables that say the same.
 
-const READABLE = 0.6; // a picture that would be smaller than so much of its size is scrolled instead
+const FOLDED_FROM = 30; // a graph of so many steps is shown with its nested ensembles folded at first
+const SMALLER = 0.8;
 
+const view = new View($("picture"), (scale) => say($("scale"), `${Math.round(scale * 100)} %`));
+let folded = null; // the paths of the nested ensembles that are drawn as one box; null: as it suits the graph
 const pathOf = (what) => `${encodeURIComponent(what.name)}/versions/${encodeURIComponent(what.version)}`;
 
-async function fetchPicture(word) {
+function forgetPicture() {
+  folded = null;
+  view.isFitting = true;
+  $("fold").hidden = $("unfold").hidden = true;
+}
+
+// `graph`: the figures of a graph that is not drawn yet.
+async function fetchPicture(graph) {
+  picture = { word: graph.picture, graph: null };
+  if (folded === null && graph.nodes.length >= FOLDED_FROM) folded = ["*"];
+  await drawAgain();
+}
+
+async function drawAgain() {
   const wanted = selected;
-  picture = { word, graph: null };
+  const asked = new URLSearchParams((folded || []).map((path) => ["fold", path]));
+  if ($("direction").value) asked.set("direction", $("direction").value);
   try {
-    const answer = await (await ask(`live/graphs/${pathOf(wanted)}`)).json();
+    const answer = await (await ask(`live/graphs/${pathOf(wanted)}?${asked}`)).json();
     if (selected !== wanted) return;
-    build(answer);
+    const isNew = !picture || !picture.graph || picture.word !== answer.picture;
+    drawGraph(answer);
+    if (isNew) describe(answer.graph);
   } catch (error) {
     picture = null;
     trouble(`The picture of ${wanted.name}: ${error.message}`);
   }
 }
 
-function build({ picture: word, svg, graph }) {
+function drawGraph({ picture: word, svg, graph }) {
   const drawn = document.importNode(new DOMParser().parseFromString(svg, "image/svg+xml").documentElement, true);
   $("picture").replaceChildren(drawn);
-  picture = { word, graph, nodes: [], labels: [], wires: [], spaces: [], sends: null, zoom: 1 };
-  fit($("picture").clientWidth / drawn.viewBox.baseVal.width > READABLE);
+  view.show(drawn);
+  picture = { ...(picture || {}), word, graph, nodes: [], labels: [], wires: [], folds: [], spaces: [] };
+  const paths = graph.ensembles.map((one) => one.path);
+  folded = folded && folded[0] === "*" ? paths : (folded || []).filter((path) => paths.includes(path));
+  $("fold").hidden = $("unfold").hidden = !paths.length;
+  for (const group of drawn.querySelectorAll("[data-scope]")) foldable(group, graph);
   for (const group of drawn.querySelectorAll("[data-node]")) {
     const number = Number(group.dataset.node);
     const lines = [...group.querySelectorAll("text")].slice(-3);
@@ -37,9 +60,9 @@ function build({ picture: word, svg, graph }) {
   }
   for (const label of drawn.querySelectorAll("text[data-edges]")) {
     const numbers = label.dataset.edges.split(" ").map(Number);
-    const source = JSON.stringify(graph.edges[numbers[0]].from);
-    const of = graph.edges.flatMap((edge, i) => (JSON.stringify(edge.from) === source ? [i] : []));
-    const type = label.previousSibling.textContent ? kind(graph.edges[numbers[0]]) : "";
+    const sources = numbers.map((number) => JSON.stringify(graph.edges[number].from)); // several where a merge is written
+    const of = graph.edges.flatMap((edge, i) => (sources.includes(JSON.stringify(edge.from)) ? [i] : []));
+    const [type] = label.textContent.split("  "); // what follows keeps space for the figure
     picture.labels.push({ label, of, type });
     label.textContent = type;
   }
@@ -50,6 +73,31 @@ function build({ picture: word, svg, graph }) {
   for (const wire of drawn.querySelectorAll("path[data-edges]")) {
     picture.wires.push({ wire, of: wire.dataset.edges.split(" ").map(Number) });
   }
+}
+
+// A nested ensemble: a click on its frame or box, or Enter, folds or unfolds it.
+function foldable(group, graph) {
+  const path = group.dataset.scope;
+  const isOpen = !folded.includes(path);
+  const swap = () => {
+    folded = isOpen ? [...folded, path] : folded.filter((one) => one !== path);
+    drawAgain().then(() => [...$("picture").querySelectorAll("[data-scope]")]
+      .find((one) => one.dataset.scope === path)?.focus());
+  };
+  group.setAttribute("tabindex", "0");
+  group.setAttribute("role", "button");
+  group.setAttribute("aria-expanded", String(isOpen));
+  group.setAttribute("aria-label", `ensemble ${path}`);
+  group.addEventListener("click", swap);
+  group.addEventListener("keydown", (press) => {
+    if (press.key === "Enter" || press.key === " ") { press.preventDefault(); swap(); }
+  });
+  const of = graph.nodes.flatMap((node, i) => (`${node.ensemble}/`.startsWith(`${path}/`) ? [i] : []));
+  if (!isOpen) picture.folds.push({ group, of });
+}
+
+// The tables and the form, which stay when the picture is folded or turned.
+function describe(graph) {
   $("steps").replaceChildren(...graph.nodes.map((node) => line([node.name, `${node.model}/${node.version}`], 10)));
   const end = (at) => (at.node === null ? "the request" : graph.nodes[at.node].name);
   $("edges").replaceChildren(
@@ -58,60 +106,6 @@ function build({ picture: word, svg, graph }) {
   );
   buildForm(graph);
 }
-
-function fit(isFitting) {
-  $("picture").classList.toggle("fit", isFitting);
-  $("fit").setAttribute("aria-pressed", String(isFitting));
-  zoom(isFitting ? null : 1);
-}
-
-// `factor` null: as wide as the page.
-function zoom(factor) {
-  const drawn = $("picture").querySelector("svg");
-  if (!drawn) return;
-  const whole = drawn.viewBox.baseVal;
-  const shownAs = factor ?? $("picture").clientWidth / whole.width;
-  drawn.setAttribute("width", Math.round(whole.width * shownAs));
-  drawn.setAttribute("height", Math.round(whole.height * shownAs));
-  picture && (picture.zoom = shownAs);
-  say($("size"), `${Math.round(shownAs * 100)} %`);
-}
-
-// Around a point of the picture that stays where it is, by default its middle.
-function zoomBy(step, x = $("picture").clientWidth / 2, y = $("picture").clientHeight / 2) {
-  if (!picture || !picture.zoom) return;
-  const [box, before] = [$("picture"), picture.zoom];
-  box.classList.remove("fit");
-  $("fit").setAttribute("aria-pressed", "false");
-  zoom(Math.min(Math.max(before * step, 0.1), 4));
-  const grown = picture.zoom / before;
-  box.scrollLeft = (box.scrollLeft + x) * grown - x;
-  box.scrollTop = (box.scrollTop + y) * grown - y;
-}
-
-$("smaller").addEventListener("click", () => zoomBy(1 / 1.25));
-$("larger").addEventListener("click", () => zoomBy(1.25));
-$("picture").addEventListener("keydown", (press) => {
-  if (press.key !== "+" && press.key !== "-") return;
-  press.preventDefault();
-  zoomBy(press.key === "+" ? 1.25 : 1 / 1.25);
-});
-$("picture").addEventListener("wheel", (turn) => {
-  if (!turn.ctrlKey) return;
-  turn.preventDefault();
-  const at = $("picture").getBoundingClientRect();
-  zoomBy(turn.deltaY < 0 ? 1.1 : 1 / 1.1, turn.clientX - at.left, turn.clientY - at.top);
-}, { passive: false });
-// Dragging the background moves the picture.
-$("picture").addEventListener("pointerdown", (press) => {
-  if (press.button || press.pointerType === "touch" || press.target.closest("[data-node]")) return;
-  const box = $("picture");
-  const from = [box.scrollLeft + press.clientX, box.scrollTop + press.clientY];
-  const move = (now) => { box.scrollLeft = from[0] - now.clientX; box.scrollTop = from[1] - now.clientY; };
-  const end = () => { removeEventListener("pointermove", move); removeEventListener("pointerup", end); };
-  addEventListener("pointermove", move);
-  addEventListener("pointerup", end);
-});
 
 function line(texts, more) {
   return el("tr", {}, ...texts.map((text) => el("td", { text })), ...Array.from({ length: more }, () => el("td")));
@@ -133,6 +127,13 @@ function mark(number) {
 function showGraph(graph) {
   if (graph.nodes.length !== picture.graph.nodes.length) return;
   graph.nodes.forEach((node, i) => showNode(node, i));
+  for (const { group, of } of picture.folds) {
+    const inside = of.map((i) => graph.nodes[i]);
+    group.classList.toggle("works", inside.some((node) => node.batches > 0));
+    group.classList.toggle("waits", inside.some((node) => node.waiting > 0));
+    group.classList.toggle("fails", inside.some((node) => node.model.failing > 0));
+    group.classList.toggle("down", inside.some((node) => node.away > 0));
+  }
   const sum = (of, figure) => of.reduce((all, i) => all + (graph.edges[i] ? graph.edges[i][figure] : 0), 0);
   for (const { label, of, type } of picture.labels) {
     const moved = sum(of, "bytes");
@@ -189,3 +190,11 @@ function showEdge(graph, edge, i) {
     reader ? time(reader.model.queue_p99) : "–"];
   values.forEach((value, at) => say(cells[at + 4], value));
 }
+
+$("fit").addEventListener("click", () => view.fit());
+$("smaller").addEventListener("click", () => view.zoom(view.scale * SMALLER));
+$("larger").addEventListener("click", () => view.zoom(view.scale / SMALLER));
+$("scale").addEventListener("click", () => view.zoom(1));
+$("direction").addEventListener("change", drawAgain);
+$("unfold").addEventListener("click", () => { folded = []; drawAgain(); });
+$("fold").addEventListener("click", () => { folded = ["*"]; drawAgain(); });

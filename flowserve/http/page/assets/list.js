@@ -1,62 +1,81 @@
-// The list of deployments: graphs first, those with most traffic on top, and below each the models that it runs.
-
-const SORTED_MS = 5000; // the order changes no more often than that, and not while the list is used
-let sortedAt = -Infinity;
-let under = new Set(); // the keys of models that stand below a graph
+// The list of deployments: graphs first, each with its models beneath it; in each level the one with most traffic first.
 
 const LOOKS = { READY: "good", LOADING: "wait", UNLOADING: "wait", UNAVAILABLE: "bad", "": "" };
-const items = new Map();
+const OPEN_MAX = 12; // so many graphs show their models at first
+const items = new Map(); // by place: a model is beneath each of its graphs
+const opened = new Map(); // by key of a graph, where its button was used
+let tree = []; // [{key, models}], as it is shown
 const stateOf = (row) => (row.state ? row.state.toLowerCase() : "not loaded");
+const placeOf = (key, graph = "") => `${graph}\n${key}`;
+
+// The order changes only where traffic does by a factor of two, and not while the list is in use.
+const size = (figure) => Math.floor(Math.log2(1 + (figure || 0)));
+const compare = (a, b) => size(b.rate) - size(a.rate) || size(b.total) - size(a.total) ||
+  (a.name === b.name ? a.version - b.version : a.name < b.name ? -1 : 1);
+
+function sorted(keys) {
+  if (tree.length && $("list").matches(":hover, :focus-within")) {
+    const before = new Map(tree.flatMap(({ key, models }) => [key, ...models]).map((key, i) => [key, i]));
+    if (keys.every((key) => before.has(key))) return [...keys].sort((a, b) => before.get(a) - before.get(b));
+  }
+  return [...keys].sort((a, b) => compare(rows.get(a), rows.get(b)));
+}
 
 function list() {
   const wanted = $("filter").value.trim().toLowerCase();
-  const keys = arranged([...rows.keys()].filter((key) => rows.get(key).name.toLowerCase().includes(wanted)));
-  for (const [key, item] of items) if (!rows.has(key)) { item.line.remove(); items.delete(key); }
-  for (const key of keys) if (!items.has(key)) items.set(key, makeItem(key));
-  if (keys.join() !== order.join()) {
-    $("list").replaceChildren(...keys.map((key) => items.get(key).line));
-    order = keys;
+  const isWanted = (key) => rows.get(key).name.toLowerCase().includes(wanted);
+  const graphs = [...rows.keys()].filter((key) => rows.get(key).is_ensemble);
+  const models = new Map(graphs.map((key) =>
+    [key, (rows.get(key).models || []).map((one) => keyOf(...one)).filter((one) => rows.has(one))]));
+  const used = new Set([...models.values()].flat());
+  const others = [...rows.keys()].filter((key) => !models.has(key) && !used.has(key));
+  const found = [];
+  for (const key of [...sorted(graphs), ...sorted(others)]) {
+    const own = models.get(key) || [];
+    const inside = isWanted(key) ? own : own.filter(isWanted);
+    if (isWanted(key) || inside.length) found.push({ key, models: sorted(inside), count: own.length });
   }
-  for (const key of keys) fill(items.get(key), rows.get(key), key);
-  say($("list-note"), keys.length ? "" : rows.size ? "No deployment has this in its name." : "Nothing is served.");
+  const isOpen = (key) => Boolean(wanted) || (opened.get(key) ?? graphs.length <= OPEN_MAX);
+  arrange(found, isOpen);
+  for (const { key, models: inside, count: own } of tree) {
+    fill(items.get(placeOf(key)), rows.get(key), key, own, isOpen(key));
+    for (const model of inside) fill(items.get(placeOf(model, key)), rows.get(model), model, 0, false);
+  }
+  say($("list-note"), found.length ? "" : rows.size ? "No deployment has this in its name." : "Nothing is served.");
 }
 
-function arranged(keys) {
-  const isSame = keys.length === order.length && keys.every((key) => items.has(key) && order.includes(key));
-  const isUsed = $("list").matches(":hover, :focus-within");
-  if (isSame && (isUsed || performance.now() - sortedAt < SORTED_MS)) return order;
-  sortedAt = performance.now();
-  const byTraffic = (a, b) => {
-    const [one, two] = [rows.get(a), rows.get(b)];
-    if ((one.rate || 0) !== (two.rate || 0)) return (two.rate || 0) - (one.rate || 0);
-    return one.name === two.name ? one.version - two.version : one.name < two.name ? -1 : 1;
-  };
-  const ofName = new Map();
-  for (const key of keys) ofName.set(rows.get(key).name, [...(ofName.get(rows.get(key).name) || []), key]);
-  const found = new Set();
-  under = new Set();
-  for (const graph of keys.filter((key) => rows.get(key).is_ensemble).sort(byTraffic)) {
-    found.add(graph);
-    for (const key of rows.get(graph).models.flatMap((name) => ofName.get(name) || [])) {
-      if (!found.has(key) && !rows.get(key).is_ensemble) { found.add(key); under.add(key); }
-    }
+function arrange(found, isOpen) {
+  const places = new Set(found.flatMap(({ key, models }) => [placeOf(key), ...models.map((one) => placeOf(one, key))]));
+  for (const place of items.keys()) if (!places.has(place)) items.delete(place);
+  const isSame = JSON.stringify(found) === JSON.stringify(tree) && places.size === items.size;
+  tree = found;
+  if (isSame) return;
+  const focus = document.activeElement;
+  for (const { key, models } of found) {
+    const item = itemAt(placeOf(key), key);
+    item.inside.replaceChildren(...models.map((one) => itemAt(placeOf(one, key), one).line));
   }
-  return [...found, ...keys.filter((key) => !found.has(key)).sort(byTraffic)];
+  $("list").replaceChildren(...found.map(({ key }) => items.get(placeOf(key)).line));
+  if (focus && focus !== document.activeElement && focus.isConnected) focus.focus();
+}
+
+function itemAt(place, key) {
+  if (!items.has(place)) items.set(place, makeItem(key));
+  return items.get(place);
 }
 
 function makeItem(key) {
   const parts = { dot: el("span"), who: el("span", { class: "who" }), pace: el("span", { class: "pace" }) };
   parts.how = el("span", { class: "how" });
-  const button = el("button", { type: "button" }, parts.dot, parts.who, parts.pace, parts.how);
-  button.addEventListener("click", () => {
-    if (document.body.classList.contains("menu")) { drawer(false); $("main").focus(); }
-    select(rows.get(key));
-  });
-  return { ...parts, button, line: el("li", {}, button) };
+  parts.inside = el("ul");
+  const button = el("button", { type: "button", class: "deployment" }, parts.dot, parts.who, parts.pace, parts.how);
+  button.addEventListener("click", () => { select(rows.get(key)); closeDrawer(); });
+  const toggle = el("button", { type: "button", class: "toggle" });
+  toggle.addEventListener("click", () => { opened.set(key, toggle.getAttribute("aria-expanded") !== "true"); list(); });
+  return { ...parts, button, toggle, line: el("li", {}, toggle, button, parts.inside) };
 }
 
-function fill(parts, row, key) {
-  parts.line.classList.toggle("under", under.has(key));
+function fill(parts, row, key, models, isOpen) {
   parts.dot.className = `dot ${LOOKS[row.state] ?? "bad"}`;
   say(parts.who, row.name);
   say(parts.pace, row.rate ? `${count(row.rate)}/s` : "");
@@ -65,23 +84,36 @@ function fill(parts, row, key) {
   const isChosen = selected && key === keyOf(selected.name, selected.version);
   if (isChosen) parts.button.setAttribute("aria-current", "true");
   else parts.button.removeAttribute("aria-current");
+  parts.toggle.hidden = !models;
+  parts.toggle.setAttribute("aria-expanded", String(isOpen));
+  parts.toggle.setAttribute("aria-label", `models of ${row.name}`);
+  parts.inside.hidden = !models || !isOpen;
 }
 
+// A graph, where there is one, and that with most traffic.
 function first() {
-  const all = order.map((key) => rows.get(key));
-  return all.find((row) => row.version) || all[0];
+  const all = tree.map(({ key }) => rows.get(key));
+  return all.find((row) => row.is_ensemble) || all.find((row) => row.version) || all[0];
 }
 
-// On a narrow screen the list is a drawer.
-function drawer(isOpen) {
-  document.body.classList.toggle("menu", isOpen);
-  $("menu").setAttribute("aria-expanded", String(isOpen));
-  if (isOpen) $("filter").focus();
+// ----------------------------------------------------------------------------- in a narrow window the list is a drawer
+
+function openDrawer() {
+  document.body.classList.add("drawer");
+  $("drawer").setAttribute("aria-expanded", "true");
+  $("main").inert = true;
+  $("filter").focus();
 }
 
-$("menu").addEventListener("click", () => drawer(!document.body.classList.contains("menu")));
-document.addEventListener("keydown", (press) => {
-  if (press.key !== "Escape" || !document.body.classList.contains("menu")) return;
-  drawer(false);
-  $("menu").focus();
-});
+function closeDrawer() {
+  if (!document.body.classList.contains("drawer")) return;
+  document.body.classList.remove("drawer");
+  $("drawer").setAttribute("aria-expanded", "false");
+  $("main").inert = false;
+  $("drawer").focus();
+}
+
+$("drawer").addEventListener("click", () => (document.body.classList.contains("drawer") ? closeDrawer() : openDrawer()));
+$("shade").addEventListener("click", closeDrawer);
+document.addEventListener("keydown", (press) => press.key === "Escape" && closeDrawer());
+matchMedia("(max-width:50rem)").addEventListener("change", closeDrawer);

@@ -178,7 +178,7 @@ async function submit(event) {
   } catch (error) {
     say($("sending"), "");
     $("answer").replaceChildren(el("p", { class: "failed", role: "alert", text: error.message }));
-    showTimeline(error.timing || "");
+    showTimeline($("timeline"), error.timing || "");
     if (error.status === 403) askForKey(error.message);
   }
   $("answer").hidden = false;
@@ -191,7 +191,7 @@ async function infer(begun) {
   const whole = await response.arrayBuffer();
   const took = performance.now() - begun;
   showAnswer(whole, Number(response.headers.get("inference-header-content-length") || whole.byteLength));
-  showTimeline(response.headers.get("server-timing") || "");
+  showTimeline($("timeline"), response.headers.get("server-timing") || "");
   return `answered after ${time(took)}, the way here and back included`;
 }
 
@@ -221,6 +221,7 @@ function forgetAnswer() {
   shots.forEach((address) => URL.revokeObjectURL(address));
   shots = [];
   $("answer").replaceChildren();
+  $("timeline").hidden = true;
   forgetTimes();
 }
 

@@ -5,9 +5,8 @@ const STALE_MS = 3500; // events come once a second
 const LOST_MS = 10000;
 const RETRY_MS_MAX = 10000;
 
-const link = { abort: null, last: 0, at: 0, state: "", isEnded: false };
+const link = { abort: null, last: 0, state: "", isEnded: false };
 const rows = new Map(); // of the list, by key
-let order = []; // the keys, as the list has them
 let selected = null; // {name, version}
 let canLoad = false;
 
@@ -119,7 +118,6 @@ function connection(look, text) {
 const trouble = (text) => sayOrHide($("trouble"), text);
 
 function show(frame) {
-  link.at = frame.at_ms;
   canLoad = frame.can_load;
   sayOrHide($("ready"), frame.server.is_ready ? "ready" : "not ready");
   $("ready").className = `pill ${frame.server.is_ready ? "good" : "wait"}`;
@@ -132,8 +130,7 @@ function show(frame) {
   for (const row of frame.deployments) rows.set(keyOf(row.name, row.version), row);
   list();
   if (!selected) select(first());
-  shown(frame.graph);
-  showRecent(frame.requests || []);
+  shown(frame.graph, frame.at_ms);
 }
 
 // In mode explicit the repository holds more than is loaded. That is asked for when the list changes, not all the time.

@@ -1,22 +1,4 @@
-// The deployment that is looked at: its state, its figures, and rings of the last HISTORY of them.
-
-const HISTORY = 1000;
-
-class Ring {
-  constructor() {
-    this.values = new Float32Array(HISTORY);
-    this.size = 0;
-    this.next = 0;
-  }
-  push(value) {
-    this.values[this.next] = value;
-    this.next = (this.next + 1) % HISTORY;
-    this.size = Math.min(this.size + 1, HISTORY);
-  }
-  at(number) { // the oldest is 0
-    return this.values[(this.next - this.size + number + HISTORY) % HISTORY];
-  }
-}
+// The deployment that is looked at: its state and its figures.
 
 const CARDS = [
   ["rate", "Requests", "/s", (row) => row.rate, count],
@@ -52,13 +34,14 @@ function selectFromAddress() {
   picture = null;
   cards = {};
   $("cards").replaceChildren();
-  forgetCharts();
-  forgetRecent();
   for (const id of ["picture", "steps", "edges", "inputs", "answer", "timeline"]) $(id).replaceChildren();
   for (const id of ["answer", "timeline"]) $(id).hidden = true;
   for (const id of ["sending", "control-said"]) say($(id), "");
   sayOrHide($("step-said"), "");
   $("live").hidden = true;
+  forgetHistory();
+  forgetPicture();
+  forgetRequests();
   shown(null);
   list();
   again();
@@ -72,7 +55,7 @@ function decode(text) {
   }
 }
 
-function shown(graph) {
+function shown(graph, at_ms) {
   if (!selected) return;
   const row = rows.get(keyOf(selected.name, selected.version)) || anyVersion();
   $("nothing").hidden = Boolean(row);
@@ -92,9 +75,10 @@ function shown(graph) {
   const isHere = graph && graph.name === selected.name && graph.version === selected.version;
   if (!isHere) return;
   $("live").hidden = false;
-  if (!picture || picture.word !== graph.picture) fetchPicture(graph.picture);
-  showCards(row, graph);
+  if (!picture || picture.word !== graph.picture) fetchPicture(graph);
+  showCards(row, graph, at_ms);
   if (picture && picture.graph) showGraph(graph);
+  fetchRequests();
 }
 
 // What was not loaded has a version as soon as it is.
@@ -104,46 +88,17 @@ function anyVersion() {
   return row;
 }
 
-function showCards(row, graph) {
-  const values = {};
+function showCards(row, graph, at_ms) {
+  const figures = {};
   for (const [id, title, unit, read, write] of CARDS) {
     if (!cards[id]) {
-      const canvas = el("canvas", { "aria-hidden": "true" });
       const value = el("span");
-      $("cards").append(el("div", {}, el("dt", { text: title }), el("dd", {}, value, el("small", { text: unit })), canvas));
-      cards[id] = { value, canvas, ring: new Ring() };
+      $("cards").append(el("div", {}, el("dt", { text: title }), el("dd", {}, value, el("small", { text: unit }))));
+      cards[id] = { value };
     }
-    const value = read(row, graph);
-    values[id] = value;
-    const card = cards[id];
+    const value = (figures[id] = read(row, graph) ?? null);
     const total = id === "busy" && value !== null ? ` / ${perModel(graph, "instances")}` : "";
-    say(card.value, (value === null || value === undefined ? "–" : write(value)) + total);
-    card.ring.push(value || 0);
-    spark(card.canvas, card.ring);
+    say(cards[id].value, (value === null ? "–" : write(value)) + total);
   }
-  if (link.at) keep(link.at, values);
-}
-
-function spark(canvas, ring) {
-  const [width, height, scale] = [canvas.clientWidth, canvas.clientHeight, window.devicePixelRatio || 1];
-  if (!width) return;
-  canvas.width = width * scale;
-  canvas.height = height * scale;
-  const pen = canvas.getContext("2d");
-  pen.scale(scale, scale);
-  let most = 1e-9;
-  for (let i = 0; i < ring.size; i++) most = Math.max(most, ring.at(i));
-  const span = Math.max(ring.size - 1, 60); // a minute is as wide as the card until there is more
-  const x = (i) => width - ((ring.size - 1 - i) / span) * width;
-  const y = (i) => height - 2 - (ring.at(i) / most) * (height - 5);
-  pen.beginPath();
-  for (let i = 0; i < ring.size; i++) pen.lineTo(x(i), y(i));
-  pen.strokeStyle = getComputedStyle(canvas).color;
-  pen.lineWidth = 1.5;
-  pen.stroke();
-  pen.lineTo(width, height);
-  pen.lineTo(x(0), height);
-  pen.globalAlpha = 0.12;
-  pen.fillStyle = pen.strokeStyle;
-  pen.fill();
+  showHistory(at_ms, figures);
 }

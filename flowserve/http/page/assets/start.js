@@ -26,15 +26,16 @@ $("keys-open").addEventListener("click", () => askForKey(""));
 $("keys").addEventListener("close", () => {
   if ($("keys").returnValue !== "save") return;
   sessionStorage.setItem("headers", $("keys-text").value);
+  areRefused = false;
   again();
 });
 $("load").addEventListener("click", () => control("load"));
 $("unload").addEventListener("click", () => control("unload"));
-$("fit").addEventListener("click", () => fit(!$("picture").classList.contains("fit")));
 $("filter").addEventListener("input", list);
 $("try").addEventListener("submit", submit);
 window.addEventListener("hashchange", selectFromAddress);
 document.addEventListener("visibilitychange", () => document.hidden && again());
 setInterval(watch, 500);
+makeCharts();
 selectFromAddress();
 listen();

@@ -32,8 +32,8 @@ function lanes(entries) {
   return found;
 }
 
-function showTimeline(header) {
-  forgetTimes();
+// In `place`, and above the boxes of the picture. Nothing for a header without times.
+function showTimeline(place, header) {
   const entries = timings(header);
   const total = entries.find((entry) => entry.name === "total");
   const found = lanes(entries);
@@ -41,10 +41,10 @@ function showTimeline(header) {
   const end = Math.max(total.dur, ...entries.map((entry) => entry.start + entry.dur)) || 1;
   const words = total.desc ? `, ${total.desc}` : "";
   const heading = el("h3", { text: `Where its time went: ${time(total.dur)} in the server${words}` });
-  $("timeline").replaceChildren(heading, ...[...found].map(([name, phases]) => lane(name, phases, end)), legend(), reasons(found));
+  place.replaceChildren(heading, ...[...found].map(([name, phases]) => lane(name, phases, end)), legend(), reasons(found));
   const left = entries.find((entry) => entry.name === "more");
-  if (left) $("timeline").append(el("p", { class: "quiet", text: left.desc }));
-  $("timeline").hidden = false;
+  if (left) place.append(el("p", { class: "quiet", text: left.desc }));
+  place.hidden = false;
   picture.graph.nodes.forEach((node, i) => found.has(node.name) && showTime(i, found.get(node.name)));
 }
 
@@ -84,6 +84,5 @@ function showTime(index, phases) {
 }
 
 function forgetTimes() {
-  $("timeline").hidden = true;
   for (const text of $("picture").querySelectorAll("text.took")) text.remove();
 }

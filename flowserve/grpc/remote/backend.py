@@ -1,0 +1,302 @@
+"""Serves models that run on another KServe v2 server: Triton, OpenVINO Model Server, flowserve.
+
+Decides what the configuration of such a model says (`url`, `model_name`, `model_version`), what is taken over from the
+other server's, and what the other server's errors become. Queues, batches, limits and
+deadlines stay here: an instance sends one whole batch at a time and waits for its response, on a thread of its own, and
+so `instance_group`'s count is the number of batches under way. Connections of one model are shared by its instances,
+are opened again by themselves, and are watched, so that a server that falls silent is noticed within `SILENT_S`.
+
+A batch is sent once. It is not sent again when the connection ends, because it may have run; a batch of several
+requests that the other server refuses as a whole is divided only if the model is declared `pure`. Does not know graphs.
+Callers: the registry; the runtime runs the instances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import grpc
+
+from flowserve.backends.base import ClockNs, ModelFiles, Results, Work
+from flowserve.config.convert import to_config
+from flowserve.config.types import Completion, InstanceGroup, ModelConfig, SourceMap
+from flowserve.errors import Cancelled, FlowserveError, Invalid, ModelFailed, Problem, Problems, Unavailable
+from flowserve.grpc import service_pb2 as pb
+from flowserve.grpc.remote.messages import Batches
+from flowserve.values import BY_WIRE, TensorSpec
+
+SILENT_S: Final = 10.0  # a connection without a sign of life for so long, while it is used, is closed
+_ASKED_S: Final = 5.0  # for what is asked while a model is loaded
+_INSTANCES: Final = 2  # so that a batch is on its way while another computes
+_SCHEMES: Final = {"grpc": False, "grpcs": True}
+_SERVICE: Final = "/inference.GRPCInferenceService/"
+_OPTIONS: Final = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.keepalive_time_ms", int(SILENT_S * 1000 / 2)),
+    ("grpc.keepalive_timeout_ms", int(SILENT_S * 1000 / 2)),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_reconnect_backoff_ms", 5000),
+)
+# Errors with another code are the model's.
+_ERRORS: Final[Mapping[grpc.StatusCode, type[FlowserveError]]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: Invalid,
+    grpc.StatusCode.OUT_OF_RANGE: Invalid,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: Unavailable,
+    grpc.StatusCode.CANCELLED: Cancelled,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model on another server."""
+
+    address: str
+    is_secure: bool
+    name: str
+    version: str
+
+    def __str__(self) -> str:
+        version = f" version {self.version}" if self.version else ""
+        return f"model '{self.name}'{version} at {'grpcs' if self.is_secure else 'grpc'}://{self.address}"
+
+
+def target_of(config: ModelConfig) -> Target:
+    """What the configuration names. Raises Problems."""
+
+    def problem(text: str, hint: str, key: str) -> Problems:
+        place = config.source.place(f"parameters[{key}]" if key in config.parameters else "")
+        return Problems([Problem(text, place, "M93", hint)])
+
+    url = config.parameters.get("url", "")
+    example = 'parameters { key: "url" value { string_value: "grpc://10.0.0.5:8001" } }'
+    if not url:
+        raise problem(f"model '{config.name}' runs on another server, and has no `url`", f"write {example}", "url")
+    parts = urlsplit(url if "://" in url else f"grpc://{url}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme not in _SCHEMES or not parts.hostname or not port or parts.path.strip("/"):
+        hint = "it is the gRPC port of the other server, as grpc://HOST:PORT, or grpcs://HOST:PORT with TLS"
+        raise problem(f"`url` of model '{config.name}' is \"{url}\"", hint, "url")
+    version = config.parameters.get("model_version", "")
+    if version and not (version.isdecimal() and int(version)):
+        text = f"`model_version` of model '{config.name}' is \"{version}\""
+        raise problem(text, "a version is a positive number; without it the other server chooses", "model_version")
+    name = config.parameters.get("model_name", "") or config.name
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return Target(f"{host}:{port}", _SCHEMES[parts.scheme], name, version)
+
+
+class Connection:
+    """The calls of one model to the other server. Used on any thread."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        if target.is_secure:
+            self._channel = grpc.secure_channel(target.address, grpc.ssl_channel_credentials(), _OPTIONS)
+        else:
+            self._channel = grpc.insecure_channel(target.address, _OPTIONS)
+        self.infer = self._call("ModelInfer", pb.ModelInferRequest, pb.ModelInferResponse)
+        self._has_failed = False
+        self._channel.subscribe(self._changed, try_to_connect=True)
+
+    def _call(self, name: str, request: Any, response: Any) -> Any:
+        return self._channel.unary_unary(
+            _SERVICE + name, request_serializer=request.SerializeToString, response_deserializer=response.FromString
+        )
+
+    def _changed(self, state: grpc.ChannelConnectivity) -> None:
+        if state is grpc.ChannelConnectivity.READY:
+            self._has_failed = False
+        elif state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            self._has_failed = True
+
+    def outage(self) -> str:
+        """Why the other server cannot be asked just now, or ""."""
+        return f"{self.target} cannot be reached" if self._has_failed else ""
+
+    def ask(self, name: str, request: Any, response: Any) -> Any:
+        """A question about the model, while it is loaded. Raises the error that `failure` makes."""
+        try:
+            return self._call(name, request, response)(request, timeout=_ASKED_S, wait_for_ready=True)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise Unavailable(f"{self.target} cannot be reached within {_ASKED_S:g} s") from None
+            raise self.failure(error) from None
+
+    def failure(self, error: Any) -> FlowserveError:
+        """What an error of a call means here."""
+        code, text = error.code(), error.details() or error.code().name
+        kind = _ERRORS.get(code, ModelFailed)
+        if code is grpc.StatusCode.UNAVAILABLE:
+            return kind(f"{self.target} cannot be reached: {text}")
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return kind(f"{self.target} did not answer in time")
+        return kind(f"{self.target}: {text}")
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What the other server says of the model: its tensors with their dims, without a batch dimension."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    max_batch_size: int
+    is_decoupled: bool = False
+    is_stateful: bool = False
+
+
+def describe(connection: Connection, max_batch_size: int) -> Described:
+    """The model as the other server has it. One that has no configurations (they are Triton's) describes tensors with
+    their batch dimension; then that of the first is left out where the configuration here has a `max_batch_size`.
+    """
+    target = connection.target
+    asked = {"name": target.name, "version": target.version}
+    try:
+        answer = connection.ask("ModelConfig", pb.ModelConfigRequest(**asked), pb.ModelConfigResponse)
+    except ModelFailed:
+        answer = None
+    if answer is not None and answer.config.input:
+        config = to_config(answer.config, SourceMap(str(target)))
+        decoupled, stateful = config.decoupled, config.sequence is not None
+        return Described(config.inputs, config.outputs, config.max_batch_size, decoupled, stateful)
+    metadata = connection.ask("ModelMetadata", pb.ModelMetadataRequest(**asked), pb.ModelMetadataResponse)
+    first = 1 if max_batch_size else 0
+
+    def specs(tensors: Any) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(one.name, BY_WIRE[one.datatype], tuple(one.shape)[first:])
+            for one in tensors
+            if one.datatype in BY_WIRE
+        )
+
+    return Described(specs(metadata.inputs), specs(metadata.outputs), max_batch_size)
+
+
+class RemoteBackend:
+    name = "remote"
+    default_filename = ""
+    default_instance_count = _INSTANCES
+
+    def complete(self, config: ModelConfig, files: ModelFiles) -> Completion:
+        target = target_of(config)
+        connection = Connection(target)
+        try:
+            there = describe(connection, config.max_batch_size)
+        except Unavailable as error:
+            if config.inputs and config.outputs:  # as with any field that the user has written, nothing is asked
+                return Completion(instance_count=_INSTANCES)
+            hint = "start that server first, or write `input`, `output` and `max_batch_size`"
+            raise Problems([Problem(str(error), config.source.place("parameters[url]"), "M93", hint)]) from None
+        finally:
+            connection.close()
+        return Completion(
+            _plain(there.inputs),
+            _plain(there.outputs),
+            there.max_batch_size,
+            dynamic_batching=there.max_batch_size > 1,
+            instance_count=_INSTANCES,
+        )
+
+    def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> RemoteModel:
+        target = target_of(config)
+        refuse = partial(Problem, place=config.source.place(""), rule="M93")
+        problems = []
+        if config.decoupled or config.sequence is not None:
+            what = "a decoupled model" if config.decoupled else "a model of sequences"
+            problems.append(refuse(f"model '{config.name}' is {what}, which cannot run on another server"))
+        problems += [
+            Problem(
+                f"input '{spec.name}' of model '{config.name}' is ragged", config.source.place(f"input[{i}]"), "M93"
+            )
+            for i, spec in enumerate(config.inputs)
+            if spec.ragged
+        ]
+        if problems:
+            raise Problems(problems)
+        connection = Connection(target)
+        try:
+            there = describe(connection, config.max_batch_size)
+            if there.is_decoupled or there.is_stateful:
+                kind = "decoupled" if there.is_decoupled else "a model of sequences"
+                problems.append(refuse(f"{target} is {kind}, and can only be called where it is"))
+            if config.max_batch_size > there.max_batch_size:
+                text = f"max_batch_size {config.max_batch_size} of model '{config.name}' is more than the"
+                place = config.source.place("max_batch_size")
+                problems.append(Problem(f"{text} {there.max_batch_size} of {target}", place, "M93"))
+            if problems:
+                raise Problems(problems)
+            asked = pb.ModelReadyRequest(name=target.name, version=target.version)
+            if not connection.ask("ModelReady", asked, pb.ModelReadyResponse).ready:
+                raise Unavailable(f"{target} is not ready")
+        except BaseException:
+            connection.close()
+            raise
+        return RemoteModel(config, connection)
+
+    def verify(self, config: ModelConfig, files: ModelFiles) -> None:
+        self.load(config, files, {}).close()
+
+
+def _plain(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """As they are for requests: what a reshape or labels make of them is the other server's."""
+    return tuple(replace(spec, reshape=None, labels="", ragged=False) for spec in specs)
+
+
+class RemoteModel:
+    """A model on another server, with the connection that its instances share."""
+
+    may_run_inline = False
+
+    def __init__(self, config: ModelConfig, connection: Connection) -> None:
+        self._config = config
+        self._connection = connection
+        self.is_pure = config.parameters.get("pure", "") == "true"
+
+    def instance(self, name: str, group: InstanceGroup) -> RemoteInstance:
+        return RemoteInstance(self._config, self._connection)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class RemoteInstance:
+    """Sends one batch at a time."""
+
+    def __init__(self, config: ModelConfig, connection: Connection) -> None:
+        self._connection = connection
+        target = connection.target
+        self._batches = Batches(config, target.name, target.version)
+        timeout = config.parameters.get("execution_timeout", "")
+        self._timeout_s = float(timeout) if timeout else None
+
+    def open(self) -> None:
+        """The connection is open."""
+
+    def outage(self) -> str:
+        return self._connection.outage()
+
+    def run(self, work: Work, clock: ClockNs) -> Results:
+        message, copied = self._batches.pack(work)
+        gathered_ns = clock()
+        try:
+            answer = self._connection.infer(message, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            raise self._connection.failure(error) from None
+        computed_ns = clock()
+        outputs = self._batches.unpack(answer, work.rows)
+        return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)
+
+    def close(self) -> None:
+        """The connection is the model's."""

@@ -1,0 +1,150 @@
+"""Asks stores for objects: S3, Google Cloud Storage, Azure, Hugging Face, by fsspec.
+
+Decides which kinds of URL there are and which package each needs, what of a store's answers is the tag of a file, and
+whether a failure is the address, the credentials or the bucket. Credentials are the libraries' own (environment,
+instance roles, their files) and never in a URL or option. Blocks; used on threads. Caller: `mirror`, `cli`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+from urllib.parse import urlsplit
+
+from flowserve.errors import Invalid, Unavailable, Unsupported
+from flowserve.repository.mirror.listing import RemoteFile
+
+# Kind: fsspec's protocol, the package that it needs, the extra of flowserve that installs it, and whether what is there
+# counts as written by others.
+_KINDS: Final = {
+    "s3": ("s3", "s3fs", "s3", False),
+    "gs": ("gcs", "gcsfs", "gcs", False),
+    "gcs": ("gcs", "gcsfs", "gcs", False),
+    "az": ("abfs", "adlfs", "azure", False),
+    "abfs": ("abfs", "adlfs", "azure", False),
+    "as": ("abfs", "adlfs", "azure", False),
+    "hf": ("hf", "huggingface_hub", "hf", True),
+    "memory": ("memory", "fsspec", "s3", False),
+}
+_TAGS: Final = ("ETag", "etag", "e_tag", "blob_id", "md5Hash", "content_md5", "generation")
+# Where a store has nothing better, the time of the last change.
+_TIMES: Final = ("LastModified", "last_modified", "updated", "mtime", "created")
+
+
+class Storage(Protocol):
+    """A repository in a store. All methods block, may be called from several threads, and raise Unavailable."""
+
+    def list(self, model: str = "") -> Sequence[RemoteFile]:
+        """All files below the repository, or only those of a model."""
+
+    def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
+        """Some bytes of a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """A repository in a store, as the user names it. `is_foreign`: others may write there."""
+
+    kind: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}://{self.path}"
+
+    @property
+    def is_foreign(self) -> bool:
+        return _KINDS[self.kind][3]
+
+
+def store_url(text: str) -> StoreUrl:
+    """Raises Invalid for a URL of no known kind, or with something in it that does not belong there."""
+    kind, _, path = text.partition("://")
+    if kind not in _KINDS:
+        raise Invalid(f"'{text}': a repository is a folder, or in a store: {', '.join(f'{one}://' for one in _KINDS)}")
+    parts = urlsplit(text)
+    if parts.password is not None or (parts.username is not None and kind != "hf" and "@" not in parts.path):
+        raise Invalid(f"a URL has no credentials; {kind}:// takes those of the environment")
+    path = path.strip("/")
+    if not path:
+        raise Invalid(f"'{text}' names no bucket: {kind}://BUCKET/FOLDER")
+    return StoreUrl(kind, path)
+
+
+def open_store(url: StoreUrl, options: Mapping[str, str]) -> FsspecStorage:
+    """`options`: of this kind, by name; values that are JSON are read as such. Raises Unsupported with the command that
+    installs what is missing, and Invalid for options that the library refuses.
+    """
+    protocol, package, extra, _ = _KINDS[url.kind]
+    try:
+        import fsspec  # type: ignore[import-untyped]
+
+        given = {name: _value(text) for name, text in options.items()}
+        system = fsspec.filesystem(protocol, **({} if protocol == "memory" else {"use_listings_cache": False}), **given)
+    except ImportError:
+        raise Unsupported(f"{url.kind}:// needs {package}: pip install 'flowserve[{extra}]'") from None
+    except (TypeError, ValueError) as error:
+        raise Invalid(f"{url}: --storage-option: {error}") from None
+    return FsspecStorage(url, system)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+class FsspecStorage:
+    def __init__(self, url: StoreUrl, system: Any) -> None:
+        self._url = url
+        self._system = system
+        self._root = system._strip_protocol(str(url)).rstrip("/")
+
+    def list(self, model: str = "") -> Sequence[RemoteFile]:
+        root = f"{self._root}/{model}" if model else self._root
+        try:
+            self._system.invalidate_cache()
+            found = self._system.find(root, withdirs=True, detail=True)
+            if not found and not model:
+                self._system.ls(root, detail=False)  # tells an empty folder from none
+        except FileNotFoundError:
+            if model:
+                return ()
+            raise self._failure("there is no such bucket or folder") from None
+        except Exception as error:
+            raise self._failure_of(error) from None
+        start = len(self._root) + 1
+        files = []
+        for path, about in found.items():
+            is_folder = about.get("type") == "directory"
+            relative = path[start:].strip("/") + ("/" if is_folder else "")
+            if relative.strip("/"):
+                files.append(RemoteFile(relative, 0 if is_folder else int(about.get("size") or 0), _tag(about)))
+        return files
+
+    def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
+        try:
+            made: bytes = self._system.cat_file(f"{self._root}/{file.path}", start=start, end=stop)
+            return made
+        except Exception as error:
+            raise self._failure_of(error) from None
+
+    def _failure_of(self, error: Exception) -> Unavailable:
+        kind, text = type(error).__name__, str(error) or type(error).__name__
+        if isinstance(error, PermissionError) or "Credential" in kind or "Auth" in kind or "Token" in kind:
+            return self._failure(f"its credentials are missing or refused: {text}")
+        if isinstance(error, FileNotFoundError):
+            return self._failure(f"a file or the bucket is not there: {text}")
+        return self._failure(f"its address cannot be reached: {kind}: {text}")
+
+    def _failure(self, why: str) -> Unavailable:
+        return Unavailable(f"repository {self._url}: {why}")
+
+
+def _tag(about: Mapping[str, Any]) -> str:
+    for name in (*_TAGS, *_TIMES):
+        if about.get(name):
+            return f"{name} {about[name]}"
+    return ""

@@ -1,0 +1,193 @@
+"""Models that another server runs: their answers, how batches go there, and what happens while that server is away."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from flowserve.testing.serve import DidNotServe, Served, serving
+from tests.server.conftest import write_model
+
+pytestmark = pytest.mark.server
+
+ROOT = Path(__file__).parents[2]
+
+MODEL = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            array = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+            {made}
+            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("Y", made)]))
+        return answers
+"""
+DOUBLE = MODEL.format(made="made = array * 2")
+SHOUT = MODEL.format(made="made = np.array([one.upper() for one in array.ravel()], np.object_).reshape(array.shape)")
+RAISE = MODEL.format(made="raise ValueError('no such thing')")
+
+
+def config(dtype: str = "FP32", rows: int = 8, more: str = "") -> str:
+    tensors = f'[ {{ name: "%s" data_type: TYPE_{dtype} dims: [ -1 ] }} ]'
+    return f"max_batch_size: {rows} input {tensors % 'X'} output {tensors % 'Y'} {more}\n"
+
+
+PYTHON = 'backend: "python" dynamic_batching { max_queue_delay_microseconds: 20000 }'
+
+
+def remote(port: int, more: str = "") -> str:
+    """The configuration of a model at this port, as short as it may be."""
+    url = f'parameters {{ key: "url" value {{ string_value: "127.0.0.1:{port}" }} }}'
+    return f'parameters {{ key: "execution" value {{ string_value: "remote" }} }} {url} {more}\n'
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """The repository and the gRPC port of the other server."""
+    folder = tmp_path_factory.mktemp("there")
+    write_model(folder, "double", config(more=PYTHON), {"1/model.py": DOUBLE})
+    write_model(folder, "shout", config("STRING", more=PYTHON), {"1/model.py": SHOUT})
+    write_model(folder, "one", config(rows=0, more='backend: "python"'), {"1/model.py": DOUBLE})
+    write_model(folder, "raise", config(more=PYTHON), {"1/model.py": RAISE})
+    return folder, free_port()
+
+
+@pytest.fixture(scope="module")
+def other(there: tuple[Path, int]) -> Iterator[Served]:
+    folder, port = there
+    with serving(folder, "--allow-grpc", "true", "--grpc-port", str(port)) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def served(other: Served, there: tuple[Path, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder, port = tmp_path_factory.mktemp("here"), there[1]
+    for name in ("double", "shout", "one", "raise"):
+        write_model(folder, name, remote(port), {"1/.gitkeep": ""})
+    steps = "".join(
+        f'step {{ model_name: "{model}" model_version: -1 input_map {{ key: "X" value: "{x}" }} '
+        f'output_map {{ key: "Y" value: "{y}" }} }}'
+        for model, x, y in (("double", "X", "t"), ("double", "t", "Y"))
+    )
+    ensemble = config(more=f'platform: "ensemble" ensemble_scheduling {{ {steps} }}')
+    write_model(folder, "twice", ensemble, {"1/.gitkeep": ""})
+    with serving(folder) as one:
+        yield one
+
+
+def ask(served: Served, model: str, data: Any, datatype: str = "FP32") -> httpx.Response:
+    shape = [*np.shape(data)]
+    body = {"inputs": [{"name": "X", "shape": shape, "datatype": datatype, "data": data}]}
+    return httpx.post(f"{served.base_url}/v2/models/{model}/infer", json=body, timeout=30)
+
+
+def answer(response: httpx.Response) -> Any:
+    assert response.status_code == 200, response.text
+    (output,) = response.json()["outputs"]
+    return np.array(output["data"]).reshape(output["shape"]).tolist()
+
+
+def test_a_model_on_another_server_takes_over_its_configuration_and_answers(served: Served) -> None:
+    assert answer(ask(served, "double", [[1.0, 2.0], [3.0, 4.0]])) == [[2, 4], [6, 8]]
+    assert answer(ask(served, "one", [1.5, 2.5, 3.5])) == [3, 5, 7]
+    assert answer(ask(served, "shout", [["a", "grün"]], "BYTES")) == [["A", "GRüN"]]
+    assert answer(ask(served, "twice", [[1.0]])) == [[4]]
+    found = httpx.get(f"{served.base_url}/v2/models/double/config").json()
+    assert (found["max_batch_size"], found["backend"]) == (8, "remote")
+
+
+def test_the_configuration_of_the_page_is_complete(other: Served, there: tuple[Path, int], tmp_path: Path) -> None:
+    page = (ROOT / "docs/remote-models.md").read_text()
+    (text,) = re.findall(r'```pbtxt title="classify/config.pbtxt"\n(.*?)```', page, re.DOTALL)
+    text = text.replace("10.0.0.5:8001", f"127.0.0.1:{there[1]}")
+    write_model(tmp_path, "double", text, {"1/.gitkeep": ""})
+    with serving(tmp_path) as served:
+        assert answer(ask(served, "double", [[1.0]])) == [[2]]
+
+
+def test_requests_travel_in_batches(served: Served, other: Served) -> None:
+    def executions() -> int:
+        stats = httpx.get(f"{other.base_url}/v2/models/double/stats").json()["model_stats"][0]
+        return int(stats["execution_count"])
+
+    before = executions()
+    with ThreadPoolExecutor(32) as pool:
+        found = [*pool.map(lambda number: answer(ask(served, "double", [[float(number)]])), range(96))]
+    assert found == [[[2.0 * number]] for number in range(96)]
+    assert executions() - before < 60
+
+
+def test_errors_of_the_other_server_name_it(served: Served, there: tuple[Path, int]) -> None:
+    failed = ask(served, "raise", [[1.0]])
+    assert failed.status_code == 500
+    assert f"model 'raise' at grpc://127.0.0.1:{there[1]}" in failed.json()["error"]
+    assert "no such thing" in failed.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('parameters { key: "execution" value { string_value: "remote" } }', "has no `url`"),
+        (remote(1).replace("127.0.0.1:1", "http://somewhere:8000"), "it is the gRPC port of the other server"),
+        (remote(0).replace("127.0.0.1:0", "127.0.0.1:{closed}"), "cannot be reached"),
+        ("{remote} " + config(rows=16), "max_batch_size 16 of model 'double' is more than the 8 of model 'double'"),
+        ("{remote} " + config("INT32"), "is TYPE_INT32 in the configuration, but the model provides TYPE_FP32"),
+        ("{remote} " + config().replace('"X"', '"IN"'), "unexpected inference input 'IN', allowed inputs are: X"),
+        ("{remote} sequence_batching { }", "is a model of sequences, which cannot run on another server"),
+        ('{remote} backend: "python"', "a model on another server has execution"),
+        ('{remote} parameters { key: "model_name" value { string_value: "tripple" } }', "tripple"),
+        (
+            '{remote} parameters { key: "model_version" value { string_value: "two" } }',
+            "a version is a positive number",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_there_is_refused_with_the_reason(
+    other: Served, there: tuple[Path, int], tmp_path: Path, text: str, said: str
+) -> None:
+    text = text.replace("{remote}", remote(there[1])).replace("{closed}", str(free_port()))
+    write_model(tmp_path, "double", text, {"1/.gitkeep": ""})
+    with pytest.raises(DidNotServe) as caught, serving(tmp_path):
+        pass
+    assert said in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_server_that_goes_away_is_unavailable_and_serves_again_when_it_is_back(
+    there: tuple[Path, int], tmp_path: Path
+) -> None:
+    port = free_port()
+    write_model(tmp_path, "double", remote(port), {"1/.gitkeep": ""})
+    arguments = ("--allow-grpc", "true", "--grpc-port", str(port))
+    with serving(there[0], *arguments) as one, serving(tmp_path) as served:
+        assert answer(ask(served, "double", [[1.0]])) == [[2]]
+        one.stop()
+        away = ask(served, "double", [[1.0]])
+        assert away.status_code == 503
+        assert "cannot be reached" in away.json()["error"]
+        assert httpx.get(f"{served.base_url}/v2/models/double/ready").status_code == 400
+        with serving(there[0], *arguments):
+            deadline = time.monotonic() + 20
+            while ask(served, "double", [[1.0]]).status_code != 200:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+            assert httpx.get(f"{served.base_url}/v2/models/double/ready").status_code == 200
