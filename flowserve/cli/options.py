@@ -153,6 +153,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all options. The repository is optional for argparse, so that a misspelt option is reported first."""
     help_text = "the model repository, a folder of model folders, or a URL such as s3://BUCKET/FOLDER; several are one"
     parser.add_argument("repositories", metavar="REPO", nargs="*", type=repository, help=help_text)
+    parser.set_defaults(mirrors=())  # of the URLs among them: opened by `main`
     _add_http_arguments(parser.add_argument_group("where it listens"))
     _add_grpc_arguments(parser.add_argument_group("gRPC"))
     _add_metrics_arguments(parser.add_argument_group("metrics"))

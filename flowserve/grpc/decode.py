@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from flowserve.errors import FlowserveError, Invalid, Overloaded
 from flowserve.grpc.bounds import TYPED_ELEMENTS_MAX, MessageBounds, too_many, too_many_numbers
-from flowserve.grpc.service_pb2 import InferParameter, ModelInferRequest
+from flowserve.grpc.service_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 from flowserve.memory import raw
 from flowserve.memory.client_memory import Portion
 from flowserve.runtime.budget import COUNTED_BYTES_MIN, Budget, Reservation
@@ -45,6 +45,7 @@ _FIELDS_MAX: Final = 4 * ITEMS_MAX + 16  # of a message: inputs, outputs, parame
 _SHIFT_MAX: Final = 56  # of a varint's bytes, seven bits each
 _HAS_LENGTH: Final = 2  # protobuf's wire type of strings, bytes and messages
 _RAW: Final = ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | _HAS_LENGTH
+RAW_OUTPUT: Final = ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER << 3 | _HAS_LENGTH
 
 InputLayout = tuple[str, DType, tuple[int, ...], int]  # name, data type, shape, number of elements
 # The part of a message before its raw tensors: the target, the request's fields after its inputs, the classes,
@@ -149,14 +150,28 @@ class MessageReader:
         return received
 
 
+def with_blocks(head: bytes, blocks: Sequence[BytesLike]) -> bytes:
+    """The inverse of `split` for a request: a message whose raw tensors are these, copied once."""
+    pieces: list[BytesLike] = [head]
+    for block in blocks:
+        size = memoryview(block).nbytes
+        mark = bytearray((_RAW,))
+        while size > 127:
+            mark.append(size & 127 | 128)
+            size >>= 7
+        mark.append(size)
+        pieces += (mark, block)
+    return b"".join(pieces)
+
+
 def unreadable(kind: Any) -> Invalid:
     """The error for bytes that are not a message of this class."""
     return Invalid(f"the request is not a {kind.DESCRIPTOR.full_name} message")
 
 
-def split(data: bytes) -> tuple[bytes, list[memoryview]] | None:
+def split(data: bytes, raw_tag: int = _RAW) -> tuple[bytes, list[memoryview]] | None:
     """The part of a message before its raw tensors, and the raw tensors as views; None if there are none, or if other
-    fields follow or separate them.
+    fields follow or separate them. `raw_tag`: of the field that has them.
     """
     at, end, head_end = 0, len(data), 0
     blocks: list[memoryview] = []
@@ -166,7 +181,7 @@ def split(data: bytes) -> tuple[bytes, list[memoryview]] | None:
             if at >= end:
                 break
             tag, start = data[at], at
-            if tag & 7 != _HAS_LENGTH or tag > 127 or (blocks and tag != _RAW):
+            if tag & 7 != _HAS_LENGTH or tag > 127 or (blocks and tag != raw_tag):
                 return None
             size = data[at + 1]
             at += 2
@@ -181,7 +196,7 @@ def split(data: bytes) -> tuple[bytes, list[memoryview]] | None:
                     at += 1
                 size |= more << shift
                 at += 1
-            if tag == _RAW:
+            if tag == raw_tag:
                 if not blocks:
                     head_end = start
                 blocks.append(whole[at : at + size])

@@ -4,7 +4,7 @@ Decides what the configuration of such a model says (`url`, `model_name`, `model
 other server's, and what the other server's errors become. Queues, batches, limits and
 deadlines stay here: an instance sends one whole batch at a time and waits for its response, on a thread of its own, and
 so `instance_group`'s count is the number of batches under way. Connections of one model are shared by its instances,
-are opened again by themselves, and are watched, so that a server that falls silent is noticed within `SILENT_S`.
+are opened again by themselves; a server that falls silent during a batch is noticed within `SILENT_S`.
 
 A batch is sent once. It is not sent again when the connection ends, because it may have run; a batch of several
 requests that the other server refuses as a whole is divided only if the model is declared `pure`. Does not know graphs.
@@ -29,17 +29,17 @@ from flowserve.grpc import service_pb2 as pb
 from flowserve.grpc.remote.messages import Batches
 from flowserve.values import BY_WIRE, TensorSpec
 
-SILENT_S: Final = 10.0  # a connection without a sign of life for so long, while it is used, is closed
+# A server that says nothing for so long is away. It is asked in the middle of a long batch, by a call and not by pings
+# of HTTP/2: servers end connections on which they get pings, by default after the third in five minutes.
+SILENT_S: Final = 10.0
 _ASKED_S: Final = 5.0  # for what is asked while a model is loaded
+_PROBE_S: Final = 2.0  # for the question whether the model is ready
 _INSTANCES: Final = 2  # so that a batch is on its way while another computes
 _SCHEMES: Final = {"grpc": False, "grpcs": True}
 _SERVICE: Final = "/inference.GRPCInferenceService/"
 _OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    ("grpc.keepalive_time_ms", int(SILENT_S * 1000 / 2)),
-    ("grpc.keepalive_timeout_ms", int(SILENT_S * 1000 / 2)),
-    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_reconnect_backoff_ms", 5000),
 )
 # Errors with another code are the model's.
@@ -104,24 +104,56 @@ class Connection:
             self._channel = grpc.secure_channel(target.address, grpc.ssl_channel_credentials(), _OPTIONS)
         else:
             self._channel = grpc.insecure_channel(target.address, _OPTIONS)
-        self.infer = self._call("ModelInfer", pb.ModelInferRequest, pb.ModelInferResponse)
-        self._has_failed = False
-        self._channel.subscribe(self._changed, try_to_connect=True)
+        self.infer = self._channel.unary_unary(_SERVICE + "ModelInfer")  # of messages as bytes
+        self._is_ready = self._call("ModelReady", pb.ModelReadyRequest, pb.ModelReadyResponse)
+        self._probe: Any = None  # a question that is under way
+        self._outage = ""
 
     def _call(self, name: str, request: Any, response: Any) -> Any:
         return self._channel.unary_unary(
             _SERVICE + name, request_serializer=request.SerializeToString, response_deserializer=response.FromString
         )
 
-    def _changed(self, state: grpc.ChannelConnectivity) -> None:
-        if state is grpc.ChannelConnectivity.READY:
-            self._has_failed = False
-        elif state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-            self._has_failed = True
-
     def outage(self) -> str:
-        """Why the other server cannot be asked just now, or ""."""
-        return f"{self.target} cannot be reached" if self._has_failed else ""
+        """Why the model could not be used the last time, or "". Each call asks again, for the next one."""
+        probe = self._probe
+        if probe is None or probe.done():
+            if probe is not None:
+                self._outage = self._outage_of(probe)
+            asked = pb.ModelReadyRequest(name=self.target.name, version=self.target.version)
+            self._probe = self._is_ready.future(asked, timeout=_PROBE_S)
+        return self._outage
+
+    def _outage_of(self, probe: Any) -> str:
+        if probe.code() is grpc.StatusCode.OK:
+            return "" if probe.result().ready else f"{self.target} is not ready"
+        return "" if probe.cancelled() else str(self.failure(probe))
+
+    def infer_or_raise(self, message: bytes, timeout_s: float | None) -> bytes:
+        """The response to a batch. Raises the error that `failure` makes."""
+        call = self.infer.future(message, timeout=timeout_s)
+        try:
+            while True:
+                try:
+                    response: bytes = call.result(timeout=SILENT_S / 2)
+                    self._outage, self._probe = "", None  # an answer of before says nothing now
+                    return response
+                except grpc.FutureTimeoutError:
+                    self._check_alive()
+        except grpc.RpcError as error:
+            call.cancel()
+            failure = self.failure(error)
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                self._outage = str(failure)
+            raise failure from None
+
+    def _check_alive(self) -> None:
+        asked = pb.ModelReadyRequest(name=self.target.name, version=self.target.version)
+        try:
+            self._is_ready(asked, timeout=SILENT_S / 2)
+        except grpc.RpcError as error:
+            if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+                raise
 
     def ask(self, name: str, request: Any, response: Any) -> Any:
         """A question about the model, while it is loaded. Raises the error that `failure` makes."""
@@ -143,6 +175,8 @@ class Connection:
         return kind(f"{self.target}: {text}")
 
     def close(self) -> None:
+        if self._probe is not None:
+            self._probe.cancel()
         self._channel.close()
 
 
@@ -290,10 +324,7 @@ class RemoteInstance:
     def run(self, work: Work, clock: ClockNs) -> Results:
         message, copied = self._batches.pack(work)
         gathered_ns = clock()
-        try:
-            answer = self._connection.infer(message, timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            raise self._connection.failure(error) from None
+        answer = self._connection.infer_or_raise(message, self._timeout_s)
         computed_ns = clock()
         outputs = self._batches.unpack(answer, work.rows)
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from flowserve.backends.base import Work
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Invalid, ModelFailed
 from flowserve.graph.types import inner_shape, outer_shape
-from flowserve.grpc.decode import CONTENTS
+from flowserve.grpc.decode import CONTENTS, RAW_OUTPUT, split, with_blocks
 from flowserve.grpc.service_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 from flowserve.memory import raw
 from flowserve.memory.assemble import gather
@@ -34,10 +35,11 @@ class Batches:
         self._version = version
         self._outputs = {spec.name: j for j, spec in enumerate(config.outputs)}
 
-    def pack(self, work: Work) -> tuple[ModelInferRequest, list[int]]:
-        """The request for a batch, and the bytes of each input that were copied to make it contiguous."""
+    def pack(self, work: Work) -> tuple[bytes, list[int]]:
+        """The request for a batch as a message, and the bytes of each input that were copied to make it contiguous."""
         message = ModelInferRequest(model_name=self._name, model_version=self._version)
         copied = [0] * len(self._config.inputs)
+        blocks: list[bytes | memoryview] = []
         for i, spec in enumerate(self._config.inputs):
             column = work.inputs[i]
             if column.lacks_some:  # then all do: the members of a batch are of one kind
@@ -48,12 +50,14 @@ class Batches:
                 array = column.arrays[0]
             shape = inner_shape(array.shape, spec)
             message.inputs.add(name=spec.name, datatype=spec.dtype.wire, shape=shape)
-            message.raw_input_contents.append(bytes(raw.encode(array, spec.dtype)))
+            blocks.append(
+                raw.encode(np.ascontiguousarray(array) if spec.dtype is not DType.BYTES else array, spec.dtype)
+            )
         for name in self._wanted(work):
             message.outputs.add(name=name)
         if len(work.requests) == 1:  # a batch of several requests is nobody's in particular
             self._add_facts(message, work)
-        return message, copied
+        return with_blocks(message.SerializeToString(), blocks), copied
 
     def _wanted(self, work: Work) -> list[str]:
         names = {name for one in work.wanted for name in one}
@@ -65,10 +69,17 @@ class Batches:
         for name, value in request.parameters.items():
             message.parameters[name].CopyFrom(_parameter(value))
 
-    def unpack(self, message: ModelInferResponse, rows: Sequence[int]) -> list[Sequence[Tensor | None]]:
-        """The outputs of a batch, those left out as None. Raises ModelFailed if the response does not fit it."""
+    def unpack(self, data: bytes, rows: Sequence[int]) -> list[Sequence[Tensor | None]]:
+        """The outputs of a batch from a message, those left out as None: views of it. Raises ModelFailed if it does not
+        fit the batch.
+        """
         made: list[Sequence[Tensor | None]] = [[None] * len(rows) for _ in self._config.outputs]
-        blocks = message.raw_output_contents
+        parts = split(data, RAW_OUTPUT)
+        try:
+            message = ModelInferResponse.FromString(data if parts is None else parts[0])
+        except DecodeError:
+            raise ModelFailed("the response is no ModelInferResponse message") from None
+        blocks: Sequence[bytes | memoryview] = message.raw_output_contents if parts is None else parts[1]
         if blocks and len(blocks) != len(message.outputs):
             raise ModelFailed(f"the response has {len(message.outputs)} outputs and {len(blocks)} raw contents")
         for k, output in enumerate(message.outputs):
@@ -85,7 +96,7 @@ class Batches:
                 made[j] = Column.whole(array, rows)
         return made
 
-    def _read(self, output: Any, spec: TensorSpec, block: bytes | None) -> Array:
+    def _read(self, output: Any, spec: TensorSpec, block: bytes | memoryview | None) -> Array:
         dtype = BY_WIRE.get(output.datatype)
         if dtype is not spec.dtype:
             raise ModelFailed(f"output '{spec.name}' is {output.datatype or 'of no type'}, not {spec.dtype}")
