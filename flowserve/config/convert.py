@@ -200,8 +200,8 @@ def _ensemble(message: pb.ModelConfig) -> records.Ensemble | None:
             records.EnsembleStep(
                 model=step.model_name,
                 version=step.model_version,
-                input_map=dict(step.input_map),
-                output_map=dict(step.output_map),
+                input_map=dict(sorted(step.input_map.items())),  # protobuf's own order differs between processes
+                output_map=dict(sorted(step.output_map.items())),
                 path=f"ensemble_scheduling.step[{index}]",
                 when=tuple(map(_row_test, step.when)),
                 each=_each_item(step.each) if step.HasField("each") else None,

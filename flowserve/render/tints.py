@@ -32,9 +32,13 @@ GREEN: Final = Tint("green", "#dafbe1", "#1a7f37", "#10311c", "#3fb950")
 PURPLE: Final = Tint("purple", "#fbefff", "#8250df", "#2b1d48", "#ab7df8")
 TEAL: Final = Tint("teal", "#d7f5f0", "#0a7d72", "#0b302d", "#2fb9aa")
 PINK: Final = Tint("pink", "#ffeff7", "#bf3989", "#3a1a2e", "#db61a2")
+INDIGO: Final = Tint("indigo", "#e6e9ff", "#4250c9", "#1d2150", "#8a95ff")
+CORAL: Final = Tint("coral", "#ffe8df", "#b24a1d", "#3b1f12", "#e88a5f")
+AMBER: Final = Tint("amber", "#fff3cd", "#8a6100", "#33280a", "#d9a520")
+CYAN: Final = Tint("cyan", "#dff3fa", "#0b6f8f", "#0c2a36", "#49b3d6")
 OLIVE: Final = Tint("olive", "#eef3cf", "#5c6b00", "#272c0c", "#a3b53a")
 SAND: Final = Tint("sand", "#f3ece3", "#7a5c3a", "#2e251b", "#b5916a")
-TINTS: Final = (BLUE, GREEN, PURPLE, TEAL, PINK, OLIVE, SAND)
+TINTS: Final = (BLUE, GREEN, PURPLE, TEAL, PINK, INDIGO, CORAL, AMBER, CYAN, OLIVE, SAND)
 # BLUE is also that of a model whose backend is unknown.
 _OF_BACKEND: Final[Mapping[str, Tint]] = {
     "": BLUE,
@@ -43,6 +47,10 @@ _OF_BACKEND: Final[Mapping[str, Tint]] = {
     "tensorrt": PURPLE,
     "callable": TEAL,
     "remote": PINK,
+    "openvino": INDIGO,
+    "pytorch": CORAL,
+    "tensorflow": AMBER,
+    "fil": CYAN,
 }
 _OTHERS: Final = (OLIVE, SAND)
 

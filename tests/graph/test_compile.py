@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowserve.config.types import Ensemble, EnsembleStep, ModelConfig
+from flowserve.config.convert import to_config
+from flowserve.config.parse import config_message
+from flowserve.config.types import Ensemble, EnsembleStep, ModelConfig, SourceMap
 from flowserve.errors import Problems
 from flowserve.graph.compile import compile_ensemble
 from flowserve.graph.plan import NO_SLOT, make_plan
@@ -254,3 +256,25 @@ def test_a_careless_edit_of_the_ensembles_own_fields_is_refused_by_its_rule(edit
     with pytest.raises(Problems) as caught:
         compile_ensemble(mutate(drawn.config), 1, drawn.available)
     assert rule in {problem.rule for problem in caught.value.problems}
+
+
+def test_the_order_of_maps_in_a_file_changes_nothing() -> None:
+    """protobuf's maps have another order in each process."""
+    ports = [f"Y{number}" for number in range(12)]
+    many = model("many", {"X": "FP32[1]"}, dict.fromkeys(ports, "FP32[1]"))
+    step = {
+        "model_name": "many",
+        "model_version": -1,
+        "input_map": {"X": "X"},
+        "output_map": {port: port for port in reversed(ports)},
+    }
+    fields = {
+        "name": "e",
+        "platform": "ensemble",
+        "input": [{"name": "X", "data_type": "TYPE_FP32", "dims": [1]}],
+        "output": [{"name": port, "data_type": "TYPE_FP32", "dims": [1]} for port in ports],
+        "ensemble_scheduling": {"step": [step]},
+    }
+    config = to_config(config_message(fields, "e"), SourceMap("e"))
+    assert [*config.steps[0].output_map] == sorted(ports)
+    assert compile_ensemble(config, 1, available(many)).nodes[0].name == "many"
