@@ -202,3 +202,29 @@ def test_the_command_check_reads_a_bucket(store: Store, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "wrong/config.pbtxt:1:" in done.stderr
     assert "'m'" not in done.stderr
+
+
+def test_clients_load_models_of_a_store_one_by_one(store: Store, tmp_path: Path) -> None:
+    store.publish(1)
+    store.publish(5, "other")
+    with serving(URL, *options(store, tmp_path, "--model-control-mode", "explicit")) as served:
+
+        def load(name: str) -> str:
+            request = urllib.request.Request(f"{served.base_url}/v2/repository/models/{name}/load", b"{}")
+            try:
+                with urllib.request.urlopen(request, timeout=60):
+                    return ""
+            except urllib.error.HTTPError as error:
+                return error.read().decode()
+
+        (models,) = tmp_path.glob("*/models")
+        assert [*models.iterdir()] == []
+        assert load("m") == ""
+        assert ask(served) == 1
+        assert [path.name for path in models.iterdir()] == ["m"]
+        store.client().put_object(Bucket="bucket", Key="models/m/1/model.py", Body=b"no Python(")
+        assert "is not valid Python" in load("m")
+        assert ask(served) == 1
+        store.stop()
+        assert "the store of its repository cannot be asked just now" in load("other")
+        store.start()

@@ -272,6 +272,8 @@ class Operations:
             folder = private[0]
         if folder is None:
             why = await _in_thread(lambda: why_missing(self._repositories, name))
+            if any(mirror.outage for mirror in self._mirrors):  # the log has the address, which clients must not see
+                why = "it was not fetched yet, and the store of its repository cannot be asked just now"
             raise NoSuchModel(f"{not_polled(name)}: {why}")
         mark = ""
         if self._is_lasting and files is None:
