@@ -29,6 +29,8 @@ from flowserve.graph.plan import NO_SLOT, Operation, Plan, PlanNode
 from flowserve.graph.types import GRAPH, Conversion, Derivation, Derived, Space
 from flowserve.scheduling.flow import TOOK_NOTHING, E, Facts, Flow, Ticket
 
+_TAKE, _ITEMS, _MERGE = Derivation.TAKE, Derivation.ITEMS, Derivation.MERGE
+_GATHER, _RESHAPE = Derivation.GATHER, Derivation.RESHAPE
 # Parts that are queued when one is finished, if the step may have so many: a step that a full queue held back has more
 # parts under way again as the queue empties.
 _MORE_PARTS: Final = 2
@@ -204,8 +206,11 @@ class SpaceFlow(Flow):
         self.spreads: dict[int, Spread] = {}
         self._held_back: list[_Step] = []  # steps that a full queue left without a part under way
         self._ready: list[int] = []  # nodes and operations that have all they read
-        given = next((tensor for tensor in self.tensors[: len(plan.graph.inputs)] if tensor is not None), None)
-        self._request_rows: int = 1 if given is None or given.stop < 0 else given.stop - given.start
+        self._request_rows = 1
+        for tensor in self.tensors:  # the request's inputs first; nothing else is written yet
+            if tensor is not None:
+                self._request_rows = 1 if tensor.stop < 0 else tensor.stop - tensor.start
+                break
 
     def begin(self, changed: Callable[[Any], None] | None = None) -> list[Ticket]:
         plan, spaces = self.plan, self.plan.spaces
@@ -288,20 +293,20 @@ class SpaceFlow(Flow):
         assert self.plan.spaces is not None
         return self.plan.spaces.spreads[node.index]
 
-    def _count_down(self, consumers: Sequence[int]) -> None:
-        missing = self.missing
-        for n in consumers:
-            missing[n] -= 1
-            if not missing[n]:
-                self._ready.append(n)
-
-    def _read(self, slots: Sequence[int]) -> None:
-        """A node or an operation has read these slots."""
-        readers = self.readers
-        for slot in slots:
+    def _written(self, node: PlanNode, row: Sequence[Any]) -> None:
+        """A node has written its outputs and read its inputs."""
+        tensors, missing, readers = self.tensors, self.missing, self.readers
+        self.finished.add(node.index)
+        for j, slot, consumers in node.writes:
+            tensors[slot] = row[j]
+            for n in consumers:
+                missing[n] -= 1
+                if not missing[n]:
+                    self._ready.append(n)
+        for slot in node.distinct_inputs:
             readers[slot] -= 1
             if not readers[slot]:
-                self.tensors[slot] = None
+                tensors[slot] = None
 
     def _go_on(self, tickets: list[Ticket]) -> None:
         """Start everything that is ready, and what becomes ready by that."""
@@ -342,20 +347,14 @@ class SpaceFlow(Flow):
 
     def _skip(self, node: PlanNode) -> None:
         self.skipped.append(node.index)
-        self.finished.add(node.index)
-        for _, slot, consumers in node.writes:
-            self.tensors[slot] = None
-            self._count_down(consumers)
-        self._read(node.distinct_inputs)
+        self._written(node, [None] * len(node.outputs))
 
     def _finish(self, node: PlanNode, row: Sequence[Any]) -> None:
-        self.finished.add(node.index)
-        for j, slot, consumers in node.writes:
-            if row[j] is None and self.plan.needed_by[slot]:
-                raise self._missing_input(node, slot)
-            self.tensors[slot] = row[j]
-            self._count_down(consumers)
-        self._read(node.distinct_inputs)
+        if None in row:
+            for j, slot, _ in node.writes:
+                if row[j] is None and self.plan.needed_by[slot]:
+                    raise self._missing_input(node, slot)
+        self._written(node, row)
         self.open -= 1
 
     def _joined(self, node: PlanNode, parts: Sequence[Any], j: int) -> Any:
@@ -389,9 +388,16 @@ class SpaceFlow(Flow):
                 raise
             if made is None and self.plan.needed_by[operation.slot]:
                 raise self._left_out(operation)
-        self.tensors[operation.slot] = made
-        self._count_down(self.plan.consumers[operation.slot])
-        self._read(operation.reads)
+        tensors, missing, readers = self.tensors, self.missing, self.readers
+        tensors[operation.slot] = made
+        for n in self.plan.consumers[operation.slot]:
+            missing[n] -= 1
+            if not missing[n]:
+                self._ready.append(n)
+        for slot in operation.reads:
+            readers[slot] -= 1
+            if not readers[slot]:
+                tensors[slot] = None
 
     def _border(self, operation: Operation) -> str:
         """The place of an operation in the graph, for the text of an error: the innermost space that it is about."""
@@ -407,7 +413,7 @@ class SpaceFlow(Flow):
         graph = self.plan.graph
         parent_rows = around.rows if around is not None else self._request_rows
         try:
-            if not parent_rows or self._is_undecided(space, tensors):
+            if not parent_rows or (None in tensors and self._is_undecided(space, tensors)):
                 spread: Spread = self.rows.undecided(space, parent_rows)
             else:
                 spread = self.rows.open_space(space, tensors)
@@ -440,19 +446,19 @@ class SpaceFlow(Flow):
         derived, rows, held = operation.derived, self.rows, self.tensors
         assert derived is not None
         how = derived.how
-        if how is Derivation.TAKE:
+        if how is _TAKE:
             tensor, spread = held[operation.tensors[0]], held[operation.spreads[0]]
             return None if tensor is None else rows.take(tensor, spread, operation.has_rows)
-        if how is Derivation.ITEMS:
+        if how is _ITEMS:
             tensor, spread = held[operation.tensors[0]], held[operation.spreads[0]]
             return None if tensor is None else rows.items(tensor, spread)
-        if how is Derivation.RESHAPE:
+        if how is _RESHAPE:
             tensor = held[operation.tensors[0]]
             return None if tensor is None else tensor.converted(Conversion(derived.reshapes))
         spreads = [held[slot] if slot != NO_SLOT else None for slot in operation.spreads]
-        if how is Derivation.MERGE:
+        if how is _MERGE:
             return rows.merge(derived, [held[slot] for slot in operation.tensors], spreads, operation.has_rows)
-        if how is Derivation.GATHER:
+        if how is _GATHER:
             return rows.gather(derived, held[operation.tensors[0]], spreads[0], operation.has_rows)
         return rows.present(derived, spreads, operation.has_rows)
 
