@@ -127,6 +127,9 @@ def test_a_cancelled_caller_withdraws_its_request() -> None:
             third = asyncio.create_task(engine.infer("queued", {"X": ROWS[:1]}))
             await asyncio.sleep(0)
             third.cancel()  # it has perhaps not begun
+            with pytest.raises(asyncio.CancelledError):
+                await third
+            await engine.index()  # the engine knows of it: else it might run before
             held.go_on.set()
             await first
             (statistics,) = engine.statistics("queued")
