@@ -255,7 +255,7 @@ def merge(
     if not has_rows:
         return Tensor(_full(dims, dtype, derived.fill))
     others = base if base is not None else Tensor(_repeated(dims, dtype, derived.fill, rows), 0, rows)
-    return _in_order(written, others)
+    return _in_order(written, others) if written else others
 
 
 def _in_order(written: Sequence[tuple[Tensor, Spread]], others: Tensor) -> Tensor:

@@ -379,15 +379,19 @@ class SpaceFlow(Flow):
     def _operate(self, operation: Operation) -> None:
         around = self.spreads[operation.around] if operation.around else None
         is_absent = around is not None and not around.rows
-        made = self._opened(operation, around) if operation.opens is not None else None
-        if made is None and not is_absent:
-            try:
+        try:
+            made = self._opened(operation, around) if operation.opens is not None else None
+            if made is None and not is_absent:
                 made = self._derived(operation)
-            except FlowserveError as error:
-                error.lineage = error.lineage or self._border(operation)
-                raise
-            if made is None and self.plan.needed_by[operation.slot]:
-                raise self._left_out(operation)
+        except FlowserveError as error:
+            error.lineage = error.lineage or self._border(operation)
+            raise
+        except Exception as error:  # of the code that reads tensors: it ends this request and not the scheduler
+            failed = Internal(f"rows cannot be chosen or put together: {type(error).__name__}: {error}")
+            failed.lineage = self._border(operation)
+            raise failed from None
+        if made is None and not is_absent and self.plan.needed_by[operation.slot]:
+            raise self._left_out(operation)
         tensors, missing, readers = self.tensors, self.missing, self.readers
         tensors[operation.slot] = made
         for n in self.plan.consumers[operation.slot]:
@@ -402,7 +406,8 @@ class SpaceFlow(Flow):
     def _border(self, operation: Operation) -> str:
         """The place of an operation in the graph, for the text of an error: the innermost space that it is about."""
         spaces, derived = self.plan.graph.spaces, operation.derived
-        assert derived is not None
+        if derived is None:
+            return "" if operation.opens is None else _lineage(operation.opens)
         index = max((*derived.spaces, derived.space))
         return _lineage(spaces[index - 1]) if index else ""
 

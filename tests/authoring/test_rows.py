@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from flowserve import Engine, Graph, Problems, model
-from flowserve.errors import Invalid, ModelFailed
+from flowserve.errors import Internal, Invalid, ModelFailed
+from flowserve.memory import rows
 from flowserve.testing import Arrival, Faked, FakeModel, simulate
 from flowserve.values import Array
 
@@ -340,3 +341,34 @@ def test_a_conditional_step_that_leaves_its_output_out_gives_no_row_another_valu
         assert engine.infer("maybe", {"X": [[1], [2]]}) == {}  # left out as by a model alone
         with pytest.raises(ModelFailed, match="models left out tensor 'Y' for 1 of 2 rows"):
             engine.infer("maybe", {"X": [[0], [1]]})
+
+
+def test_a_request_without_rows_has_an_answer_without_rows() -> None:
+    empty = np.zeros((0, 2), np.float32)
+    with Engine(cascade(), python_execution="inline") as engine:
+        assert engine.infer("cascade", {"X": empty})["Y"].shape == (0, 1)
+    graph = Graph("both", max_batch_size=8)
+    x = graph.input("X", "FP32[2]")
+    kind = graph.input("K", "INT32[1]")
+    with graph.when(kind == 0):
+        first = large(x)
+    with graph.otherwise(kind):
+        second = large(x)
+    graph.output("Y", graph.merge(first, second))
+    with Engine(graph, python_execution="inline") as engine:
+        assert engine.infer("both", {"X": empty, "K": np.zeros((0, 1), np.int32)})["Y"].shape == (0, 1)
+        found = engine.infer("both", {"X": np.ones((2, 2), np.float32), "K": np.array([[0], [1]], np.int32)})
+        assert found["Y"].tolist() == [[-100], [-100]]
+
+
+def test_an_unexpected_error_at_a_border_fails_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise IndexError("no such row")
+
+    with Engine(cascade(), python_execution="inline") as engine:
+        merge = rows.merge
+        monkeypatch.setattr(rows, "merge", fail)
+        with pytest.raises(Internal, match=r"rows cannot be chosen or put together: IndexError: no such row"):
+            engine.infer("cascade", {"X": [[0.2, 0]]})
+        monkeypatch.setattr(rows, "merge", merge)
+        assert engine.infer("cascade", {"X": [[0.2, 0]]})["Y"].shape == (1, 1)
