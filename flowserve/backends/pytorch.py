@@ -24,7 +24,7 @@ import numpy as np
 from flowserve.backends.library.backend import PROCESS, LibraryBackend
 from flowserve.backends.library.interface import ModelSource, waiting_without_spinning
 from flowserve.backends.library.run import Execute, Feed
-from flowserve.backends.library.signature import Port, Signature
+from flowserve.backends.library.signature import DTYPES, Port, Signature
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Problem, Problems
 from flowserve.values import Array, DType, TensorSpec
@@ -32,21 +32,6 @@ from flowserve.values import Array, DType, TensorSpec
 _AOT: Final = "/data/aotinductor/"  # a folder in a package of AOTInductor
 _POSITION: Final = re.compile(r".*__([0-9]{1,9})")
 _NUMBERS: Final = "tensor of numbers"
-_DTYPES: Final = {
-    "bool": DType.BOOL,
-    "uint8": DType.UINT8,
-    "uint16": DType.UINT16,
-    "uint32": DType.UINT32,
-    "uint64": DType.UINT64,
-    "int8": DType.INT8,
-    "int16": DType.INT16,
-    "int32": DType.INT32,
-    "int64": DType.INT64,
-    "float16": DType.FP16,
-    "float32": DType.FP32,
-    "float64": DType.FP64,
-    "bfloat16": DType.BF16,
-}
 _BFLOAT16: Final = DType.BF16.numpy
 
 
@@ -285,7 +270,7 @@ def _echoed(config: ModelConfig, spec: TensorSpec) -> tuple[int, ...]:
 
 def _port(name: str, tensor: _Tensor, dtype: DType | None, shape: tuple[int, ...]) -> Port:
     if tensor.dtype is not None and tensor.shape is not None:
-        return Port(name, _DTYPES.get(tensor.dtype), tensor.shape, tensor.is_optional, tensor.dtype)
+        return Port(name, DTYPES.get(tensor.dtype), tensor.shape, tensor.is_optional, tensor.dtype)
     return Port(name, None if dtype is DType.BYTES else dtype, shape, tensor.is_optional, _NUMBERS)
 
 

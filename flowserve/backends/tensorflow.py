@@ -20,7 +20,7 @@ import numpy as np
 from flowserve.backends.library.backend import PROCESS, LibraryBackend
 from flowserve.backends.library.interface import ModelSource
 from flowserve.backends.library.run import Execute, Feed
-from flowserve.backends.library.signature import Port, Signature
+from flowserve.backends.library.signature import DTYPES, Port, Signature
 from flowserve.config.types import ModelConfig
 from flowserve.values import DType, TensorSpec
 
@@ -28,22 +28,7 @@ SAVED_MODEL: Final = "model.savedmodel"
 GRAPH_DEF: Final = "model.graphdef"
 SIGNATURE: Final = "TF_SIGNATURE_DEF"
 TAG: Final = "TF_GRAPH_TAG"
-_DTYPES: Final = {
-    "bool": DType.BOOL,
-    "uint8": DType.UINT8,
-    "uint16": DType.UINT16,
-    "uint32": DType.UINT32,
-    "uint64": DType.UINT64,
-    "int8": DType.INT8,
-    "int16": DType.INT16,
-    "int32": DType.INT32,
-    "int64": DType.INT64,
-    "float16": DType.FP16,
-    "float32": DType.FP32,
-    "float64": DType.FP64,
-    "bfloat16": DType.BF16,
-    "string": DType.BYTES,
-}
+_DTYPES: Final = {**DTYPES, "string": DType.BYTES}
 
 
 class TensorFlow:

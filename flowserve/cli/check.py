@@ -23,7 +23,7 @@ from flowserve.errors import FlowserveError, Place, Problem, problems_of
 from flowserve.graph.advice import advise
 from flowserve.render.text import render_text
 from flowserve.repository.layout import is_model_folder
-from flowserve.repository.mirror.mirror import Mirror
+from flowserve.repository.mirror.mirror import RepositoryMirror
 from flowserve.runtime.loading.reading import Reading, read_apart, verify
 
 RED, YELLOW, DIM, PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
@@ -61,7 +61,7 @@ def check(
     err: TextIO,
     color: bool,
     config_name: str = "",
-    mirrors: Sequence[Mirror] = (),
+    mirrors: Sequence[RepositoryMirror] = (),
     *,
     as_json: bool = False,
     is_quiet: bool = False,

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from flowserve.cli.stores import open_mirrors
 from flowserve.config.types import ModelConfig
-from flowserve.errors import Invalid, Problems
+from flowserve.errors import Invalid, Problems, problems_of
 from flowserve.runtime.loading.reading import read_apart
 
 FIRST_LINE: Final = "# Written by `flowserve export kubernetes`; not applied to a cluster yet."
@@ -43,7 +43,7 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     for mirror in open_mirrors(arguments):
         mirror.update()
     reading = read_apart(arguments.repositories)
-    failed = [problem for error in reading.resolution.failed.values() for problem in _problems(error)]
+    failed = [problem for error in reading.resolution.failed.values() for problem in problems_of(error)]
     if failed:
         raise Problems(failed)
     made = manifests(
@@ -64,12 +64,6 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     if not arguments.quiet:
         print(f"{len(made)} manifests in {folder}; next: kubectl apply -k {folder}")
     return 0
-
-
-def _problems(error: Exception) -> Sequence[Any]:
-    from flowserve.errors import FlowserveError, problems_of
-
-    return problems_of(error) if isinstance(error, FlowserveError) else ()
 
 
 def _bytes_below(folder: Path) -> int:

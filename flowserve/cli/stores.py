@@ -15,7 +15,7 @@ from typing import Final
 
 from flowserve.cli.option_values import add_option, whole_number
 from flowserve.errors import Invalid
-from flowserve.repository.mirror.mirror import Mirror
+from flowserve.repository.mirror.mirror import RepositoryMirror
 from flowserve.repository.mirror.storage import StoreUrl, open_store, store_url
 
 _OPTION: Final = re.compile(r"([a-z0-9]+):([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -55,11 +55,11 @@ def _storage_option(text: str) -> tuple[str, str, str]:
     return kind, name, value
 
 
-def open_mirrors(arguments: argparse.Namespace) -> tuple[Mirror, ...]:
+def open_mirrors(arguments: argparse.Namespace) -> tuple[RepositoryMirror, ...]:
     """Replace the URLs among `arguments.repositories` by the folders of their mirrors, which are not updated yet.
     Raises FlowserveError.
     """
-    made: list[Mirror] = []
+    made: list[RepositoryMirror] = []
     places: list[Path] = []
     for one in arguments.repositories:
         if isinstance(one, StoreUrl):
@@ -74,7 +74,7 @@ def open_mirrors(arguments: argparse.Namespace) -> tuple[Mirror, ...]:
     return tuple(made)
 
 
-def _mirror(url: StoreUrl, arguments: argparse.Namespace) -> Mirror:
+def _mirror(url: StoreUrl, arguments: argparse.Namespace) -> RepositoryMirror:
     options = {name: value for kind, name, value in arguments.storage_option if kind == url.kind}
     # Another address is another store.
     key = hashlib.sha256(repr((str(url), sorted(options.items()))).encode()).hexdigest()[:16]
@@ -82,7 +82,7 @@ def _mirror(url: StoreUrl, arguments: argparse.Namespace) -> Mirror:
     folder: Path = arguments.repository_cache / f"{url.kind}-{name}-{key}"
     storage = open_store(url, options)
     try:
-        return Mirror(
+        return RepositoryMirror(
             str(url),
             storage,
             folder.absolute(),

@@ -8,6 +8,7 @@ everything that copies a batch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Final
@@ -20,16 +21,16 @@ from flowserve.memory.tensor import Tensor
 from flowserve.values import HOST_MEMORY, Array, MemoryPlace
 
 
-class Recipe(Tensor):
+class Recipe(Tensor, ABC):
     """A tensor whose rows are elsewhere. It always has a batch dimension, and its rows count from 0."""
 
     __slots__ = ("_made",)
 
     _made: Array | None
 
+    @abstractmethod
     def parts(self) -> list[Tensor]:
         """The rows in order, as ranges of other tensors, none of which is a recipe."""
-        raise NotImplementedError
 
     def pieces(self) -> list[Array]:
         """The rows in order, as arrays on the host; nothing is copied, but text that stayed encoded is decoded."""

@@ -21,7 +21,6 @@ from flowserve.observe.exposition import (
     FamilyTemplate,
     MetricLine,
     MetricsPage,
-    Queued,
     number,
 )
 from flowserve.observe.settings import EVERYTHING, MetricsChoice
@@ -30,6 +29,7 @@ from flowserve.observe.statistics import (
     REASONS,
     ROW_EDGES,
     Histogram,
+    Queued,
     SlidingWindow,
     Statistics,
     SummarisedStatistics,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, isnan
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from flowserve.observe.statistics import Statistics
+from flowserve.observe.statistics import Queued, Statistics
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 COUNTER: Final = "counter"
@@ -57,15 +57,6 @@ JOINED: Final = 64  # deployments whose lines of one family are in one piece
 _END: Final = "\0"  # separator of families, which cannot occur in their text
 # The suffix of the family's name in a line, and the line's labels.
 MetricLine = tuple[str, LabelPairs]
-
-
-class Queued(NamedTuple):
-    """The queue of a deployment's model: how many requests wait, and the load of its instances. 1: all run a batch and
-    none waits.
-    """
-
-    requests: int
-    load: float
 
 
 @dataclass(frozen=True, slots=True)

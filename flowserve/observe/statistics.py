@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, cycle, pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -158,6 +158,15 @@ class BatchSizeStatistics:
     compute_input_ns: int = 0
     compute_infer_ns: int = 0
     compute_output_ns: int = 0
+
+
+class Queued(NamedTuple):
+    """The queue of a deployment's model: how many requests wait, and the load of its instances. 1: all run a batch and
+    none waits.
+    """
+
+    requests: int
+    load: float
 
 
 @dataclass(slots=True)

@@ -234,12 +234,17 @@ RESHAPED = {
 }
 
 
+def write(folder: Path, configs: Mapping[str, str], **programs: str) -> None:
+    """A repository of these configurations; `programs` are the model.py of the Python models."""
+    for name, config in configs.items():
+        (folder / name / "1").mkdir(parents=True)
+        (folder / name / "config.pbtxt").write_text(config)
+    for name, program in programs.items():
+        (folder / name / "1/model.py").write_text(program)
+
+
 def test_items_are_of_the_shape_that_a_nested_ensemble_has_outside(tmp_path: Path) -> None:
-    for name, config in RESHAPED.items():
-        (tmp_path / name / "1").mkdir(parents=True)
-        (tmp_path / name / "config.pbtxt").write_text(config)
-        if "python" in config:
-            (tmp_path / name / "1/model.py").write_text(TENFOLD)
+    write(tmp_path, RESHAPED, tenfold=TENFOLD, twofold=TENFOLD)
     rows = np.arange(8, dtype=np.float32).reshape(2, 4)
     with Engine(tmp_path, python_execution="inline") as engine:
         assert engine.infer("apart", {"X": rows})["Z"].tolist() == (rows * 100).reshape(2, 2, 2).tolist()
@@ -260,10 +265,7 @@ DOUBLE = TENFOLD.replace("* 10", "* 2")
 
 
 def test_more_items_than_a_queue_holds_wait_for_each_other(tmp_path: Path) -> None:
-    for name, config in ONE_BY_ONE.items():
-        (tmp_path / name / "1").mkdir(parents=True)
-        (tmp_path / name / "config.pbtxt").write_text(config)
-    (tmp_path / "double/1/model.py").write_text(DOUBLE)
+    write(tmp_path, ONE_BY_ONE, double=DOUBLE)
     with Engine(tmp_path, python_execution="inline") as engine:
         items = np.arange(40, dtype=np.float32).reshape(1, 40, 1)
         assert engine.infer("list", {"X": items})["Y"].tolist() == (items * 2).tolist()
@@ -290,10 +292,7 @@ OPTIONAL = {
 
 
 def test_tensors_that_the_request_may_omit_decide_by_their_absence(tmp_path: Path) -> None:
-    for name, config in OPTIONAL.items():
-        (tmp_path / name / "1").mkdir(parents=True)
-        (tmp_path / name / "config.pbtxt").write_text(config)
-    (tmp_path / "double/1/model.py").write_text(DOUBLE)
+    write(tmp_path, OPTIONAL, double=DOUBLE)
     x = {"X": np.array([[1], [2]], np.float32)}
     lists = {"LISTS": np.ones((2, 3, 1), np.float32), "MORE": np.ones((2, 3, 1), np.float32)}
     with Engine(tmp_path, python_execution="inline") as engine:
@@ -330,12 +329,9 @@ LEFT_OUT = {
 
 
 def test_a_conditional_step_that_leaves_its_output_out_gives_no_row_another_value(tmp_path: Path) -> None:
-    for name, config in LEFT_OUT.items():
-        (tmp_path / name / "1").mkdir(parents=True)
-        (tmp_path / name / "config.pbtxt").write_text(config)
+    one = '[pb_utils.Tensor("Y", array * 2)]'
     both = "[pb_utils.Tensor('Y', array), pb_utils.Tensor('K', array)]"
-    (tmp_path / "base/1/model.py").write_text(DOUBLE.replace('[pb_utils.Tensor("Y", array * 2)]', both))
-    (tmp_path / "silent/1/model.py").write_text(DOUBLE.replace('[pb_utils.Tensor("Y", array * 2)]', "[]"))
+    write(tmp_path, LEFT_OUT, base=DOUBLE.replace(one, both), silent=DOUBLE.replace(one, "[]"))
     with Engine(tmp_path, python_execution="inline") as engine:
         assert engine.infer("maybe", {"X": [[0], [-1]]})["Y"].tolist() == [[0], [-1]]
         assert engine.infer("maybe", {"X": [[1], [2]]}) == {}  # left out as by a model alone

@@ -16,9 +16,9 @@ from flowserve.memory.devices import Devices, using
 from flowserve.memory.stream import DeviceStream
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.deployment_metrics import deployment_metrics
-from flowserve.observe.exposition import SLICE, Queued
+from flowserve.observe.exposition import SLICE
 from flowserve.observe.machine import machine_text
-from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, REJECTED, Statistics
+from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, REJECTED, Queued, Statistics
 from flowserve.observe.traffic import node_traffics
 from flowserve.values import DType, TensorSpec
 from tests.support.fake_device import FakeInstance, FakeMachine, add_one

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from flowserve.observe.deployment_metrics import deployment_metrics
-from flowserve.observe.exposition import Queued
 from flowserve.observe.settings import MetricsChoice
-from flowserve.observe.statistics import PARTS, WINDOW_NS, SlidingWindow, Statistics, summarising
+from flowserve.observe.statistics import PARTS, WINDOW_NS, Queued, SlidingWindow, Statistics, summarising
 
 SECOND = 1_000_000_000
 SHARES = (0.0, 0.5, 0.9, 0.99, 1.0)

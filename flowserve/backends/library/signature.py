@@ -23,6 +23,8 @@ from flowserve.values import DType, TensorSpec, fits, shape_text
 
 # The remedy where max_batch_size is above 0 and the file has no batch dimension.
 NO_BATCH_DIMENSION: Final = "set max_batch_size: 0, or export with a dynamic first axis"
+# By the names that numpy, TensorFlow and PyTorch share: "float32", "bfloat16". Texts have a name of each library's own.
+DTYPES: Final = {dtype.numpy.name: dtype for dtype in DType if dtype is not DType.BYTES}
 DEFAULT_MAX_BATCH_SIZE: Final = 4  # Triton's backend option default-max-batch-size
 
 

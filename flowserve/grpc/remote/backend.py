@@ -95,7 +95,7 @@ def target_of(config: ModelConfig) -> Target:
     return Target(f"{host}:{port}", _SCHEMES[parts.scheme], name, version)
 
 
-class Connection:
+class RemoteServer:
     """The calls of one model to the other server. Used on any thread."""
 
     def __init__(self, target: Target) -> None:
@@ -104,7 +104,7 @@ class Connection:
             self._channel = grpc.secure_channel(target.address, grpc.ssl_channel_credentials(), _OPTIONS)
         else:
             self._channel = grpc.insecure_channel(target.address, _OPTIONS)
-        self.infer = self._channel.unary_unary(_SERVICE + "ModelInfer")  # of messages as bytes
+        self._infer = self._channel.unary_unary(_SERVICE + "ModelInfer")  # of messages as bytes
         self._is_ready = self._call("ModelReady", pb.ModelReadyRequest, pb.ModelReadyResponse)
         self._probe: Any = None  # a question that is under way
         self._outage = ""
@@ -129,9 +129,9 @@ class Connection:
             return "" if probe.result().ready else f"{self.target} is not ready"
         return "" if probe.cancelled() else str(self.failure(probe))
 
-    def infer_or_raise(self, message: bytes, timeout_s: float | None) -> bytes:
+    def infer(self, message: bytes, timeout_s: float | None) -> bytes:
         """The response to a batch. Raises the error that `failure` makes."""
-        call = self.infer.future(message, timeout=timeout_s)
+        call = self._infer.future(message, timeout=timeout_s)
         try:
             while True:
                 try:
@@ -191,21 +191,21 @@ class Described:
     is_stateful: bool = False
 
 
-def describe(connection: Connection, max_batch_size: int) -> Described:
+def describe_model(server: RemoteServer, max_batch_size: int) -> Described:
     """The model as the other server has it. One that has no configurations (they are Triton's) describes tensors with
     their batch dimension; then that of the first is left out where the configuration here has a `max_batch_size`.
     """
-    target = connection.target
+    target = server.target
     asked = {"name": target.name, "version": target.version}
     try:
-        answer = connection.ask("ModelConfig", pb.ModelConfigRequest(**asked), pb.ModelConfigResponse)
+        answer = server.ask("ModelConfig", pb.ModelConfigRequest(**asked), pb.ModelConfigResponse)
     except ModelFailed:
         answer = None
     if answer is not None and answer.config.input:
         config = to_config(answer.config, SourceMap(str(target)))
         decoupled, stateful = config.decoupled, config.sequence is not None
         return Described(config.inputs, config.outputs, config.max_batch_size, decoupled, stateful)
-    metadata = connection.ask("ModelMetadata", pb.ModelMetadataRequest(**asked), pb.ModelMetadataResponse)
+    metadata = server.ask("ModelMetadata", pb.ModelMetadataRequest(**asked), pb.ModelMetadataResponse)
     first = 1 if max_batch_size else 0
 
     def specs(tensors: Any) -> tuple[TensorSpec, ...]:
@@ -225,16 +225,16 @@ class RemoteBackend:
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Completion:
         target = target_of(config)
-        connection = Connection(target)
+        server = RemoteServer(target)
         try:
-            there = describe(connection, config.max_batch_size)
+            there = describe_model(server, config.max_batch_size)
         except Unavailable as error:
             if config.inputs and config.outputs:  # as with any field that the user has written, nothing is asked
                 return Completion(instance_count=_INSTANCES)
             hint = "start that server first, or write `input`, `output` and `max_batch_size`"
             raise Problems([Problem(str(error), config.source.place("parameters[url]"), "M93", hint)]) from None
         finally:
-            connection.close()
+            server.close()
         return Completion(
             _plain(there.inputs),
             _plain(there.outputs),
@@ -259,9 +259,9 @@ class RemoteBackend:
         ]
         if problems:
             raise Problems(problems)
-        connection = Connection(target)
+        server = RemoteServer(target)
         try:
-            there = describe(connection, config.max_batch_size)
+            there = describe_model(server, config.max_batch_size)
             if there.is_decoupled or there.is_stateful:
                 kind = "decoupled" if there.is_decoupled else "a model of sequences"
                 problems.append(refuse(f"{target} is {kind}, and can only be called where it is"))
@@ -272,12 +272,12 @@ class RemoteBackend:
             if problems:
                 raise Problems(problems)
             asked = pb.ModelReadyRequest(name=target.name, version=target.version)
-            if not connection.ask("ModelReady", asked, pb.ModelReadyResponse).ready:
+            if not server.ask("ModelReady", asked, pb.ModelReadyResponse).ready:
                 raise Unavailable(f"{target} is not ready")
         except BaseException:
-            connection.close()
+            server.close()
             raise
-        return RemoteModel(config, connection)
+        return RemoteModel(config, server)
 
     def verify(self, config: ModelConfig, files: ModelFiles) -> None:
         self.load(config, files, {}).close()
@@ -293,24 +293,24 @@ class RemoteModel:
 
     may_run_inline = False
 
-    def __init__(self, config: ModelConfig, connection: Connection) -> None:
+    def __init__(self, config: ModelConfig, server: RemoteServer) -> None:
         self._config = config
-        self._connection = connection
+        self._server = server
         self.is_pure = config.parameters.get("pure", "") == "true"
 
     def instance(self, name: str, group: InstanceGroup) -> RemoteInstance:
-        return RemoteInstance(self._config, self._connection)
+        return RemoteInstance(self._config, self._server)
 
     def close(self) -> None:
-        self._connection.close()
+        self._server.close()
 
 
 class RemoteInstance:
     """Sends one batch at a time."""
 
-    def __init__(self, config: ModelConfig, connection: Connection) -> None:
-        self._connection = connection
-        target = connection.target
+    def __init__(self, config: ModelConfig, server: RemoteServer) -> None:
+        self._server = server
+        target = server.target
         self._batches = Batches(config, target.name, target.version)
         timeout = config.parameters.get("execution_timeout", "")
         self._timeout_s = float(timeout) if timeout else None
@@ -319,12 +319,12 @@ class RemoteInstance:
         """The connection is open."""
 
     def outage(self) -> str:
-        return self._connection.outage()
+        return self._server.outage()
 
     def run(self, work: Work, clock: ClockNs) -> Results:
         message, copied = self._batches.pack(work)
         gathered_ns = clock()
-        answer = self._connection.infer_or_raise(message, self._timeout_s)
+        answer = self._server.infer(message, self._timeout_s)
         computed_ns = clock()
         outputs = self._batches.unpack(answer, work.rows)
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)

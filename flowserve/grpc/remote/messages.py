@@ -55,7 +55,7 @@ class Batches:
             )
         for name in self._wanted(work):
             message.outputs.add(name=name)
-        if len(work.requests) == 1:  # a batch of several requests is nobody's in particular
+        if len(work.requests) == 1:  # a batch of several has no id and no parameters of its own
             self._add_facts(message, work)
         return with_blocks(message.SerializeToString(), blocks), copied
 

@@ -104,15 +104,11 @@ def unchanged(files: Files, before: Files) -> frozenset[str]:
     )
 
 
-def total_bytes(files: Files) -> int:
-    return sum(file.size for file in files.values())
-
-
-def to_json(files: Files) -> str:
+def listing_to_json(files: Files) -> str:
     return json.dumps([[file.path, file.size, file.tag] for file in files.values()])
 
 
-def from_json(text: str) -> dict[str, RemoteFile]:
+def listing_from_json(text: str) -> dict[str, RemoteFile]:
     """The inverse. Raises ValueError for other text."""
     found = {}
     for path, size, tag in json.loads(text):

@@ -30,12 +30,11 @@ from flowserve.repository.mirror.listing import (
     Files,
     Listing,
     RemoteFile,
-    from_json,
+    listing_from_json,
+    listing_to_json,
     manifest,
     read_listing,
     state_of,
-    to_json,
-    total_bytes,
     unchanged,
 )
 from flowserve.repository.mirror.storage import Storage
@@ -50,7 +49,7 @@ _PARTIAL: Final = ".partial"
 _CODE: Final = (".py", ".so", ".pkl", ".joblib")  # files that can run code where they are read
 
 
-class Mirror:
+class RepositoryMirror:
     """`limit_bytes`: of all generations, None for no limit. `may_have_code`: whether models with Python files are taken
     over. `problems`: why models of the store are not here, by name. `outage`: why the store could not be asked the last
     time, "".
@@ -159,7 +158,8 @@ class Mirror:
         (partial / "files").mkdir(parents=True, exist_ok=True)
         before = self._in_force(name)
         kept = unchanged(files, _listing_of(before)) if before is not None else frozenset()
-        self._make_room(name, total_bytes({path: file for path, file in files.items() if path not in kept}))
+        missing = (file.size - _bytes_of(partial / "files" / path) for path, file in files.items() if path not in kept)
+        self._make_room(partial, sum(missing))
         jobs: list[tuple[RemoteFile, Path]] = []
         for path, file in files.items():
             target = partial / "files" / path.rstrip("/")
@@ -177,7 +177,7 @@ class Mirror:
             for _ in pool.map(lambda job: self._fetch_file(*job), jobs):
                 pass
         _check_manifest(partial / "files")
-        (partial / "listing.json").write_text(to_json(files))
+        (partial / "listing.json").write_text(listing_to_json(files))
         partial.rename(made)
 
     def _fetch_file(self, file: RemoteFile, target: Path) -> None:
@@ -232,15 +232,16 @@ class Mirror:
             if generation.stat().st_mtime < oldest:
                 shutil.rmtree(generation, ignore_errors=True)
 
-    def _make_room(self, name: str, nbytes: int) -> None:
+    def _make_room(self, made: Path, nbytes: int) -> None:
+        """Remove generations until as many bytes more fit, but not `made`. Raises Invalid if they do not."""
         if self._limit is None:
             return
         held = _bytes_below(self._folder / "generations")
         for generation in self._generations():
             if held + nbytes <= self._limit:
                 return
-            if generation.parent.name == name and generation.name.endswith(_PARTIAL):
-                continue  # it is being made
+            if generation == made:
+                continue
             held -= _bytes_below(generation)
             shutil.rmtree(generation, ignore_errors=True)
         if held + nbytes > self._limit:
@@ -254,7 +255,7 @@ def _problem(name: str, why: str) -> Problems:
 
 def _listing_of(generation: Path) -> Files:
     try:
-        return from_json((generation / "listing.json").read_text())
+        return listing_from_json((generation / "listing.json").read_text())
     except (OSError, ValueError):
         return {}
 
@@ -278,6 +279,14 @@ def _check_manifest(folder: Path) -> None:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _bytes_of(path: Path) -> int:
+    """Of a file that was fetched, or of what an interrupted fetch left of it."""
+    for one in (path, path.with_name(path.name + _PARTIAL)):
+        if one.is_file():
+            return one.stat().st_size
+    return 0
 
 
 def _bytes_below(folder: Path) -> int:

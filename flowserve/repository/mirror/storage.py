@@ -62,9 +62,9 @@ def store_url(text: str) -> StoreUrl:
     """Raises Invalid for a URL of no known kind, or with something in it that does not belong there."""
     kind, _, path = text.partition("://")
     if kind not in _KINDS:
-        raise Invalid(f"'{text}': a repository is a folder, or in a store: {', '.join(f'{one}://' for one in _KINDS)}")
-    parts = urlsplit(text)
-    if parts.password is not None or (parts.username is not None and kind != "hf" and "@" not in parts.path):
+        known = ", ".join(f"{one}://" for one in _KINDS if one != "memory")  # that is of this process alone, for tests
+        raise Invalid(f"'{text}': a repository is a folder, or in a store: {known}")
+    if urlsplit(text).password is not None:
         raise Invalid(f"a URL has no credentials; {kind}:// takes those of the environment")
     path = path.strip("/")
     if not path:
@@ -77,16 +77,20 @@ def open_store(url: StoreUrl, options: Mapping[str, str]) -> FsspecStorage:
     installs what is missing, and Invalid for options that the library refuses.
     """
     protocol, package, extra, _ = _KINDS[url.kind]
+    given = {name: _value(text) for name, text in options.items()}
+    path = url.path
+    if url.kind == "as":  # Triton's form: as://ACCOUNT/CONTAINER/FOLDER
+        account, _, path = path.partition("/")
+        given.setdefault("account_name", account)
     try:
-        import fsspec  # type: ignore[import-untyped]
+        import fsspec  # type: ignore[import-untyped]  # it has no stubs
 
-        given = {name: _value(text) for name, text in options.items()}
         system = fsspec.filesystem(protocol, **({} if protocol == "memory" else {"use_listings_cache": False}), **given)
     except ImportError:
         raise Unsupported(f"{url.kind}:// needs {package}: pip install 'flowserve[{extra}]'") from None
     except (TypeError, ValueError) as error:
         raise Invalid(f"{url}: --storage-option: {error}") from None
-    return FsspecStorage(url, system)
+    return FsspecStorage(url, system, path)
 
 
 def _value(text: str) -> Any:
@@ -97,10 +101,13 @@ def _value(text: str) -> Any:
 
 
 class FsspecStorage:
-    def __init__(self, url: StoreUrl, system: Any) -> None:
+    """A repository in a file system of fsspec. `path` is its path there, with the bucket."""
+
+    def __init__(self, url: StoreUrl, system: Any, path: str) -> None:
         self._url = url
         self._system = system
-        self._root = system._strip_protocol(str(url)).rstrip("/")
+        protocol = _KINDS[url.kind][0]
+        self._root = system._strip_protocol(f"{protocol}://{path}").rstrip("/")
 
     def list(self, model: str = "") -> Sequence[RemoteFile]:
         root = f"{self._root}/{model}" if model else self._root

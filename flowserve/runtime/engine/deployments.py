@@ -31,8 +31,7 @@ from flowserve.memory import rows
 from flowserve.memory.arena import Arena
 from flowserve.memory.devices import lost
 from flowserve.memory.tensor import Tensor
-from flowserve.observe.exposition import Queued
-from flowserve.observe.statistics import OTHER, Statistics, rows_as_json, summarising
+from flowserve.observe.statistics import OTHER, Queued, Statistics, rows_as_json, summarising
 from flowserve.observe.traffic import NodeTraffic, SpaceTraffic, node_traffics
 from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache, served_by
 from flowserve.runtime.admission.steps import StepCache

@@ -19,7 +19,7 @@ import trio
 from flowserve.errors import FlowserveError, Internal, Invalid, NotFound, Problems, Unavailable
 from flowserve.observe.log_fields import of
 from flowserve.repository.layout import FoundModels
-from flowserve.repository.mirror.mirror import Mirror
+from flowserve.repository.mirror.mirror import RepositoryMirror
 from flowserve.repository.override import Override, check_name
 from flowserve.repository.read import is_of_override
 from flowserve.repository.snapshot import FolderWatch, Settled
@@ -47,7 +47,7 @@ class ControlOptions:
     mode: Mode = "none"
     load: tuple[str, ...] = ()
     poll_s: float = 15.0
-    mirrors: tuple[Mirror, ...] = ()
+    mirrors: tuple[RepositoryMirror, ...] = ()
 
 
 @asynccontextmanager

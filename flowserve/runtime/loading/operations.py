@@ -24,7 +24,7 @@ from trio.lowlevel import ParkingLot
 
 from flowserve.errors import FlowserveError, Invalid, Unavailable
 from flowserve.repository.layout import FoundModels, ModelFolder, find_models, model_folder_at, why_missing
-from flowserve.repository.mirror.mirror import Mirror
+from flowserve.repository.mirror.mirror import RepositoryMirror
 from flowserve.repository.override import Override, write_files
 from flowserve.repository.snapshot import Stamp, digest, stamp
 from flowserve.runtime.clock import SECOND_NS
@@ -145,7 +145,7 @@ class Operations:
         loader: Loader,
         repositories: Sequence[Path],
         mode: Mode,
-        mirrors: Sequence[Mirror] = (),
+        mirrors: Sequence[RepositoryMirror] = (),
     ) -> None:
         self._engine = engine
         self._registry = registry

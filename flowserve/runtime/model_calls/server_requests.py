@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, TypeVar
 from flowserve.backends.base import IS_READY, LOAD, METRIC, METRIC_VALUE, OPEN_FAMILY, UNLOAD
 from flowserve.errors import FlowserveError, Internal, Invalid, NotFound, Unavailable, Unsupported
 from flowserve.observe.model_metrics import Cells, ModelMetrics, cells_of, check_buckets, check_labels
-from flowserve.repository.mirror.mirror import Mirror
+from flowserve.repository.mirror.mirror import RepositoryMirror
 from flowserve.repository.override import Override
 
 log = logging.getLogger("flowserve.runtime")
@@ -113,7 +113,7 @@ class RepositoryControl(Protocol):
     """Executes these calls (loading/control.py)."""
 
     @property
-    def mirrors(self) -> Sequence[Mirror]: ...
+    def mirrors(self) -> Sequence[RepositoryMirror]: ...
 
     def post(self, make: Callable[[], Awaitable[Any]], answered: Callable[[Any], None]) -> None: ...
     def load(self, name: str, override: Override | None = None, *, loads: str = "") -> Awaitable[Any]: ...

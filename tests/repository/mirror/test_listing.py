@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from flowserve.errors import Invalid
 from flowserve.repository.mirror.listing import (
     RemoteFile,
-    from_json,
+    listing_from_json,
+    listing_to_json,
     manifest,
     read_listing,
     state_of,
-    to_json,
     unchanged,
 )
 
@@ -40,7 +40,7 @@ def test_no_path_leads_out_of_its_model(found: list[RemoteFile]) -> None:
 @given(st.lists(files, max_size=8), st.lists(files, max_size=8))
 def test_two_states_have_one_name_only_if_no_file_differs(one: list[RemoteFile], other: list[RemoteFile]) -> None:
     for first in read_listing(one).models.values():
-        assert from_json(to_json(first)) == first
+        assert listing_from_json(listing_to_json(first)) == first
         for second in read_listing(other).models.values():
             assert (state_of(first) == state_of(second)) == ({**first} == {**second} or _alike(first, second))
             same = unchanged(first, second)

@@ -14,8 +14,8 @@ import pytest
 from flowserve.errors import Invalid, Unavailable, Unsupported
 from flowserve.repository.mirror import mirror as mirrors
 from flowserve.repository.mirror.listing import RemoteFile
-from flowserve.repository.mirror.mirror import Mirror
-from flowserve.repository.mirror.storage import open_store, store_url
+from flowserve.repository.mirror.mirror import RepositoryMirror
+from flowserve.repository.mirror.storage import FsspecStorage, open_store, store_url
 
 
 class Store:
@@ -40,7 +40,7 @@ class Store:
         return self.files[file.path][start:stop]
 
 
-def texts(mirror: Mirror) -> dict[str, str]:
+def texts(mirror: RepositoryMirror) -> dict[str, str]:
     """The files of the models in force."""
     found = {}
     for home, _, names in os.walk(mirror.path, followlinks=True):
@@ -50,8 +50,8 @@ def texts(mirror: Mirror) -> dict[str, str]:
     return found
 
 
-def made(store: Store, folder: Path, **options: Any) -> Mirror:
-    return Mirror("s3://b/models", store, folder, **options)
+def made(store: Store, folder: Path, **options: Any) -> RepositoryMirror:
+    return RepositoryMirror("s3://b/models", store, folder, **options)
 
 
 def test_models_are_those_of_the_store_and_only_what_changed_is_fetched(tmp_path: Path) -> None:
@@ -226,3 +226,86 @@ def test_a_store_of_fsspec_is_listed_and_read() -> None:
     assert not storage.list("b")
     with pytest.raises(Unavailable, match="there is no such bucket or folder"):
         open_store(store_url("memory://missing"), {}).list()
+
+
+class NoCredentialsError(Exception):
+    """As that of the library of S3."""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError("Access Denied"), "its credentials are missing or refused: Access Denied"),
+        (NoCredentialsError("Unable to locate credentials"), "its credentials are missing or refused: Unable"),
+        (FileNotFoundError("bucket"), "there is no such bucket or folder"),
+        (ConnectionError("refused"), "its address cannot be reached: ConnectionError: refused"),
+        (TimeoutError(), "its address cannot be reached: TimeoutError: TimeoutError"),
+    ],
+)
+def test_a_failure_says_whether_address_credentials_or_bucket_are_wrong(error: Exception, said: str) -> None:
+    class System:
+        _strip_protocol = staticmethod(str)
+
+        def invalidate_cache(self) -> None:
+            raise error
+
+        def cat_file(self, path: str, start: int, end: int) -> bytes:
+            raise error
+
+    storage = FsspecStorage(store_url("s3://bucket/models"), System(), "bucket/models")
+    with pytest.raises(Unavailable, match=f"repository s3://bucket/models: {said}"):
+        storage.list()
+    with pytest.raises(Unavailable, match="repository s3://bucket/models: "):
+        storage.read(RemoteFile("m/config.pbtxt", 1), 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("url", "root", "account"),
+    [
+        ("as://account/container/models", "container/models", "account"),
+        ("az://container/models", "container/models", None),
+        ("abfs://container@account.dfs.core.windows.net/models", "container@account.dfs.core.windows.net/models", None),
+    ],
+)
+def test_urls_of_azure_have_the_account_where_their_form_has_it(
+    monkeypatch: pytest.MonkeyPatch, url: str, root: str, account: str | None
+) -> None:
+    fsspec = pytest.importorskip("fsspec", reason="flowserve[azure] is not installed")
+    asked: list[Any] = []
+
+    class System:
+        @staticmethod
+        def _strip_protocol(path: str) -> str:
+            return path.removeprefix("abfs://")
+
+        def invalidate_cache(self) -> None: ...
+        def find(self, path: str, **_: Any) -> dict[str, Any]:
+            asked.append(path)
+            return {f"{path}/m/config.pbtxt": {"type": "file", "size": 1, "etag": "e"}}
+
+    def filesystem(protocol: str, **options: Any) -> System:
+        asked.append((protocol, options.get("account_name")))
+        return System()
+
+    monkeypatch.setattr(fsspec, "filesystem", filesystem)
+    assert [file.path for file in open_store(store_url(url), {}).list()] == ["m/config.pbtxt"]
+    assert asked == [("abfs", account), root]
+
+
+def test_an_interrupted_fetch_goes_on_within_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirrors, "_CHUNK", 100)
+    store = Store(a__1__x="1" * 1000)
+    mirror = made(store, tmp_path, limit_bytes=1100)
+    reads = 0
+
+    def fail(path: str) -> None:
+        nonlocal reads
+        reads += path != "list"
+        if path != "list" and reads == 9:
+            raise Unavailable("cut off")
+
+    store.before = fail
+    mirror.update()
+    assert "cut off" in str(mirror.problems["a"])
+    mirror.update()
+    assert texts(mirror) == {"a/1/x": "1" * 1000}
