@@ -62,8 +62,8 @@ def test_each_client_sends_its_next_request_when_the_one_before_has_ended() -> N
         in_flight += change
         most = max(most, in_flight)
     assert most == 3
-    assert [batch.rows for batch in told.batches] == [1, 2] * 20
-    assert told.requests_per_s == 150  # three in 20 ms
+    assert {batch.rows for batch in told.batches} == {1, 2}  # one of the three always waits
+    assert told.requests_per_s == pytest.approx(150, rel=0.05)  # three in 20 ms
     alone = simulate(graph_of(part(max_batch_size=2)), arrivals=Clients(1, requests=10, rows=2), takes_ms=10)
     assert alone.requests_per_s == 100
     with pytest.raises(Invalid, match="count of the clients is a whole number from 1 on, not 0"):
