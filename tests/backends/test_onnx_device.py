@@ -279,3 +279,20 @@ def test_on_hardware_a_chain_of_two_sessions_gives_what_the_cpu_gives(repository
     assert lists(column) == [[[value * 4] * 4] for value in range(8)]
     first.close()
     second.close()
+
+
+@pytest.mark.gpu
+def test_on_hardware_captured_graphs_give_what_runs_without_them_give(repository: Repository) -> None:
+    repository.write("m", FILE, _doubled())
+    graphs = {"optimization": {"cuda": {"graphs": True, "graph_spec": [{"batch_size": 2}]}}}
+    model = registry.find("onnxruntime").load(onnx_config(instance_groups=GPU, json=graphs), repository.files(), {})
+    instance = model.instance("m_0", GPU[0])
+    instance.open()
+    for first in range(4):
+        for rows in (2, 3):  # the second is not captured
+            arrays = [np.full((1, 4), first + i, np.float32) for i in range(rows)]
+            column = Column.of([*batch(*arrays)], [1] * rows)
+            work = DeviceWork([column], [1] * rows, [Request({})] * rows, [("y",)] * rows)
+            found = lists(instance.run(work, time.perf_counter_ns).outputs[0])
+            assert found == [[[2 * (first + i)] * 4] for i in range(rows)]
+    instance.close()

@@ -23,6 +23,7 @@ from tests.support.onnx_files import onnx_model, onnx_node, onnx_value
 
 IN, OUT = (HOST_MEMORY, gpu_memory(0)), (gpu_memory(0), PINNED_MEMORY)
 GPU = "instance_group { kind: KIND_GPU }\n"
+CPU = "instance_group { kind: KIND_CPU }\n"
 GPU0 = "instance_group { kind: KIND_GPU gpus: [ 0 ] }\n"
 ENSEMBLE = """
 platform: "ensemble"
@@ -172,6 +173,78 @@ async def test_on_hardware_rows_of_conditions_and_items_stay_on_the_device(tmp_p
     await _check_spaces(tmp_path, GPU0, process_devices(), is_shown=is_shown)
 
 
+# A cascade whose second model answers for some rows, and one item of each row that passes: the rest is filled.
+FILLED = """
+platform: "ensemble"
+max_batch_size: 32
+input { name: "IN" data_type: TYPE_FP32 dims: 4 }
+output { name: "OUT" data_type: TYPE_FP32 dims: 4 }
+output { name: "SOME" data_type: TYPE_FP32 dims: 4 }
+output { name: "written" data_type: TYPE_BOOL dims: 1 }
+ensemble_scheduling {
+  step { model_name: "a" model_version: -1 input_map { key: "x" value: "IN" } output_map { key: "y" value: "t" } }
+  step { model_name: "flag" model_version: -1 input_map { key: "x" value: "t" } output_map { key: "k" value: "k" } }
+  step { model_name: "b" model_version: -1 input_map { key: "x" value: "t" } output_map { key: "y" value: "u" } }
+  step { model_name: "c" model_version: -1 when { tensor: "k" above: 1 }
+    input_map { key: "x" value: "t" } output_map { key: "y" value: "w" } }
+  step { model_name: "b" model_version: -1 when { tensor: "k" above: 1 }
+    input_map { key: "x" value: "w" } output_map { key: "y" value: "u" } }
+  step { model_name: "c" model_version: -1 when { tensor: "k" above: 2 }
+    input_map { key: "x" value: "u" } output_map { key: "y" value: "SOME" } }
+  step { model_name: "a" model_version: -1 input_map { key: "x" value: "u" } output_map { key: "y" value: "OUT" } }
+  fill { tensor: "SOME" value: -5 present: "written" }
+}
+"""
+
+
+async def _answers(repository: Path, group: str) -> list[Mapping[str, np.ndarray]]:
+    """Of forty requests of one to four random rows, asked together."""
+    _repository(repository, {"a": group, "b": group, "c": group})
+    rows = [onnx_value("x", DType.FP32, ("N", 4))]
+    axis = onnx_node("Constant", [], ["axis"], value_ints=[1])
+    largest = [axis, onnx_node("ReduceMax", ["x", "axis"], ["k"])]
+    _write(repository, "flag", onnx_model(largest, rows, [onnx_value("k", DType.FP32, ("N", 1))]), group)
+    (repository / "chain/config.pbtxt").write_text(FILLED)
+    random = np.random.default_rng(7)
+    given = [random.standard_normal((1 + i % 4, 4)).astype(np.float32) for i in range(40)]
+    answers: list[Mapping[str, np.ndarray]] = [{}] * len(given)
+    async with serving(repository) as engine:
+
+        async def one(i: int) -> None:
+            request = Request({"IN": given[i]}, stamp=engine.next_stamp())
+            answers[i] = (await engine.infer(engine.deployments.find("chain"), request)).outputs
+
+        async with trio.open_nursery() as nursery:
+            for i in range(len(given)):
+                nursery.start_soon(one, i)
+    return answers
+
+
+async def _check_as_on_the_cpu(folder: Path, group: str) -> None:
+    (folder / "cpu").mkdir()
+    (folder / "gpu").mkdir()
+    wanted = await _answers(folder / "cpu", CPU)
+    found = await _answers(folder / "gpu", group)
+    for there, here in zip(found, wanted, strict=True):
+        assert {name: array.tolist() for name, array in there.items()} == {
+            name: array.tolist() for name, array in here.items()
+        }
+    written = np.concatenate([answer["written"] for answer in wanted])
+    assert 0 < written.sum() < len(written)
+
+
+async def test_a_cascade_with_filled_rows_answers_as_on_the_cpu(tmp_path: Path, devices: Devices) -> None:
+    await _check_as_on_the_cpu(tmp_path, GPU)
+    assert _copies(devices)
+
+
+@pytest.mark.gpu
+async def test_on_hardware_a_cascade_with_filled_rows_answers_as_on_the_cpu(tmp_path: Path) -> None:
+    before = _bytes(process_devices()).get(IN, 0)
+    await _check_as_on_the_cpu(tmp_path, GPU0)
+    assert _bytes(process_devices())[IN] - before == 100 * 4 * 4  # each of the hundred rows, once
+
+
 @pytest.mark.parametrize("count", [1, 32])
 async def test_a_pipeline_of_three_onnx_models_is_copied_once_to_the_device_and_once_back(
     tmp_path: Path, devices: Devices, count: int
@@ -195,8 +268,7 @@ async def test_on_hardware_a_pipeline_of_three_is_copied_once_to_the_device_and_
 
 
 async def test_a_cpu_step_between_gpu_steps_adds_one_copy_in_each_direction(tmp_path: Path, devices: Devices) -> None:
-    cpu = "instance_group { kind: KIND_CPU }\n"
-    async with serving(_repository(tmp_path, {"a": GPU, "b": cpu, "c": GPU})) as engine:
+    async with serving(_repository(tmp_path, {"a": GPU, "b": CPU, "c": GPU})) as engine:
         assert await _ask(engine, "chain", 8) == [8.0 * i for i in range(8)]
         assert _copies(devices) == {IN: 2, OUT: 2}
         assert await _ask(engine, "a", 2) == [0.0, 2.0]  # and a direct caller
