@@ -137,6 +137,17 @@ class Sender(Protocol):
     def send(self, sent: Sent) -> None:
         """Send one response. Blocks until there is room for it; returns at once if the request is cancelled."""
 
+    def offer(self, sent: Sent) -> bool:
+        """Send one response if there is room for it, without waiting; also True if the request is cancelled, whose
+        responses are dropped. False if there is no room: offer it again when `watch` says so. A request is answered by
+        `send` or by `offer`, not by both; by `offer` on one thread at a time.
+        """
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call `changed`, on any thread and without waiting for it, when there is room for a response that `offer`
+        refused, and when the client cancels the request; at once if it has. Replaces an earlier `changed`.
+        """
+
     def fail(self, error: FlowserveError) -> None:
         """Fail the request; there are no more responses."""
 

@@ -15,7 +15,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -98,7 +98,7 @@ class LibraryBackend:
             raise
         except Invalid as missing:
             raise _at_file(files, files.version_folder / named, str(missing)) from None
-        _require(library, files, path)
+        require_installed(library.modules(path), library.requirement, files, path)
         threads = max(1, cores_allowed() // max(1, int(options.get("runs_at_once", "1"))))
         return ModelSource(config, files, path, threads, options)
 
@@ -218,12 +218,11 @@ def _checked(source: ModelSource, signature: Signature) -> ModelConfig:
     return config
 
 
-def _require(library: Library, files: ModelFiles, path: Path) -> None:
-    """Raises Unsupported, with the command that helps, if no library for this file is installed."""
-    modules = library.modules(path)
+def require_installed(modules: Sequence[str], requirement: str, files: ModelFiles, path: Path) -> None:
+    """Raises Unsupported, with the command that helps, if none of these modules is installed for a model's file."""
     if any(_is_installed(module) for module in modules):
         return
-    install = f"{shlex.quote(sys.executable)} -m pip install {shlex.quote(library.requirement)}"
+    install = f"{shlex.quote(sys.executable)} -m pip install {shlex.quote(requirement)}"
     what = f"{' or '.join(modules)}, which {'is' if len(modules) == 1 else 'are'} not installed"
     missing = Unsupported(f"{path.name} needs {what}: {install}")
     missing.place = Place(files.shown(path))
