@@ -181,7 +181,7 @@ class AsyncLLM:
         while True:
             await asyncio.sleep(self._args.additional_config.get("step_ms", 1) / 1000)
             room = self._args.max_num_seqs - sum(one.params.n for one in self._running)
-            while self._waiting and self._waiting[0].params.n <= room:
+            while self._waiting and (self._waiting[0].params.n <= room or not self._running):
                 room -= self._waiting[0].params.n
                 self._running.append(self._waiting.pop(0))
                 self._tell("begin", self._running[-1])
