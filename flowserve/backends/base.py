@@ -239,11 +239,13 @@ class LoadedModel(Protocol):
 @dataclass(frozen=True, slots=True)
 class Remote:
     """A function call in a worker process: import `entry` ("package.module:function") and call it with `arguments`,
-    which are pickled from the server to the worker (never back).
+    which are pickled from the server to the worker (never back). `shared`: instances with the same secret are served by
+    one process (worker/sharing.py), "" for a process of its own.
     """
 
     entry: str
     arguments: tuple[Any, ...]
+    shared: str = ""
 
     def call(self) -> Any:
         """Make the call in this process."""

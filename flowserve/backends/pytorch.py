@@ -62,6 +62,9 @@ class Torch:
     def modules(self, path: Path) -> Sequence[str]:
         return ["torch"]
 
+    def shares(self, source: ModelSource) -> int:
+        return 1
+
     def signature(self, source: ModelSource) -> Signature:
         return OpenModule(source).signature
 

@@ -41,9 +41,7 @@ class TensorFlow:
     default_execution = PROCESS
     strings_are_text = False
     instances = 1
-    ignored: Mapping[str, str] = MappingProxyType(
-        {"MAX_SESSION_SHARE_COUNT": "each instance has a process and a session of its own"}
-    )
+    ignored: Mapping[str, str] = MappingProxyType({})
 
     def filenames(self, config: ModelConfig) -> Sequence[str]:
         is_graph = config.platform == "tensorflow_graphdef"
@@ -51,6 +49,10 @@ class TensorFlow:
 
     def modules(self, path: Path) -> Sequence[str]:
         return ["tensorflow"]
+
+    def shares(self, source: ModelSource) -> int:
+        """Runs of one function may be concurrent."""
+        return source.integer("MAX_SESSION_SHARE_COUNT", 1, 1)
 
     def signature(self, source: ModelSource) -> Signature:
         return OpenGraph(source).signature

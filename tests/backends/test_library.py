@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import EntryPoint
@@ -18,6 +20,7 @@ from flowserve.backends import registry
 from flowserve.backends.base import Remote, Work
 from flowserve.backends.cores import cores_allowed
 from flowserve.backends.library.backend import LibraryModel
+from flowserve.backends.worker import sharing
 from flowserve.config.types import BatchInput, BatchOutput, Completion, InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError, Invalid, ModelFailed, Problems, Unsupported
 from flowserve.memory.column import Column
@@ -383,3 +386,128 @@ def test_a_disagreement_is_reported_where_the_instance_opens_in_a_process(tmp_pa
             pass
     assert "specifies shape [-1,5]" in str(caught.value)
     assert "unexpected inference output 'q'" in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------- shared processes
+
+WHERE = fake_file(
+    X,
+    {"y": ("FP32", (-1, 4)), "pid": ("INT64", (-1, 1)), "busy": ("FP64", (-1, 2))},
+    {
+        "y": "x * 2",
+        "pid": "np.full((len(x), 1), os.getpid())",
+        "busy": "(lambda since, _, until: np.full((len(x), 2), [since, until]))"
+        "(time.monotonic(), time.sleep(0.05 if x.min() >= 0 else os._exit(3)), time.monotonic())",
+    },
+)
+
+
+def shared_folder(path: Path, instances: int, shares: int) -> Path:
+    group = f"instance_group [ {{ count: {instances} kind: KIND_CPU }} ]"
+    return folder_of(path, WHERE, group, parameter("SHARES", str(shares)), backend="fake_process")
+
+
+def pids(engine: Engine, count: int) -> set[int]:
+    """The processes that answered so many requests at the same time."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(count) as pool:
+        answers = [*pool.map(lambda number: engine.infer("m", {"x": rows(1, number)}), range(count))]
+    for number, answer in enumerate(answers):
+        assert answer["y"].tolist() == (2 * rows(1, number)).tolist()
+    return {int(answer["pid"][0, 0]) for answer in answers}
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+@pytest.mark.parametrize(("instances", "shares", "processes"), [(3, 3, 1), (4, 2, 2), (2, 9, 1), (2, 1, 2)])
+def test_instances_that_share_a_file_are_in_one_process(
+    tmp_path: Path, instances: int, shares: int, processes: int
+) -> None:
+    with Engine(str(shared_folder(tmp_path, instances, shares))) as engine:
+        assert len(pids(engine, 4 * instances)) == processes
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+def test_instances_of_one_process_run_at_the_same_time(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with Engine(str(shared_folder(tmp_path, 3, 3))) as engine, ThreadPoolExecutor(3) as pool:
+        answers = [*pool.map(lambda number: engine.infer("m", {"x": rows(1, number)})["busy"][0], range(3))]
+        assert max(since for since, _ in answers) < min(until for _, until in answers)
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+def test_after_a_crash_of_a_shared_process_all_its_instances_come_back_in_one(tmp_path: Path) -> None:
+    with Engine(str(shared_folder(tmp_path, 3, 3))) as engine:
+        (before,) = pids(engine, 6)
+        with pytest.raises(FlowserveError, match="exit status"):
+            engine.infer("m", {"x": -1 - rows(1)})
+        end = time.monotonic() + 20
+        while True:
+            try:
+                after = pids(engine, 6)
+                break
+            except FlowserveError:
+                assert time.monotonic() < end, "no process came back"
+                time.sleep(0.05)
+        assert len(after) == 1
+        assert before not in after
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+def test_a_hanging_run_in_a_shared_process_ends_it(tmp_path: Path) -> None:
+    file = fake_file(X, Y, {"y": "x * 2 if x.min() >= 0 else time.sleep(600)"})
+    group = "instance_group [ { count: 2 kind: KIND_CPU } ]"
+    limits = parameter("SHARES", "2"), parameter("execution_timeout", "0.5")
+    with Engine(str(folder_of(tmp_path, file, group, *limits, backend="fake_process"))) as engine:
+        for _ in range(2):  # in the host and in the other one, in some order
+            with pytest.raises(FlowserveError):
+                engine.infer("m", {"x": -1 - rows(1)})
+            end = time.monotonic() + 20
+            while True:
+                try:
+                    assert engine.infer("m", {"x": rows(1)})["y"].tolist() == (2 * rows(1)).tolist()
+                    break
+                except FlowserveError:
+                    assert time.monotonic() < end, "no process came back"
+                    time.sleep(0.05)
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+def test_the_error_of_a_shared_file_that_cannot_be_opened_is_told(tmp_path: Path) -> None:
+    tensors_ = (
+        'input { name: "x" data_type: TYPE_FP32 dims: [ 4 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 4 ] }'
+    )
+    group = "max_batch_size: 8 instance_group [ { count: 3 kind: KIND_CPU } ]"
+    file = fake_file(X, Y, {"y": "1 +"})
+    folder = folder_of(tmp_path, file, tensors_, group, parameter("SHARES", "3"), backend="fake_process")
+    with pytest.raises(FlowserveError, match="Fake cannot run it: SyntaxError"):
+        with Engine(str(folder)):
+            pass
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+def test_only_processes_that_know_the_secret_are_taken() -> None:
+    secret = "a secret"
+    listener = sharing.claim(secret)
+    assert listener is not None
+    assert sharing.claim(secret) is None
+    served: list[bytes] = []
+
+    def serve(socket_fd: int, arguments: bytes) -> None:
+        os.close(socket_fd)
+        served.append(arguments)
+
+    def hand_over(arguments: bytes) -> bool:
+        here, there = socket.socketpair()
+        with here, there:
+            return sharing.hand_over(os.dup(there.fileno()), arguments, secret)
+
+    with listener:
+        sharing.Host(listener, secret, serve).start()
+        assert hand_over(b"job")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+            stranger.connect(sharing._address(secret))
+            socket.send_fds(stranger, [struct.pack("<QQ", 3, 3) + b"keyjob"], [listener.fileno()])
+            assert stranger.recv(1) == b""
+    assert served == [b"job"]

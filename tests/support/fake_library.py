@@ -1,13 +1,14 @@
 """A library without a package: its files are JSON with an expression for each output.
 
-Decided here: what such a file declares, that expressions see the inputs by name (None where one is missing), `np` and
-`os`, and that it records nothing: everything a test sees goes through the template.
+Decided here: what such a file declares, that expressions see the inputs by name (None where one is missing), `np`, `os`
+and `time`, and that it records nothing: everything a test sees goes through the template.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +40,9 @@ class FakeLibrary:
 
     def modules(self, path: Path) -> Sequence[str]:
         return self.needed
+
+    def shares(self, source: ModelSource) -> int:
+        return source.integer("SHARES", 1, 1)
 
     def signature(self, source: ModelSource) -> Signature:
         return self.open(source).signature
@@ -73,7 +77,7 @@ class FakeProgram:
 
     def session(self) -> Execute:
         def run(names: list[str], feed: Feed) -> Sequence[Any]:
-            known = {"np": np, "os": os, **dict.fromkeys(self._inputs), **feed}
+            known = {"np": np, "os": os, "time": time, **dict.fromkeys(self._inputs), **feed}
             return [np.asarray(eval(self._expressions[name], known)) for name in names]
 
         return run

@@ -15,11 +15,14 @@ import logging
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Final, TypeVar
 
 from flowserve.backends.base import ModelFiles, Remote
@@ -99,8 +102,13 @@ class LibraryBackend:
         except Invalid as missing:
             raise _at_file(files, files.version_folder / named, str(missing)) from None
         require_installed(library.modules(path), library.requirement, files, path)
-        threads = max(1, cores_allowed() // max(1, int(options.get("runs_at_once", "1"))))
-        return ModelSource(config, files, path, threads, options)
+        cores = cores_allowed()
+        source = ModelSource(config, files, path, 1, options)
+        instances = sum(group.count for group in config.instance_groups) or library.instances
+        sharing = min(max(1, library.shares(source)), instances)
+        # Those that share have one set of threads.
+        threads = max(1, sharing * cores // max(1, int(options.get("runs_at_once", "1"))))
+        return replace(source, threads=min(threads, cores))
 
 
 class LibraryModel:
@@ -110,6 +118,9 @@ class LibraryModel:
 
     def __init__(self, library: Library, source: ModelSource, opened: tuple[ModelConfig, Program] | None) -> None:
         self.is_pure = source.flag(PURE, True)
+        self._shares = library.shares(source)
+        self._secret = token_hex(16)
+        self._numbers = count()  # of instances in processes
         self.may_run_inline = opened is not None
         self._library = library
         self._source = source
@@ -119,8 +130,13 @@ class LibraryModel:
         return LibraryInstance(self._library, self._open)
 
     def remote(self, name: str, group: InstanceGroup) -> Remote:
-        """Makes the instance in a worker process, which imports the library."""
-        return Remote(f"{__name__}:instance_here", (self._library, self._source))
+        """Makes the instance in a worker process, which imports the library. Of instances that share an open file, so
+        many as the library allows are in one process.
+        """
+        if self._shares < 2:
+            return Remote(f"{__name__}:instance_here", (self._library, self._source))
+        secret = f"{self._secret}-{next(self._numbers) // self._shares}"
+        return Remote(f"{__name__}:shared_instance_here", (self._library, self._source, secret), secret)
 
     def close(self) -> None:
         """The file is closed with its last reference."""
@@ -135,6 +151,28 @@ class LibraryModel:
 def instance_here(library: Library, source: ModelSource) -> LibraryInstance:
     """The instance that `LibraryModel.instance` would make, in a process that runs this model only."""
     return LibraryInstance(library, partial(open_program, library, source))
+
+
+def shared_instance_here(library: Library, source: ModelSource, secret: str) -> LibraryInstance:
+    """As `instance_here`, for one of several instances of this process: those with the same secret share the file."""
+    return LibraryInstance(library, partial(_shared.open, secret, partial(open_program, library, source)))
+
+
+class _SharedPrograms:
+    """The open files of this process, by secret. Used by its seats, each on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._opened: dict[str, tuple[ModelConfig, Program]] = {}
+
+    def open(self, secret: str, open_it: Callable[[], tuple[ModelConfig, Program]]) -> tuple[ModelConfig, Program]:
+        with self._lock:
+            if secret not in self._opened:
+                self._opened[secret] = open_it()
+            return self._opened[secret]
+
+
+_shared = _SharedPrograms()
 
 
 def signature_here(library: Library, source: ModelSource) -> dict[str, Any]:
