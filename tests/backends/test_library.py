@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -509,5 +510,6 @@ def test_only_processes_that_know_the_secret_are_taken() -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
             stranger.connect(sharing._address(secret))
             socket.send_fds(stranger, [struct.pack("<QQ", 3, 3) + b"keyjob"], [listener.fileno()])
-            assert stranger.recv(1) == b""
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
     assert served == [b"job"]
