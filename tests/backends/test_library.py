@@ -24,11 +24,17 @@ from flowserve.backends.library.backend import LibraryModel
 from flowserve.backends.worker import sharing
 from flowserve.config.types import BatchInput, BatchOutput, Completion, InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError, Invalid, ModelFailed, Problems, Unsupported
+from flowserve.memory import dlpack
 from flowserve.memory.column import Column
+from flowserve.memory.device_tensor import DeviceTensor
+from flowserve.memory.devices import Devices, using
+from flowserve.memory.stream import DeviceStream
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.values import Array, DType, Request
+from flowserve.values import HOST_MEMORY, Array, DType, Request, gpu_memory
+from tests.support import fake_library
 from tests.support.backends import Opened, Repository, config_of, spec, tensors, values
+from tests.support.fake_device import FakeMachine, move
 from tests.support.fake_library import fake_file
 
 PLACES = ["thread", "process"] if SUPPORTED else ["thread"]
@@ -183,6 +189,95 @@ def test_a_wrong_output_and_an_exception_fail_the_batch_with_their_reason(
     with pytest.raises(ModelFailed) as caught:
         model.run({"x": rows(1)}, {"x": rows(1)})
     assert text in str(caught.value)
+
+
+class Exported:
+    """A tensor of another library: it exports its memory by DLPack, and nothing else. `owner` has the memory."""
+
+    def __init__(self, array: Any, owner: object = None, gpu: int = -1) -> None:
+        address = array.ctypes.data if gpu < 0 else array.address
+        self._tensor = dlpack.ForeignTensor(address, array.dtype, array.shape, gpu, owner or array)
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return dlpack.export_capsule(self._tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (dlpack.CPU, 0) if self._tensor.device < 0 else (dlpack.CUDA, self._tensor.device)
+
+
+def test_tensors_go_in_and_come_out_by_dlpack_without_a_copy(served: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_library, "EXPORTS", Exported)
+    file = fake_file(X, {**Y, "same": ("FP32", (-1, 4))}, {"y": "x * 2", "same": "x"})
+    model = served(file, outputs=[spec("y"), spec("same")])
+    x = rows(4)
+    x.flags.writeable = False  # as in the server
+    results = model.whole(x)
+    assert values(results) == (2 * x[:, None]).tolist()
+    assert all(np.shares_memory(tensor.block, x) for tensor in tensors(results.outputs[1]))
+    assert [*results.copied] == [0]
+
+
+class Strided:
+    """The same of an array in another order."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = np.asfortranarray(array)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+
+def test_an_output_in_another_order_comes_out_in_rows(served: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_library, "EXPORTS", Strided)
+    results = served(DOUBLE).whole(rows(4))
+    assert values(results) == (2 * rows(4)[:, None]).tolist()
+    assert all(tensor.block.flags.c_contiguous for tensor in tensors(results.outputs[0]))
+
+
+def test_bfloat16_comes_out_by_dlpack(served: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_library, "EXPORTS", Exported)
+    file = fake_file(X, {"y": ("BF16", (-1, 4))}, {"y": "x.astype(bfloat16)"})
+    model = served(file, outputs=[spec("y", dtype=DType.BF16)])
+    (answer,) = tensors(model.run({"x": rows(1)}).outputs[0])
+    assert answer.array.astype(np.float32).tolist() == rows(1).tolist()
+
+
+def test_an_output_on_a_gpu_is_copied_to_the_host(served: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake device is strict: only its own copies read its memory."""
+    machine = FakeMachine(2)
+    with using(Devices(machine.devices)) as found:
+        stream = DeviceStream(found[1])
+
+        def export(array: Array) -> Exported:
+            there = move(stream, Tensor(array, 0, len(array)), gpu_memory(1))
+            assert isinstance(there, DeviceTensor)
+            return Exported(there.elements, there, 1)
+
+        monkeypatch.setattr(fake_library, "EXPORTS", export)
+        assert values(served(DOUBLE).run({"x": rows(2)})) == [(2 * rows(2)).tolist()]
+        assert machine.copies[gpu_memory(1), HOST_MEMORY]
+        stream.close()
+
+
+@pytest.mark.parametrize(
+    ("export", "text"),
+    [
+        (lambda array: array.tolist(), "it returned list where an array was expected"),
+        (
+            lambda array: Exported(array.astype(np.float64)),
+            "the configuration promises FP32, the model answered float64",
+        ),
+    ],
+)
+def test_an_output_that_cannot_be_taken_over_fails_the_batch(
+    served: Open, monkeypatch: pytest.MonkeyPatch, export: Any, text: str
+) -> None:
+    monkeypatch.setattr(fake_library, "EXPORTS", export)
+    with pytest.raises(ModelFailed, match=text):
+        served(DOUBLE).run({"x": rows(2)})
 
 
 # ---------------------------------------------------------------------------------------------- load

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,10 @@ from flowserve.backends.library.interface import ModelSource
 from flowserve.backends.library.run import Execute, Feed
 from flowserve.backends.library.signature import Port, Signature
 from flowserve.config.types import ModelConfig
-from flowserve.values import BY_WIRE
+from flowserve.values import BY_WIRE, DType
+
+# Set by tests: how the outputs are exported by DLPack; None: they are arrays.
+EXPORTS: Callable[[Any], Any] | None = None
 
 
 class FakeLibrary:
@@ -77,8 +80,18 @@ class FakeProgram:
 
     def session(self) -> Execute:
         def run(names: list[str], feed: Feed) -> Sequence[Any]:
-            known = {"np": np, "os": os, "time": time, **dict.fromkeys(self._inputs), **feed}
-            return [np.asarray(eval(self._expressions[name], known)) for name in names]
+            if EXPORTS is not None:  # a library that takes its inputs by DLPack
+                feed = {name: np.from_dlpack(array) for name, array in feed.items()}
+            known = {
+                "np": np,
+                "os": os,
+                "time": time,
+                "bfloat16": DType.BF16.numpy,
+                **dict.fromkeys(self._inputs),
+                **feed,
+            }
+            made = [np.asarray(eval(self._expressions[name], known)) for name in names]
+            return made if EXPORTS is None else [EXPORTS(array) for array in made]
 
         return run
 
