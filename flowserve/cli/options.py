@@ -37,6 +37,7 @@ from flowserve.cli.option_values import (
     restriction,
     trace_setting,
     whole_number,
+    workers,
 )
 from flowserve.cli.stores import add_store_options, repository
 from flowserve.grpc.options import KEY_PREFIX, MESSAGE_BYTES, MESSAGE_BYTES_MAX, GrpcOptions
@@ -153,7 +154,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all options. The repository is optional for argparse, so that a misspelt option is reported first."""
     help_text = "the model repository, a folder of model folders, or a URL such as s3://BUCKET/FOLDER; several are one"
     parser.add_argument("repositories", metavar="REPO", nargs="*", type=repository, help=help_text)
-    parser.set_defaults(mirrors=())  # of the URLs among them: opened by `main`
+    # Set by `main`: the repositories that are URLs, the command line, and which of several servers this process is.
+    parser.set_defaults(mirrors=(), words=(), replica="")
     _add_http_arguments(parser.add_argument_group("where it listens"))
     _add_grpc_arguments(parser.add_argument_group("gRPC"))
     _add_metrics_arguments(parser.add_argument_group("metrics"))
@@ -319,6 +321,8 @@ def _add_gpu_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_process_arguments(group: argparse._ArgumentGroup) -> None:
+    text = "servers behind the port, each a process with all models; auto: one for each processor; default 1"
+    add_option(group, "--workers N", text, workers, 1)
     text = "the server's name in its metadata; default %(default)s, which Triton's clients compare"
     add_option(group, "--id NAME", text, default=SERVER_NAME)
     text = "how long requests may take to finish after SIGTERM; default %(default)s"
