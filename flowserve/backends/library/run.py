@@ -57,7 +57,8 @@ class BatchRun:
             copied = [0] * len(model.inputs)
             array: Array | None = None
             for i, (spec, column) in enumerate(zip(model.inputs, work.inputs, strict=True)):
-                if column[0] is None:
+                # A column's block is looked at first: its elements would be made for each member.
+                if column.block is None and column[0] is None:
                     continue  # an omitted optional input of a model without batching
                 array, copied[i] = gather(column, HOST)
                 feed[spec.name] = array
