@@ -349,6 +349,56 @@ def test_the_queue_has_priorities_a_size_and_timeouts(start: Callable[..., Serve
     assert [one["words"] for one in server.told("add")][SEATS:] == ["urgent", "late0", "late1"]
 
 
+GRAPH = """
+platform: "ensemble"
+input { name: "PROMPT" data_type: TYPE_STRING dims: [ 1 ] }
+input { name: "STREAM" data_type: TYPE_BOOL dims: [ 1 ] }
+output { name: "PIECE" data_type: TYPE_STRING dims: [ -1 ] }
+ensemble_scheduling {
+  step {
+    model_name: "llm" model_version: -1
+    input_map { key: "text_input" value: "PROMPT" } input_map { key: "stream" value: "STREAM" }
+    output_map { key: "text_output" value: "text" }
+  }
+  step {
+    model_name: "quiet" model_version: -1
+    input_map { key: "IN" value: "text" } output_map { key: "OUT" value: "PIECE" }
+  }
+}
+"""
+QUIET = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        text = pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()
+        lower = [one.decode().lower().encode() for one in text]
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", __import__("numpy").array(lower, object))])
+"""
+QUIET_CONFIG = """
+backend: "python"
+input { name: "IN" data_type: TYPE_STRING dims: [ -1 ] }
+output { name: "OUT" data_type: TYPE_STRING dims: [ -1 ] }
+"""
+
+
+def test_in_a_graph_each_piece_goes_to_the_next_step(
+    start: Callable[..., Server], add_model: Write, tmp_path: Path
+) -> None:
+    repository = tmp_path / "models"
+    add_model(repository, "quiet", QUIET_CONFIG, {"1/model.py": QUIET})
+    add_model(repository, "chain", GRAPH, {"1/.gitkeep": ""})
+    server = start()
+    response = server.post("generate_stream", model="chain", PROMPT="Hello World", STREAM=True)
+    pieces = [json.loads(line[6:])["PIECE"] for line in response if line.startswith(b"data: ")]
+    assert "".join(pieces) == " hello world" * 8
+    assert len(pieces) > 1
+
+
 def test_the_page_is_correct(tmp_path: Path, by_shell: Callable[[str, Served], str]) -> None:
     repository = tmp_path / "models"
     for _, path, text in BLOCKS:
