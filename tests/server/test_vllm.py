@@ -207,6 +207,7 @@ def test_a_request_with_several_sequences_takes_as_many_seats(server: Server) ->
         assert [one.result() for one in asked] == [[f"w{n}" + f" W{n}" * 30] * 3 for n in range(4)]
         assert more.result() == ["all" + " ALL" * 3] * 9
     assert max(one["running"] for one in server.told("begin")) == 1
+    assert max(one["waiting"] for one in server.told("add")) == 1  # itself
 
 
 def test_a_client_that_leaves_ends_its_sequence_at_once_even_without_a_token(server: Server) -> None:

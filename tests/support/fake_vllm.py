@@ -162,7 +162,7 @@ class AsyncLLM:
                 yield made
                 if made.finished:
                     return
-        except (asyncio.CancelledError, GeneratorExit):
+        except GeneratorExit:  # vLLM does so after a cancellation too, in most versions
             await self.abort(request_id)
             raise
 
