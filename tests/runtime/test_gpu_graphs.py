@@ -115,30 +115,28 @@ ensemble_scheduling {
 """
 
 
-def _write(folder: Path, name: str, model: bytes) -> None:
+def _write(folder: Path, name: str, model: bytes, group: str) -> None:
     (folder / name / "1").mkdir(parents=True)
     (folder / name / "1" / "model.onnx").write_bytes(model)
-    (folder / name / "config.pbtxt").write_text(f"max_batch_size: 32\ndynamic_batching {{ }}\n{GPU}")
+    (folder / name / "config.pbtxt").write_text(f"max_batch_size: 32\ndynamic_batching {{ }}\n{group}")
 
 
-@pytest.mark.parametrize("is_shown", [False, True])
-async def test_rows_of_conditions_and_items_stay_on_the_device(
-    tmp_path: Path, devices: Devices, *, is_shown: bool
-) -> None:
+async def _check_spaces(repository: Path, group: str, devices: Devices, *, is_shown: bool) -> None:
     """Only the input of three requests is uploaded, and only tests and answers come back."""
-    repository = _repository(tmp_path, {"a": GPU, "b": GPU, "c": GPU})
+    _repository(repository, {"a": group, "b": group, "c": group})
     rows = [onnx_value("x", DType.FP32, ("N", 4))]
     axis = onnx_node("Constant", [], ["axis"], value_ints=[1])
     first = [axis, onnx_node("ReduceMax", ["x", "axis"], ["k"])]
-    _write(repository, "flag", onnx_model(first, rows, [onnx_value("k", DType.FP32, ("N", 1))]))
+    _write(repository, "flag", onnx_model(first, rows, [onnx_value("k", DType.FP32, ("N", 1))]), group)
     twice = [axis, onnx_node("Unsqueeze", ["x", "axis"], ["z"]), onnx_node("Concat", ["z", "z"], ["y"], axis=1)]
-    _write(repository, "stack", onnx_model(twice, rows, [onnx_value("y", DType.FP32, ("N", 2, 4))]))
+    _write(repository, "stack", onnx_model(twice, rows, [onnx_value("y", DType.FP32, ("N", 2, 4))]), group)
     # With u as an output, what the two conditions wrote is read on the device and on the host.
     shown = 'output { name: "u" data_type: TYPE_FP32 dims: 4 }' if is_shown else ""
     (repository / "chain/config.pbtxt").write_text(shown + SPACES)
     x = np.arange(24, dtype=np.float32).reshape(6, 4)
     answers: dict[int, Mapping[str, np.ndarray]] = {}
     async with serving(repository) as engine:
+        before = _bytes(devices)
 
         async def one(i: int) -> None:
             request = Request({"IN": x[2 * i : 2 * i + 2]}, stamp=engine.next_stamp())
@@ -152,9 +150,26 @@ async def test_rows_of_conditions_and_items_stay_on_the_device(
         np.testing.assert_array_equal(outputs["OUT"], wanted)
         assert not is_shown or outputs["u"].tolist() == (wanted / 2).tolist()
         np.testing.assert_array_equal(outputs["ITEMS"], np.repeat(wanted[:, None] * 2, 2, axis=1))
-    crossed = {crossing: nbytes for crossing, (_, nbytes) in devices.ledger.entries().items()}
+    crossed = {crossing: nbytes - before.get(crossing, 0) for crossing, nbytes in _bytes(devices).items()}
     assert crossed[IN] == x.nbytes
     assert crossed[OUT] == 6 * 4 + (3 + is_shown) * x.nbytes  # a test for each row, and the outputs
+
+
+def _bytes(devices: Devices) -> dict[object, int]:
+    return {crossing: nbytes for crossing, (_, nbytes) in devices.ledger.entries().items()}
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+async def test_rows_of_conditions_and_items_stay_on_the_device(
+    tmp_path: Path, devices: Devices, *, is_shown: bool
+) -> None:
+    await _check_spaces(tmp_path, GPU, devices, is_shown=is_shown)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_shown", [False, True])
+async def test_on_hardware_rows_of_conditions_and_items_stay_on_the_device(tmp_path: Path, *, is_shown: bool) -> None:
+    await _check_spaces(tmp_path, GPU0, process_devices(), is_shown=is_shown)
 
 
 @pytest.mark.parametrize("count", [1, 32])
