@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
+import io
 import json
 import queue
 import re
@@ -17,6 +19,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from PIL import Image
 
 from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.testing.serve import DidNotServe, Served, serving
@@ -41,6 +44,16 @@ input [
 output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]
 instance_group [ { count: 1 kind: KIND_MODEL } ]
 """
+
+
+def picture() -> str:
+    """A file of 2 x 1 pixels in base64."""
+    file = io.BytesIO()
+    Image.new("RGB", (2, 1)).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+PICTURE = picture()
 SHORT = 'backend: "vllm" instance_group [ { count: 1 kind: KIND_MODEL } ]'
 SEATS = 4
 Write = Callable[..., Path]
@@ -157,6 +170,11 @@ def test_texts_streams_and_parameters_are_those_of_tritons_backend(start: Callab
         "num_output_tokens": [4, 4],
     }
     assert {*server.generate("a")} == {"model_name", "model_version", "text_output"}
+    guided = json.dumps({"max_tokens": 1, "guided_decoding": {"choice": ["A", "B"], "backend": "xgrammar"}})
+    assert server.text("a", sampling_parameters=guided) == "a A"
+    assert server.told("add")[-1]["choice"] == ["A", "B"]
+    assert server.text("a", max_tokens=1, image=[PICTURE, PICTURE]) == "a A"
+    assert server.told("add")[-1]["images"] == [[2, 1], [2, 1]]
     counts = [event["num_output_tokens"] for event in server.stream("a", max_tokens=5, return_num_output_tokens=True)]
     assert sum(counts) == 5
     halves = [event["text_output"] for event in server.stream("a", max_tokens=3, n=2)]
@@ -176,6 +194,8 @@ def test_an_invalid_request_is_refused_with_its_reason(start: Callable[..., Serv
         ({"sampling_parameters": "[]"}, "input 'sampling_parameters' for model 'llm' must be a JSON object"),
         ({"sampling_parameters": '{"max_tokens": "many"}'}, "sampling parameter 'many' must be a number"),
         ({"lora_name": "x"}, "LoRA x is not supported, model 'llm' has none"),
+        ({"image": ["nothing"]}, "inference input 'image' must hold image files in base64"),
+        ({"sampling_parameters": '{"structured_outputs": {"x": 1}}'}, "cannot be used: "),
         ({"text_input": "refuse"}, "Error generating stream: The decoder prompt is longer"),
     ):
         response = server.post("generate", **cast("dict[str, Any]", {"text_input": "a", "stream": False, **asked}))

@@ -153,7 +153,15 @@ class AsyncLLM:
             raise ValueError("The decoder prompt is longer than the maximum model length of 7.")
         request = _Request(request_id, words, sampling_params, lora_request)
         self._waiting.append(request)
-        self._tell("add", request, temperature=sampling_params.temperature, stop=sampling_params.stop)
+        structure = sampling_params.structured_outputs
+        self._tell(
+            "add",
+            request,
+            temperature=sampling_params.temperature,
+            stop=sampling_params.stop,
+            choice=structure and structure.choice,
+            images=[image.size for image in prompt.get("multi_modal_data", {}).get("image", ())],
+        )
         try:
             while True:
                 made = await request.made.get()

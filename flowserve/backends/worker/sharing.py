@@ -109,7 +109,11 @@ class Host:
                         os._exit(1)
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # no descriptor is left, or the process has given up: it tries again
+            time.sleep(_RETRY_S)
+            return
         try:
             taken = self._take(connection)
             if taken is not None:
