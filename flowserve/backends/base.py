@@ -137,6 +137,17 @@ class Sender(Protocol):
     def send(self, sent: Sent) -> None:
         """Send one response. Blocks until there is room for it; returns at once if the request is cancelled."""
 
+    def offer(self, sent: Sent) -> bool:
+        """Send one response if there is room for it, without waiting; also True if the request is cancelled, whose
+        responses are dropped. False if there is no room: offer it again when `watch` says so. A request is answered by
+        `send` or by `offer`, not by both; by `offer` on one thread at a time.
+        """
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call `changed`, on any thread and without waiting for it, when there is room for a response that `offer`
+        refused, and when the client cancels the request; at once if it has. Replaces an earlier `changed`.
+        """
+
     def fail(self, error: FlowserveError) -> None:
         """Fail the request; there are no more responses."""
 
@@ -228,11 +239,13 @@ class LoadedModel(Protocol):
 @dataclass(frozen=True, slots=True)
 class Remote:
     """A function call in a worker process: import `entry` ("package.module:function") and call it with `arguments`,
-    which are pickled from the server to the worker (never back).
+    which are pickled from the server to the worker (never back). `shared`: instances with the same secret are served by
+    one process (worker/sharing.py), "" for a process of its own.
     """
 
     entry: str
     arguments: tuple[Any, ...]
+    shared: str = ""
 
     def call(self) -> Any:
         """Make the call in this process."""

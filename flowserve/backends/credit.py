@@ -1,7 +1,8 @@
 """Flow control of a decoupled model's responses: one credit for each response; a sender without a credit blocks.
 
-Decides how threads wait for credits, and when a wait is reported again. How responses and waits are sent is decided in
-the subclasses: runtime/workers/streaming.py for threads of the server, worker/streaming.py for worker processes.
+Decides how threads wait for credits, when a wait is reported again, and how a model that must not wait (`offer`) learns
+that there is room. How responses and waits are sent is decided in the subclasses: runtime/workers/streaming.py for
+threads of the server, worker/streaming.py for worker processes.
 
 Callers: the subclasses.
 """
@@ -9,6 +10,7 @@ Callers: the subclasses.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from flowserve.backends.base import Sent
@@ -24,15 +26,39 @@ class CreditSender:
         self._waiting = 0
         self._count = threading.Lock()
         self._is_withdrawn = False
+        self._has_refused = False  # the last `offer`
+        self._changed: Callable[[], None] | None = None
 
     def grant(self, count: int) -> None:
         if count:
             self._credits.release(count)
+            if self._has_refused:
+                self._tell_change()
 
     def withdraw(self) -> None:
         self.kept = None
         self._is_withdrawn = True
         self._credits.release()
+        self._tell_change()
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
+        if self._is_withdrawn:
+            changed()
+
+    def offer(self, sent: Sent) -> bool:
+        if not self._credits.acquire(blocking=False):
+            if not self._has_refused:
+                self._has_refused = True
+                self._tell_waits()
+            if not self._credits.acquire(blocking=False):  # none came before `_has_refused` was set
+                return False
+        self._has_refused = False
+        if self._is_withdrawn:
+            self._credits.release()
+        else:
+            self._tell_answer(sent)
+        return True
 
     def send(self, sent: Sent) -> None:
         if not self._credits.acquire(blocking=False):
@@ -43,13 +69,20 @@ class CreditSender:
         self._tell_answer(sent)
 
     def fail(self, error: FlowserveError) -> None:
+        self._changed = None  # breaks a reference cycle with the model's object of the request
         self._tell_over(error)
 
     def finish(self, *, is_empty: bool = False) -> None:
+        self._changed = None
         self._tell_over(None, is_empty=is_empty)
 
     def is_cancelled(self) -> bool:
         return self._is_withdrawn
+
+    def _tell_change(self) -> None:
+        changed = self._changed
+        if changed is not None:
+            changed()
 
     def _wait(self) -> None:
         with self._count:

@@ -112,6 +112,9 @@ class Trees:
             return ["treelite"]
         return ["lightgbm" if path.suffix == ".txt" else "xgboost", "treelite"]
 
+    def shares(self, source: ModelSource) -> int:
+        return 1
+
     def signature(self, source: ModelSource) -> Signature:
         return _signature(source, _forest(source))
 

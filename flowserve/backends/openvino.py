@@ -64,6 +64,9 @@ class OpenVino:
     def modules(self, path: Path) -> Sequence[str]:
         return ["openvino"]
 
+    def shares(self, source: ModelSource) -> int:
+        return 1
+
     def signature(self, source: ModelSource) -> Signature:
         _properties(source)
         return _signature(_core(source).read_model(source.path))

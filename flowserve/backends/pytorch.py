@@ -62,6 +62,9 @@ class Torch:
     def modules(self, path: Path) -> Sequence[str]:
         return ["torch"]
 
+    def shares(self, source: ModelSource) -> int:
+        return 1
+
     def signature(self, source: ModelSource) -> Signature:
         return OpenModule(source).signature
 
@@ -285,7 +288,9 @@ def _tensor(torch: Any, array: Array) -> Any:
 def _array(torch: Any, tensor: Any) -> Any:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"it returned {type(tensor).__name__} where a tensor was expected")
-    tensor = tensor.detach().contiguous()
+    if tensor.requires_grad:  # a parameter itself
+        tensor = tensor.detach()
+    tensor = tensor.contiguous()
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(_BFLOAT16)
     return tensor.numpy()

@@ -37,6 +37,8 @@ _BUILT_IN: Final = {
     "openvino": ("flowserve.backends.openvino", "make_backend", "model.xml"),
     "pytorch": ("flowserve.backends.pytorch", "make_backend", "model.pt"),
     "tensorflow": ("flowserve.backends.tensorflow", "make_backend", "model.savedmodel"),
+    # No default file: a model.json alone does not say that it is for vLLM.
+    "vllm": ("flowserve.backends.vllm", "make_backend", ""),
 }
 
 

@@ -40,8 +40,6 @@ _TENSORRT_LLM: Final = (
 # The alternative for each unsupported backend.
 OTHER_BACKENDS: Final[Mapping[str, str]] = {
     "libtorch": 'write backend: "pytorch"',
-    "vllm": "call vLLM in a decoupled model.py, an answer for each piece of text, or run `vllm serve` beside this"
-    " server",
     "tensorrtllm": _TENSORRT_LLM,
     "tensorrt_llm": _TENSORRT_LLM,
     "dali": "run the DALI pipeline, or the same steps with numpy and Pillow, in a model.py",

@@ -23,7 +23,7 @@ TensorSide = Literal["input", "output"]
 Tensor = pb.ModelInput | pb.ModelOutput
 RULE: Final = "M90"
 # Backends whose models write their own configuration, and so may extend the user's.
-AUTHORS: Final = frozenset({"python"})
+AUTHORS: Final = frozenset({"python", "vllm"})
 # Backends whose files contain default values for optional inputs.
 HAVE_DEFAULTS: Final = frozenset({"onnxruntime"})
 SEQUENCE_IDLE_DEFAULT_US: Final = 1_000_000

@@ -17,6 +17,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
@@ -42,6 +43,7 @@ _ENTRY_BYTES: Final = 8
 _UNWRITTEN: Final = b"\x00\xa0\xa1"
 _UINT8: Final = np.dtype(np.uint8)
 _numbers = count(1)
+_of_thread = threading.local()  # `numbers`, where a thread has its own
 _new_array = np.ndarray.__new__
 
 
@@ -81,7 +83,7 @@ class Segment:
                 raise
         except OSError as error:  # a caller that uses a socket would take an OSError for the socket's end
             raise MemoryError(f"shared memory of {size} bytes cannot be had: {error.strerror}") from error
-        return cls(fd, size, next(_numbers), memory)
+        return cls(fd, size, next(getattr(_of_thread, "numbers", _numbers)), memory)
 
     @classmethod
     def read_shared(cls, fd: int, number: int) -> Segment:
@@ -214,10 +216,13 @@ class Lease(np.ndarray[Any, np.dtype[np.uint8]]):
             gone(self.ticket)
 
 
-def number_segments_from(first: int) -> None:
-    """Number the segments that this process creates from `first` on."""
+def number_segments_from(first: int, *, of_thread: bool = False) -> None:
+    """Number the segments that this process creates from `first` on. `of_thread`: only those of the calling thread."""
     global _numbers
-    _numbers = count(first)
+    if of_thread:
+        _of_thread.numbers = count(first)
+    else:
+        _numbers = count(first)
 
 
 def locate(array: Array) -> tuple[Lease, int] | None:

@@ -36,9 +36,10 @@ INDIGO: Final = Tint("indigo", "#e6e9ff", "#4250c9", "#1d2150", "#8a95ff")
 CORAL: Final = Tint("coral", "#ffe8df", "#b24a1d", "#3b1f12", "#e88a5f")
 AMBER: Final = Tint("amber", "#fff3cd", "#8a6100", "#33280a", "#d9a520")
 CYAN: Final = Tint("cyan", "#dff3fa", "#0b6f8f", "#0c2a36", "#49b3d6")
+RED: Final = Tint("red", "#ffebe9", "#c4262e", "#3d1214", "#f47067")
 OLIVE: Final = Tint("olive", "#eef3cf", "#5c6b00", "#272c0c", "#a3b53a")
 SAND: Final = Tint("sand", "#f3ece3", "#7a5c3a", "#2e251b", "#b5916a")
-TINTS: Final = (BLUE, GREEN, PURPLE, TEAL, PINK, INDIGO, CORAL, AMBER, CYAN, OLIVE, SAND)
+TINTS: Final = (BLUE, GREEN, PURPLE, TEAL, PINK, INDIGO, CORAL, AMBER, CYAN, RED, OLIVE, SAND)
 # BLUE is also that of a model whose backend is unknown.
 _OF_BACKEND: Final[Mapping[str, Tint]] = {
     "": BLUE,
@@ -51,6 +52,7 @@ _OF_BACKEND: Final[Mapping[str, Tint]] = {
     "pytorch": CORAL,
     "tensorflow": AMBER,
     "fil": CYAN,
+    "vllm": RED,
 }
 _OTHERS: Final = (OLIVE, SAND)
 

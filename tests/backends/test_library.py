@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -18,13 +21,20 @@ from flowserve.backends import registry
 from flowserve.backends.base import Remote, Work
 from flowserve.backends.cores import cores_allowed
 from flowserve.backends.library.backend import LibraryModel
+from flowserve.backends.worker import sharing
 from flowserve.config.types import BatchInput, BatchOutput, Completion, InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError, Invalid, ModelFailed, Problems, Unsupported
+from flowserve.memory import dlpack
 from flowserve.memory.column import Column
+from flowserve.memory.device_tensor import DeviceTensor
+from flowserve.memory.devices import Devices, using
+from flowserve.memory.stream import DeviceStream
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.values import Array, DType, Request
+from flowserve.values import HOST_MEMORY, Array, DType, Request, gpu_memory
+from tests.support import fake_library
 from tests.support.backends import Opened, Repository, config_of, spec, tensors, values
+from tests.support.fake_device import FakeMachine, move
 from tests.support.fake_library import fake_file
 
 PLACES = ["thread", "process"] if SUPPORTED else ["thread"]
@@ -179,6 +189,95 @@ def test_a_wrong_output_and_an_exception_fail_the_batch_with_their_reason(
     with pytest.raises(ModelFailed) as caught:
         model.run({"x": rows(1)}, {"x": rows(1)})
     assert text in str(caught.value)
+
+
+class Exported:
+    """A tensor of another library: it exports its memory by DLPack, and nothing else. `owner` has the memory."""
+
+    def __init__(self, array: Any, owner: object = None, gpu: int = -1) -> None:
+        address = array.ctypes.data if gpu < 0 else array.address
+        self._tensor = dlpack.ForeignTensor(address, array.dtype, array.shape, gpu, owner or array)
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return dlpack.export_capsule(self._tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (dlpack.CPU, 0) if self._tensor.device < 0 else (dlpack.CUDA, self._tensor.device)
+
+
+def test_tensors_go_in_and_come_out_by_dlpack_without_a_copy(served: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_library, "EXPORTS", Exported)
+    file = fake_file(X, {**Y, "same": ("FP32", (-1, 4))}, {"y": "x * 2", "same": "x"})
+    model = served(file, outputs=[spec("y"), spec("same")])
+    x = rows(4)
+    x.flags.writeable = False  # as in the server
+    results = model.whole(x)
+    assert values(results) == (2 * x[:, None]).tolist()
+    assert all(np.shares_memory(tensor.block, x) for tensor in tensors(results.outputs[1]))
+    assert [*results.copied] == [0]
+
+
+class Strided:
+    """The same of an array in another order."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = np.asfortranarray(array)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+
+def test_an_output_in_another_order_comes_out_in_rows(served: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_library, "EXPORTS", Strided)
+    results = served(DOUBLE).whole(rows(4))
+    assert values(results) == (2 * rows(4)[:, None]).tolist()
+    assert all(tensor.block.flags.c_contiguous for tensor in tensors(results.outputs[0]))
+
+
+def test_bfloat16_comes_out_by_dlpack(served: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_library, "EXPORTS", Exported)
+    file = fake_file(X, {"y": ("BF16", (-1, 4))}, {"y": "x.astype(bfloat16)"})
+    model = served(file, outputs=[spec("y", dtype=DType.BF16)])
+    (answer,) = tensors(model.run({"x": rows(1)}).outputs[0])
+    assert answer.array.astype(np.float32).tolist() == rows(1).tolist()
+
+
+def test_an_output_on_a_gpu_is_copied_to_the_host(served: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake device is strict: only its own copies read its memory."""
+    machine = FakeMachine(2)
+    with using(Devices(machine.devices)) as found:
+        stream = DeviceStream(found[1])
+
+        def export(array: Array) -> Exported:
+            there = move(stream, Tensor(array, 0, len(array)), gpu_memory(1))
+            assert isinstance(there, DeviceTensor)
+            return Exported(there.elements, there, 1)
+
+        monkeypatch.setattr(fake_library, "EXPORTS", export)
+        assert values(served(DOUBLE).run({"x": rows(2)})) == [(2 * rows(2)).tolist()]
+        assert machine.copies[gpu_memory(1), HOST_MEMORY]
+        stream.close()
+
+
+@pytest.mark.parametrize(
+    ("export", "text"),
+    [
+        (lambda array: array.tolist(), "it returned list where an array was expected"),
+        (
+            lambda array: Exported(array.astype(np.float64)),
+            "the configuration promises FP32, the model answered float64",
+        ),
+    ],
+)
+def test_an_output_that_cannot_be_taken_over_fails_the_batch(
+    served: Open, monkeypatch: pytest.MonkeyPatch, export: Any, text: str
+) -> None:
+    monkeypatch.setattr(fake_library, "EXPORTS", export)
+    with pytest.raises(ModelFailed, match=text):
+        served(DOUBLE).run({"x": rows(2)})
 
 
 # ---------------------------------------------------------------------------------------------- load
@@ -383,3 +482,134 @@ def test_a_disagreement_is_reported_where_the_instance_opens_in_a_process(tmp_pa
             pass
     assert "specifies shape [-1,5]" in str(caught.value)
     assert "unexpected inference output 'q'" in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------- shared processes
+
+WHERE = fake_file(
+    X,
+    {"y": ("FP32", (-1, 4)), "pid": ("INT64", (-1, 1)), "busy": ("FP64", (-1, 2))},
+    {
+        "y": "x * 2",
+        "pid": "np.full((len(x), 1), os.getpid())",
+        "busy": "(lambda since, _, until: np.full((len(x), 2), [since, until]))"
+        "(time.monotonic(), time.sleep(0.05 if x.min() >= 0 else os._exit(3)), time.monotonic())",
+    },
+)
+
+
+def shared_folder(path: Path, instances: int, shares: int) -> Path:
+    group = f"instance_group [ {{ count: {instances} kind: KIND_CPU }} ]"
+    return folder_of(path, WHERE, group, parameter("SHARES", str(shares)), backend="fake_process")
+
+
+def pids(engine: Engine, count: int) -> set[int]:
+    """The processes that answered so many requests at the same time."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(count) as pool:
+        answers = [*pool.map(lambda number: engine.infer("m", {"x": rows(1, number)}), range(count))]
+    for number, answer in enumerate(answers):
+        assert answer["y"].tolist() == (2 * rows(1, number)).tolist()
+    return {int(answer["pid"][0, 0]) for answer in answers}
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+@pytest.mark.parametrize(("instances", "shares", "processes"), [(3, 3, 1), (4, 2, 2), (2, 9, 1), (2, 1, 2)])
+def test_instances_that_share_a_file_are_in_one_process(
+    tmp_path: Path, instances: int, shares: int, processes: int
+) -> None:
+    with Engine(str(shared_folder(tmp_path, instances, shares))) as engine:
+        assert len(pids(engine, 4 * instances)) == processes
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+def test_instances_of_one_process_run_at_the_same_time(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with Engine(str(shared_folder(tmp_path, 3, 3))) as engine, ThreadPoolExecutor(3) as pool:
+        answers = [*pool.map(lambda number: engine.infer("m", {"x": rows(1, number)})["busy"][0], range(3))]
+        assert max(since for since, _ in answers) < min(until for _, until in answers)
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+def test_after_a_crash_of_a_shared_process_all_its_instances_come_back_in_one(tmp_path: Path) -> None:
+    with Engine(str(shared_folder(tmp_path, 3, 3))) as engine:
+        (before,) = pids(engine, 6)
+        with pytest.raises(FlowserveError, match="exit status"):
+            engine.infer("m", {"x": -1 - rows(1)})
+        end = time.monotonic() + 20
+        while True:
+            try:
+                after = pids(engine, 6)
+                break
+            except FlowserveError:
+                assert time.monotonic() < end, "no process came back"
+                time.sleep(0.05)
+        assert len(after) == 1
+        assert before not in after
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+def test_a_hanging_run_in_a_shared_process_ends_it(tmp_path: Path) -> None:
+    file = fake_file(
+        X,
+        {**Y, "pid": ("INT64", (-1, 1))},
+        {"y": "x * 2 if x.min() >= 0 else time.sleep(600)", "pid": "np.full((len(x), 1), os.getpid())"},
+    )
+    group = "instance_group [ { count: 2 kind: KIND_CPU } ]"
+    limits = parameter("SHARES", "2"), parameter("execution_timeout", "0.5")
+    with Engine(str(folder_of(tmp_path, file, group, *limits, backend="fake_process"))) as engine:
+        (before,) = pids(engine, 4)
+        for _ in range(2):  # in the host and in the other one, in some order
+            with pytest.raises(FlowserveError):
+                engine.infer("m", {"x": -1 - rows(1)})
+            end = time.monotonic() + 20
+            after = {before}
+            while before in after:
+                assert time.monotonic() < end, "no other process came"
+                time.sleep(0.05)
+                with suppress(FlowserveError):
+                    after = pids(engine, 4)
+            (before,) = after
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+def test_the_error_of_a_shared_file_that_cannot_be_opened_is_told(tmp_path: Path) -> None:
+    tensors_ = (
+        'input { name: "x" data_type: TYPE_FP32 dims: [ 4 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 4 ] }'
+    )
+    group = "max_batch_size: 8 instance_group [ { count: 3 kind: KIND_CPU } ]"
+    file = fake_file(X, Y, {"y": "1 +"})
+    folder = folder_of(tmp_path, file, tensors_, group, parameter("SHARES", "3"), backend="fake_process")
+    with pytest.raises(FlowserveError, match="Fake cannot run it: SyntaxError"):
+        with Engine(str(folder)):
+            pass
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+def test_only_processes_that_know_the_secret_are_taken() -> None:
+    secret = "a secret"
+    listener = sharing.claim(secret)
+    assert listener is not None
+    assert sharing.claim(secret) is None
+    served: list[bytes] = []
+
+    def serve(socket_fd: int, arguments: bytes) -> None:
+        os.close(socket_fd)
+        served.append(arguments)
+
+    def hand_over(arguments: bytes) -> bool:
+        here, there = socket.socketpair()
+        with here, there:
+            return sharing.hand_over(os.dup(there.fileno()), arguments, secret)
+
+    with listener:
+        sharing.Host(listener, secret, serve).start()
+        assert hand_over(b"job")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+            stranger.connect(sharing._address(secret))
+            socket.send_fds(stranger, [struct.pack("<QQ", 3, 3) + b"keyjob"], [listener.fileno()])
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+    assert served == [b"job"]

@@ -67,7 +67,7 @@ def test_an_unknown_backend_is_refused_with_the_list_of_backends() -> None:
         registry.find("dali")
     assert str(caught.value) == (
         "unable to find backend library for backend 'dali': flowserve has callable, fil, onnxruntime, openvino, "
-        "python, pytorch, remote, tensorflow, tensorrt"
+        "python, pytorch, remote, tensorflow, tensorrt, vllm"
     )
 
 

@@ -137,7 +137,6 @@ def test_refusal_N21_places_that_do_not_exist_yet(refused: Refused) -> None:
     ("said", "files", "where", "advice"),
     [
         ('backend: "libtorch"', (), "1:1", 'libtorch is not supported yet (write backend: "pytorch")'),
-        ('backend: "vllm"', (), "1:1", "vllm is not supported yet (call vLLM in a decoupled model.py,"),
         ('backend: "dali"', (), "1:1", "dali is not supported yet (run the DALI pipeline"),
         ('backend: "identity"', (), "1:1", "identity is not supported yet (write a model.py"),
         ('backend: "tensorrtllm"', (), "1:1", "tensorrtllm is not supported yet (its engines are no TensorRT plans:"),

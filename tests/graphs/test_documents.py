@@ -22,7 +22,9 @@ from flowserve.testing.serve import Served
 
 GRAPHS = Path(__file__).resolve().parents[2] / "graphs"
 EXAMPLES = sorted(path.parent for path in GRAPHS.glob("*/config.pbtxt"))
-DOCUMENTS = sorted([*GRAPHS.rglob("README.md"), GRAPHS.parent / "docs/examples.md"])
+# Models in .tensorflow are a repository of their own (test_language_of_text.py).
+READMES = [path for path in GRAPHS.rglob("README.md") if ".tensorflow" not in path.parts]
+DOCUMENTS = sorted([*READMES, GRAPHS.parent / "docs/examples.md"])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DIGITS = re.compile(r"(\d\.\d{3})\d+(?:e-\d+)?")
 

@@ -1,14 +1,15 @@
 """A library without a package: its files are JSON with an expression for each output.
 
-Decided here: what such a file declares, that expressions see the inputs by name (None where one is missing), `np` and
-`os`, and that it records nothing: everything a test sees goes through the template.
+Decided here: what such a file declares, that expressions see the inputs by name (None where one is missing), `np`, `os`
+and `time`, and that it records nothing: everything a test sees goes through the template.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +21,10 @@ from flowserve.backends.library.interface import ModelSource
 from flowserve.backends.library.run import Execute, Feed
 from flowserve.backends.library.signature import Port, Signature
 from flowserve.config.types import ModelConfig
-from flowserve.values import BY_WIRE
+from flowserve.values import BY_WIRE, DType
+
+# Set by tests: how the outputs are exported by DLPack; None: they are arrays.
+EXPORTS: Callable[[Any], Any] | None = None
 
 
 class FakeLibrary:
@@ -39,6 +43,9 @@ class FakeLibrary:
 
     def modules(self, path: Path) -> Sequence[str]:
         return self.needed
+
+    def shares(self, source: ModelSource) -> int:
+        return source.integer("SHARES", 1, 1)
 
     def signature(self, source: ModelSource) -> Signature:
         return self.open(source).signature
@@ -73,8 +80,18 @@ class FakeProgram:
 
     def session(self) -> Execute:
         def run(names: list[str], feed: Feed) -> Sequence[Any]:
-            known = {"np": np, "os": os, **dict.fromkeys(self._inputs), **feed}
-            return [np.asarray(eval(self._expressions[name], known)) for name in names]
+            if EXPORTS is not None:  # a library that takes its inputs by DLPack
+                feed = {name: np.from_dlpack(array) for name, array in feed.items()}
+            known = {
+                "np": np,
+                "os": os,
+                "time": time,
+                "bfloat16": DType.BF16.numpy,
+                **dict.fromkeys(self._inputs),
+                **feed,
+            }
+            made = [np.asarray(eval(self._expressions[name], known)) for name in names]
+            return made if EXPORTS is None else [EXPORTS(array) for array in made]
 
         return run
 

@@ -113,7 +113,8 @@ def write_tensorflow(repository: Path) -> dict[str, Any]:
     saved(
         "words",
         words,
-        'platform: "tensorflow_savedmodel"' + parameters(TF_NUM_INTRA_THREADS="1", MAX_SESSION_SHARE_COUNT="2"),
+        'platform: "tensorflow_savedmodel" instance_group [ { count: 2 kind: KIND_CPU } ]'
+        + parameters(TF_NUM_INTRA_THREADS="1", MAX_SESSION_SHARE_COUNT="2"),
         x=tf.TensorSpec([None, 6], tf.float32, name="x"),
         text=tf.TensorSpec([None, 1], tf.string, name="text"),
     )

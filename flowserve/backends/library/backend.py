@@ -15,11 +15,14 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Final, TypeVar
 
 from flowserve.backends.base import ModelFiles, Remote
@@ -98,9 +101,14 @@ class LibraryBackend:
             raise
         except Invalid as missing:
             raise _at_file(files, files.version_folder / named, str(missing)) from None
-        _require(library, files, path)
-        threads = max(1, cores_allowed() // max(1, int(options.get("runs_at_once", "1"))))
-        return ModelSource(config, files, path, threads, options)
+        require_installed(library.modules(path), library.requirement, files, path)
+        cores = cores_allowed()
+        source = ModelSource(config, files, path, 1, options)
+        instances = sum(group.count for group in config.instance_groups) or library.instances
+        sharing = min(max(1, library.shares(source)), instances)
+        # Those that share have one set of threads.
+        threads = max(1, sharing * cores // max(1, int(options.get("runs_at_once", "1"))))
+        return replace(source, threads=min(threads, cores))
 
 
 class LibraryModel:
@@ -110,6 +118,9 @@ class LibraryModel:
 
     def __init__(self, library: Library, source: ModelSource, opened: tuple[ModelConfig, Program] | None) -> None:
         self.is_pure = source.flag(PURE, True)
+        self._shares = library.shares(source)
+        self._secret = token_hex(16)
+        self._numbers = count()  # of instances in processes
         self.may_run_inline = opened is not None
         self._library = library
         self._source = source
@@ -119,8 +130,13 @@ class LibraryModel:
         return LibraryInstance(self._library, self._open)
 
     def remote(self, name: str, group: InstanceGroup) -> Remote:
-        """Makes the instance in a worker process, which imports the library."""
-        return Remote(f"{__name__}:instance_here", (self._library, self._source))
+        """Makes the instance in a worker process, which imports the library. Of instances that share an open file, so
+        many as the library allows are in one process.
+        """
+        if self._shares < 2:
+            return Remote(f"{__name__}:instance_here", (self._library, self._source))
+        secret = f"{self._secret}-{next(self._numbers) // self._shares}"
+        return Remote(f"{__name__}:shared_instance_here", (self._library, self._source, secret), secret)
 
     def close(self) -> None:
         """The file is closed with its last reference."""
@@ -135,6 +151,28 @@ class LibraryModel:
 def instance_here(library: Library, source: ModelSource) -> LibraryInstance:
     """The instance that `LibraryModel.instance` would make, in a process that runs this model only."""
     return LibraryInstance(library, partial(open_program, library, source))
+
+
+def shared_instance_here(library: Library, source: ModelSource, secret: str) -> LibraryInstance:
+    """As `instance_here`, for one of several instances of this process: those with the same secret share the file."""
+    return LibraryInstance(library, partial(_shared.open, secret, partial(open_program, library, source)))
+
+
+class _SharedPrograms:
+    """The open files of this process, by secret. Used by its seats, each on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._opened: dict[str, tuple[ModelConfig, Program]] = {}
+
+    def open(self, secret: str, open_it: Callable[[], tuple[ModelConfig, Program]]) -> tuple[ModelConfig, Program]:
+        with self._lock:
+            if secret not in self._opened:
+                self._opened[secret] = open_it()
+            return self._opened[secret]
+
+
+_shared = _SharedPrograms()
 
 
 def signature_here(library: Library, source: ModelSource) -> dict[str, Any]:
@@ -218,12 +256,11 @@ def _checked(source: ModelSource, signature: Signature) -> ModelConfig:
     return config
 
 
-def _require(library: Library, files: ModelFiles, path: Path) -> None:
-    """Raises Unsupported, with the command that helps, if no library for this file is installed."""
-    modules = library.modules(path)
+def require_installed(modules: Sequence[str], requirement: str, files: ModelFiles, path: Path) -> None:
+    """Raises Unsupported, with the command that helps, if none of these modules is installed for a model's file."""
     if any(_is_installed(module) for module in modules):
         return
-    install = f"{shlex.quote(sys.executable)} -m pip install {shlex.quote(library.requirement)}"
+    install = f"{shlex.quote(sys.executable)} -m pip install {shlex.quote(requirement)}"
     what = f"{' or '.join(modules)}, which {'is' if len(modules) == 1 else 'are'} not installed"
     missing = Unsupported(f"{path.name} needs {what}: {install}")
     missing.place = Place(files.shown(path))

@@ -134,6 +134,11 @@ class Library(Protocol):
     def modules(self, path: Path) -> Sequence[str]:
         """The modules of which one is needed for this file, in the order of preference."""
 
+    def shares(self, source: ModelSource) -> int:
+        """How many instances in processes may share an open file, and so a process; 1 for a process for each. May raise
+        Problems.
+        """
+
     def signature(self, source: ModelSource) -> Signature:
         """The tensors of a file. Raises Problems for parameters; any error of the library for a file that it cannot
         read.

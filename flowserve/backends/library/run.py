@@ -1,7 +1,7 @@
 """Runs a whole batch in one call of a library, with tensors in host memory.
 
-Decides how the inputs of a batch are fed, in which order they are converted, and how outputs are checked and divided
-among the members. It does not know which library runs, nor ragged batches' empty members (tensors.py).
+Decides how the inputs of a batch are fed, in which order they are converted, how outputs are taken over, checked and
+divided among the members. It does not know which library runs, nor ragged batches' empty members (tensors.py).
 
 Callers: instance.py of this package and of the onnx backend.
 """
@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from flowserve.backends.base import ClockNs, Results, Work
 from flowserve.backends.library.tensors import ModelTensors, member_rows
 from flowserve.errors import ModelFailed
+from flowserve.memory import dlpack
 from flowserve.memory.assemble import gather
 from flowserve.memory.column import Column
 from flowserve.memory.pool import HOST
@@ -21,7 +24,8 @@ from flowserve.memory.tensor import Tensor
 from flowserve.values import Array, DType
 
 Feed = dict[str, Array]
-# The arrays of the named outputs, in that order, of a run with these inputs; they are not written to any more.
+# The outputs of these names, in that order, of a run with these inputs: arrays, or objects that export their memory by
+# DLPack. They are not written to any more.
 Execute = Callable[[list[str], Feed], Sequence[Any]]
 
 
@@ -53,7 +57,8 @@ class BatchRun:
             copied = [0] * len(model.inputs)
             array: Array | None = None
             for i, (spec, column) in enumerate(zip(model.inputs, work.inputs, strict=True)):
-                if column[0] is None:
+                # A column's block is looked at first: its elements would be made for each member.
+                if column.block is None and column[0] is None:
                     continue  # an omitted optional input of a model without batching
                 array, copied[i] = gather(column, HOST)
                 feed[spec.name] = array
@@ -68,6 +73,10 @@ class BatchRun:
         gathered_ns = clock()
         try:
             arrays = self.execute(names, feed)
+            for one in arrays:
+                if type(one) is not np.ndarray:
+                    arrays = [*map(as_array, arrays)]
+                    break
         except Exception as error:
             raise self._failed(error) from error
         computed_ns = clock()
@@ -82,3 +91,19 @@ class BatchRun:
             else:
                 outputs[j] = [Tensor(model.checked(j, array, -1))]
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)
+
+
+def as_array(made: Any) -> Array:
+    """An output of a library: an array as it is; a tensor that exports its memory by DLPack without a copy, from a GPU
+    with one. Raises TypeError, Invalid or Unsupported for what is neither.
+    """
+    if isinstance(made, np.ndarray):
+        return made
+    if not hasattr(made, "__dlpack__"):
+        raise TypeError(f"it returned {type(made).__name__} where an array was expected")
+    if made.__dlpack_device__()[0] == dlpack.CPU:
+        try:
+            return np.ascontiguousarray(np.from_dlpack(made))
+        except (BufferError, RuntimeError):
+            pass  # a data type that numpy does not import, such as BF16
+    return dlpack.import_capsule(made.__dlpack__()).on_host()

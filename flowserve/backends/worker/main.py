@@ -1,8 +1,8 @@
 """A worker process from its start to its end.
 
 Decides the order of its steps (`serve`): make the instance, open it, run batches until the server sends END or has
-ended, close it. How batches are run is decided in driver.py. It does not know the event loop, queues or graphs, nor
-which backend it runs.
+ended, close it. Which process runs an instance that shares one is decided in sharing.py. How batches are run is decided
+in driver.py. It does not know the event loop, queues or graphs, nor which backend it runs.
 
 Decides how a model's code is executed once in a process of its own, for example to complete its configuration
 (`run_task`). The result is sent as JSON, in as many messages as needed, and is complete when the process has ended. It
@@ -23,6 +23,7 @@ from flowserve.backends.base import CallsModels, Instance, Remote
 from flowserve.backends.worker.bls_client import WorkerBlsClient
 from flowserve.backends.worker.driver import Driver, RouteGuard
 from flowserve.backends.worker.protocol import BROKEN, MESSAGE_BYTES_MAX, Garbled, Job, encode_error, pack
+from flowserve.backends.worker.sharing import Host, claim, hand_over
 from flowserve.backends.worker.streaming import StreamDriver
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.heap import tune_malloc
@@ -37,7 +38,28 @@ def serve(socket_fd: int, arguments: bytes) -> None:
     """
     job: Job = pickle.loads(arguments)
     tune_malloc()  # as in the server, and for the same large arrays
+    shared = job.remote.shared
+    if not shared:
+        number_segments_from((job.number << 32) + 1)
+        _serve(socket_fd, job)
+        return
+    while (listener := claim(shared)) is None:
+        if hand_over(socket_fd, arguments, shared):
+            return
     number_segments_from((job.number << 32) + 1)
+    with listener:
+        _serve(socket_fd, job, Host(listener, shared, _serve_seat))
+
+
+def _serve_seat(socket_fd: int, arguments: bytes) -> None:
+    """Run one of several instances of this process, on a thread of its own."""
+    job: Job = pickle.loads(arguments)
+    number_segments_from((job.number << 32) + 1, of_thread=True)
+    _serve(socket_fd, job)
+
+
+def _serve(socket_fd: int, job: Job, host: Host | None = None) -> None:
+    """`host`: for the others that this process runs once the first instance is open."""
     guard = RouteGuard()
     with socket.socket(fileno=socket_fd) as sock:
         sock.setblocking(True)
@@ -53,6 +75,8 @@ def serve(socket_fd: int, arguments: bytes) -> None:
                 error = ModelFailed(what)
             sock.send(pack(BROKEN, (), encode_error(error)))
             return
+        if host is not None:
+            host.start()
         try:
             driver = StreamDriver if job.decoupled else Driver
             driver(sock, job, instance, guard, perf_counter_ns).run()
