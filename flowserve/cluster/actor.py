@@ -127,7 +127,8 @@ class _Session:
             self._tell(pack(protocol.BROKEN, (), encode_error(error)))
             return
         try:
-            self._tell(pack(protocol.READY, (int(model.is_pure),)))
+            is_pure = model.is_pure or self._job.config.parameters.get("pure", "") == "true"
+            self._tell(pack(protocol.READY, (int(is_pure),)))
             while True:
                 (kind, words, text), block = self._arrived.get()
                 if kind == protocol.END:

@@ -1,7 +1,7 @@
 """An engine whose models run on machines that are processes of this one.
 
-Decided here: the models of these tests (a `model.py` and an ONNX file of the same computation), and how an engine with a
-local cluster is opened. Engine, actors, sockets and machines are the real ones.
+Decided here: the model of these tests, and how an engine with a local cluster is opened. Engine, actors, sockets and
+machines are the real ones.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ backend: "python" max_batch_size: 8 dynamic_batching {}
 input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
 output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] } output { name: "PID" data_type: TYPE_INT32 dims: [ 1 ] }
 """
+PURE = f'{DOUBLE} parameters {{ key: "pure" value {{ string_value: "true" }} }}'
 DOUBLE_CODE = """
 import os
 import time
@@ -81,7 +82,10 @@ async def serving(
 ) -> AsyncIterator[tuple[Engine, Control]]:
     """An engine with all models of the repository, some of them on the machines of a cluster."""
     options = EngineOptions(cluster=ClusterOptions(cluster, 20.0, tls), places=places)
-    async with open_engine(options) as engine, open_control(engine, [repository], ControlOptions()) as control:
+    async with (
+        open_engine(options) as engine,
+        open_control(engine, [repository], ControlOptions("explicit", ("*",))) as control,
+    ):
         with trio.fail_after(60):
             assert await control.start(lambda _: None) == {}
         yield engine, control

@@ -471,6 +471,8 @@ class _Connection:
             self.runs[words[1]] = run  # it fails with the connection
             raise
         self._worker.has_answered = True
+        for following in [*self.runs.values()][:1]:  # begins now; until now it waited there, as in a queue
+            following.batch.started_ns = self._worker._clock()
         assert self._context is not None
         self._context.completions.add(batch, outcome)
 
