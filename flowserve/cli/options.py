@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from flowserve.cli.cluster import add_cluster_options
 from flowserve.cli.option_values import (
     METRICS_QUANTILES,
     ONNXRUNTIME_SETTINGS,
@@ -159,6 +160,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     _add_metrics_arguments(parser.add_argument_group("metrics"))
     _add_model_arguments(parser.add_argument_group("how models are loaded and run"))
     add_store_options(parser.add_argument_group("repositories in stores"))
+    add_cluster_options(parser.add_argument_group("models on other machines"))
     _add_gpu_arguments(parser.add_argument_group("GPUs"))
     _add_process_arguments(parser.add_argument_group("how it logs, traces and ends"))
     _add_arguments_without_effect(parser)

@@ -26,7 +26,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from ipaddress import ip_address
 from itertools import chain
 from pathlib import Path
@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Final, Self
 import trio
 
 from flowserve.cli import logs
+from flowserve.cli.open_cluster import cluster_of
 from flowserve.cli.options import (
     DEFAULT_GRPC_PORT,
     MEBIBYTE,
@@ -153,7 +154,11 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
     exit_timeout_s, restrictions = arguments.exit_timeout_secs, tuple(arguments.http_restricted_api)
     metrics_shown = metrics_choice(arguments)
     delay_s = arguments.drain_delay_secs
-    with Shutdown(exit_timeout_s + delay_s, arguments.repositories) as shutdown, FrozenHeap() as heap:
+    with (
+        Shutdown(exit_timeout_s + delay_s, arguments.repositories) as shutdown,
+        FrozenHeap() as heap,
+        ExitStack() as cluster_scope,
+    ):
         traced = arguments.trace_config
         trace = TraceOptions(trace_choice(traced), opentelemetry_settings(traced), trace_api_max_bytes(traced))
         try:
@@ -163,6 +168,8 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
             metrics_listeners = _metrics_listeners(arguments)
             grpc_server = open_grpc(arguments)
             trace.check()
+            # On a thread, since Ray takes seconds.
+            cluster, places = await trio.to_thread.run_sync(lambda: cluster_scope.enter_context(cluster_of(arguments)))
         except FlowserveError as error:
             return _failed(str(error))
         where = url(listeners[0], arguments.http_address, "https" if tls else "http")
@@ -185,6 +192,8 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings) -> int:
             strict_outputs=arguments.strict_outputs,
             tells_names=not hides_names((*restrictions, *arguments.grpc_restricted_protocol)),
             summaries=metrics_shown is not None and bool(metrics_shown.quantiles),
+            cluster=cluster,
+            places=places,
         )
         control_options = ControlOptions(
             arguments.model_control_mode,

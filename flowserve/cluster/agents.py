@@ -3,10 +3,12 @@
 Decides what is said to an agent (on its standard input, pickled: the agent trusts its server) and what it answers (a
 line of JSON each, which may be wrong and is then ignored), and that an agent ends when its standard input does.
 
-  START number job needs seconds    answered by STARTED number host port process [machine], or FAILED number text
+  START number job needs seconds    answered by STARTED number host port process, or FAILED number text; Ray's agent
+                                    adds the name of the machine, and of Ray's node
   KILL number                       end that actor at once
-  ASK number host port machine      how did this actor end? (`RayCluster`); answered by ENDED
+  ASK number machine node           to Ray's agent: how did this actor end? Answered by ENDED
   ENDED number text [with_machine]  an actor has ended
+  READY 0 version                   Ray's agent has found the cluster; or FAILED 0 text
 
 Decides which machine of the local engine gets an actor (the one with the fewest), and that such a machine is lost when
 its process ends, as a machine is. `RayCluster` has one agent, which is started again when it ends; the actors of the
@@ -27,6 +29,7 @@ from contextlib import suppress
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any, Final
+from uuid import uuid4
 
 from flowserve.cluster.actor import pickled
 from flowserve.cluster.base import ActorJob, End, Needs, Started
@@ -56,7 +59,8 @@ class Agent:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.process_id = self._process.pid
         self._lock = threading.Lock()
-        self._answers: dict[int, SimpleQueue[tuple[Any, ...]]] = {}
+        self._first: SimpleQueue[tuple[Any, ...]] = SimpleQueue()  # READY, or why not
+        self._answers: dict[int, SimpleQueue[tuple[Any, ...]]] = {0: self._first}
         self._ends: dict[int, SimpleQueue[tuple[Any, ...]]] = {}
         self._on_end = on_end
         self.is_gone = threading.Event()
@@ -93,6 +97,15 @@ class Agent:
             raise
         finally:
             del self._answers[number]
+
+    def await_ready(self, give_up_s: float) -> None:
+        """Wait for READY. Raises Unavailable."""
+        try:
+            kind, *words = self._first.get(timeout=give_up_s)
+        except Empty:
+            raise Unavailable(f"the cluster did not answer within {give_up_s:g} s") from None
+        if kind != READY:
+            raise Unavailable(str(words[0]) if kind == FAILED else "the process that uses the cluster has ended")
 
     def end_of(self, number: int, timeout_s: float = _END_S) -> tuple[Any, ...] | None:
         """The words about the end of an actor, None if it does not tell, and () if it has ended itself."""
@@ -216,3 +229,87 @@ class LocalCluster:
             self._on.pop(name, None)
         if not self._closing:
             log.error("machine '%s' is lost: its process %d has ended", name, agent.process_id)
+
+
+class RayCluster:
+    """The machines of a cluster of Ray at `address`. Its agent is started again when it ends."""
+
+    def __init__(self, address: str, *, is_insecure: bool = False, give_up_s: float = 60.0) -> None:
+        """Find the cluster. Blocks. Raises Unavailable if it does not answer within `give_up_s`."""
+        # Other servers use the same cluster, and former ones may have left actors that are about to end.
+        self._arguments = (address, f"server-{uuid4().hex[:12]}", *(["insecure"] if is_insecure else []))
+        self._give_up_s = give_up_s
+        self._numbers = count(1)
+        self._nodes: dict[int, str] = {}
+        self._names: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._closing = False
+        self._agent: Agent | None = None
+        self._current()
+
+    def start(self, job: ActorJob, needs: Needs, give_up_s: float) -> Started:
+        """As `Engine.start`."""
+        number = next(self._numbers)
+        host, port, process, machine, node = self._current().start(number, job, needs, give_up_s)
+        self._nodes[number] = node
+        self._names[node] = machine
+        return Started(number, host, port, machine, process)
+
+    def end_of(self, started: Started) -> End:
+        """As `Engine.end_of`."""
+        node = self._nodes.get(started.number, "")
+        try:
+            agent = self._current()
+            agent.tell(ASK, started.number, started.machine, node)
+            words = agent.end_of(started.number)
+        except Unavailable as error:
+            return End(f"its connection ended, and Ray cannot be asked why: {error}")
+        if not words:
+            return End(f"its process on machine '{started.machine}' cannot be reached")
+        if words[1]:
+            self._names.pop(node, None)
+        return End(words[0], with_machine=bool(words[1]))
+
+    def kill(self, started: Started) -> None:
+        """As `Engine.kill`."""
+        self._nodes.pop(started.number, None)
+        agent = self._agent
+        if agent is not None:
+            agent.tell(KILL, started.number)
+
+    def machines(self) -> Sequence[str]:
+        """As `Engine.machines`: those that were used."""
+        return [*self._names.values()]
+
+    @property
+    def process(self) -> int:
+        """The process of the agent."""
+        return self._current().process_id
+
+    def close(self) -> None:
+        """As `Engine.close`."""
+        self._closing = True
+        with self._lock:
+            if self._agent is not None:
+                self._agent.close()
+
+    def _current(self) -> Agent:
+        """The agent; started if there is none. Raises Unavailable."""
+        with self._lock:
+            if self._agent is None or self._agent.is_gone.is_set():
+                if self._closing:
+                    raise Unavailable("the server ends")
+                agent = Agent("flowserve.cluster.ray_agent", self._arguments, self._ended)
+                try:
+                    agent.await_ready(self._give_up_s)
+                except Unavailable:
+                    agent.kill()
+                    raise
+                self._agent = agent
+            return self._agent
+
+    def _ended(self, agent: Agent) -> None:
+        if agent is self._agent and not self._closing:
+            log.error("the process that uses Ray (%d) has ended; it is started again", agent.process_id)
+            with suppress(Unavailable):  # tried again with the next request
+                self._current()
