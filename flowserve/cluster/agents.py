@@ -127,15 +127,17 @@ class Agent:
 
     def close(self) -> None:
         """End it, and wait for that."""
-        assert self._process.stdin is not None
-        with self._lock:
-            with suppress(OSError):  # where it has ended
-                self._process.stdin.close()
+        self._close_input()
         try:
             self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def _close_input(self) -> None:
+        assert self._process.stdin is not None
+        with self._lock, suppress(OSError):  # where it has ended
+            self._process.stdin.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -151,6 +153,7 @@ class Agent:
                     waiting[number].put((kind, *words))
         self._process.wait()
         self.is_gone.set()
+        self._close_input()
         for one in (*self._answers.values(), *self._ends.values()):
             one.put(_GONE)
         self._on_end(self)

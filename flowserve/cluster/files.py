@@ -17,7 +17,7 @@ import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 from flowserve.backends.base import ModelFiles
@@ -45,7 +45,7 @@ def digest_of(files: ModelFiles) -> str:
 def archive_of(files: ModelFiles) -> Iterator[bytes]:
     """The same files as an archive, in pieces of at most `PIECE_BYTES`."""
     made = _Pieces()
-    with tarfile.open(fileobj=made, mode="w|", bufsize=_READ_BYTES) as archive:
+    with tarfile.open(fileobj=made, mode="w|", bufsize=_READ_BYTES, dereference=True) as archive:
         for name, path in _needed(files):
             archive.add(path, name)
             yield from made.take(PIECE_BYTES)
@@ -68,7 +68,9 @@ def files_here(files: ModelFiles, digest: str, fetch: Fetch | None) -> ModelFile
     made = Path(tempfile.mkdtemp(dir=cache()))
     try:
         with tarfile.open(fileobj=_Stream(fetch()), mode="r|") as archive:
-            archive.extractall(made / files.folder.name, filter="data")
+            for member in archive:
+                _check(member)
+                archive.extract(member, made / files.folder.name)
         found = digest_of(replace(files, repository=made, folder=made / files.folder.name))
         if found != digest:
             raise Unavailable("the files changed while they were sent; load the model again")
@@ -88,6 +90,14 @@ def cache() -> Path:
     """The folder of files that were sent to this machine; an operator may empty it at any time."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root) / "flowserve" / "models"
+
+
+def _check(member: tarfile.TarInfo) -> None:
+    """Raises Unavailable for an entry that `archive_of` does not write."""
+    path = PurePosixPath(member.name)
+    if not member.isreg() or path.is_absolute() or ".." in path.parts:
+        raise Unavailable(f"the files of a model have the entry '{member.name}', which is not one of its files")
+    member.mode = 0o600
 
 
 def _needed(files: ModelFiles) -> Iterator[tuple[str, Path]]:

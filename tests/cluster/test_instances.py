@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from flowserve.config.placement import ModelPlace
 from flowserve.errors import FlowserveError, InstanceDied, MachineLost, ModelFailed, Unavailable
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.workers.cluster import ClusterWorker
-from tests.support.clusters import PURE, ask, local_cluster, row, serving, write_python
+from tests.support.clusters import PURE, ask, is_running, local_cluster, row, serving, until, write_python
 
 BYTES = """
 backend: "python" max_batch_size: 8
@@ -43,9 +43,12 @@ platform: "ensemble" max_batch_size: 8
 input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
 output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
 ensemble_scheduling {
-  step { model_version: -1 model_name: "first" input_map { key: "IN" value: "IN" } output_map { key: "OUT" value: "a" } }
-  step { model_version: -1 model_name: "second" input_map { key: "IN" value: "a" } output_map { key: "OUT" value: "b" } }
-  step { model_version: -1 model_name: "third" input_map { key: "IN" value: "b" } output_map { key: "OUT" value: "OUT" } }
+  step { model_name: "first" model_version: -1
+    input_map { key: "IN" value: "IN" } output_map { key: "OUT" value: "a" } }
+  step { model_name: "second" model_version: -1
+    input_map { key: "IN" value: "a" } output_map { key: "OUT" value: "b" } }
+  step { model_name: "third" model_version: -1
+    input_map { key: "IN" value: "b" } output_map { key: "OUT" value: "OUT" } }
 }
 """
 
@@ -53,8 +56,9 @@ ensemble_scheduling {
 def worker_of(engine: Engine, model: str, number: int = 0) -> ClusterWorker:
     (queue,) = engine.deployments.find(model).queues
     workers = [*dict.fromkeys(queue.instances)]
-    assert isinstance(workers[number], ClusterWorker)
-    return workers[number]
+    worker = workers[number]
+    assert isinstance(worker, ClusterWorker)
+    return worker
 
 
 async def ask_all(engine: Engine, model: str, values: Sequence[Any]) -> list[Any]:
@@ -73,18 +77,8 @@ async def ask_all(engine: Engine, model: str, values: Sequence[Any]) -> list[Any
     return answers
 
 
-async def until(is_so: Callable[[], object], seconds: float = 20) -> None:
-    with trio.fail_after(seconds):
-        while not is_so():  # noqa: ASYNC110 - no event to wait for
-            await trio.sleep(0.005)
-
-
 def is_served(engine: Engine, model: str) -> bool:
     return not engine.deployments.outage(engine.deployments.find(model))
-
-
-def is_running(process: int) -> bool:
-    return Path(f"/proc/{process}").exists()
 
 
 async def test_a_model_on_another_machine_answers_as_one_here(tmp_path: Path) -> None:
@@ -190,11 +184,8 @@ async def test_batches_of_any_other_model_fail_with_the_name_of_the_lost_machine
                 nursery.start_soon(send)
                 await until(lambda: worker_of(engine, "m").running)
                 os.kill(cluster.processes()["local-1"], signal.SIGKILL)
-            with trio.fail_after(10):
-                while "no machine of the cluster is left" not in engine.deployments.outage(
-                    engine.deployments.find("m")
-                ):
-                    await trio.sleep(0.01)
+            left = "no machine of the cluster is left"
+            await until(lambda: left in engine.deployments.outage(engine.deployments.find("m")))
             with pytest.raises(Unavailable):
                 await ask(engine, "m", row(1.0))
 

@@ -6,7 +6,7 @@ machines are the real ones.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -100,3 +100,15 @@ async def ask(engine: Engine, name: str, value: Array, **facts: object) -> Mappi
 def row(*numbers: float) -> Array:
     """One row of numbers."""
     return np.array([numbers], np.float32)
+
+
+async def until(is_so: Callable[[], object], seconds: float = 20) -> None:
+    """Wait until it is so. Raises TooSlowError."""
+    with trio.fail_after(seconds):
+        while not is_so():  # noqa: ASYNC110 - no event to wait for
+            await trio.sleep(0.005)
+
+
+def is_running(process: int) -> bool:
+    """Whether this process exists."""
+    return Path(f"/proc/{process}").exists()
