@@ -53,7 +53,7 @@ class ModelQueue:
         # Longest idle first, so that batches spread over instances evenly. Each instance is free, running or away; one
         # that takes several batches at once is so many times among them.
         self.free: deque[Any] | Slots = deque(instances)
-        if len({*map(id, instances)}) < len(instances):
+        if len({*instances}) < len(instances):
             self.free = Slots(instances)
         self.running = 0
         self.away: list[Any] = []
