@@ -10,6 +10,7 @@ import ipaddress
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 from flowserve.cli.cluster import ClusterChoice
 from flowserve.cluster.agents import LocalCluster, RayCluster
@@ -43,6 +44,8 @@ def cluster_of(arguments: argparse.Namespace) -> Iterator[tuple[ClusterOptions |
         cluster = LocalCluster(choice.count)
     else:
         _check_address(placement)
+        if find_spec("ray") is None:
+            raise Invalid("--cluster ray needs Ray, which is not installed: pip install 'flowserve[ray]'")
         if arguments.cluster_tls is None and not _is_private(placement.address):
             log.warning("tensors cross a network with public addresses without encryption; see --cluster-tls")
         cluster = RayCluster(placement.address, is_insecure=arguments.cluster_insecure, give_up_s=seconds)

@@ -15,6 +15,7 @@ Does not know an engine: `python -m flowserve.cluster.actor` is a process of the
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -22,13 +23,24 @@ import pickle
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from time import perf_counter_ns
 from typing import Any, BinaryIO, Final
 
 from flowserve.backends import registry
-from flowserve.backends.base import Instance, LoadedModel, RunsInProcess, Work
+from flowserve.backends.base import (
+    NO_FILES,
+    Answer,
+    BlsCall,
+    CallsModels,
+    Cells,
+    Instance,
+    LoadedModel,
+    RunsInProcess,
+    Work,
+)
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.driver import BatchRequests, text_about
 from flowserve.backends.worker.protocol import Garbled, RunMessage, encode_error, pack, unpack
@@ -38,7 +50,7 @@ from flowserve.cluster.base import ActorJob, versions
 from flowserve.cluster.files import Fetch, files_here
 from flowserve.cluster.frames import OutgoingArena, read_inputs
 from flowserve.cluster.link import Link, greet_server, server_context
-from flowserve.errors import FlowserveError, ModelFailed, Unavailable
+from flowserve.errors import FlowserveError, ModelFailed, Unavailable, Unsupported
 from flowserve.memory.heap import tune_malloc
 from flowserve.memory.pool import HOST
 from flowserve.values import Array, Request
@@ -163,6 +175,8 @@ class _Session:
                 if isinstance(model, RunsInProcess)
                 else model.instance(job.name, job.group)
             )
+            if isinstance(instance, CallsModels):
+                instance.call_through(_NoCalls(job.config.name))
             instance.open()
         except BaseException:
             model.close()
@@ -259,6 +273,46 @@ class _Session:
             self._link.send(message)
         except (OSError, EOFError):
             log.debug("instance %s: the server is gone", self._job.name)
+
+
+class _NoCalls:
+    """The `BlsClient` of a model on another machine, which has no way to the server but its batches."""
+
+    clock = staticmethod(perf_counter_ns)
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def begin(self, call: BlsCall, answered: Callable[[Answer], None]) -> Callable[[bool], None]:
+        raise self._refusal(f"call model '{call.model}'")
+
+    def wait(self, is_there: Callable[[], bool]) -> None:
+        raise self._refusal("wait for a call")
+
+    def awaited_on(self, loop: asyncio.AbstractEventLoop) -> AbstractContextManager[None]:
+        raise self._refusal("wait for a call")
+
+    def ask(self, what: str, arguments: Sequence[Any], files: Mapping[str, bytes] = NO_FILES) -> Any:
+        raise self._refusal("load models, or have metrics of its own")
+
+    def metric(self, family: int, labels: Mapping[str, str], buckets: Sequence[float] | None, count: int) -> Cells:
+        raise self._refusal("have metrics of its own")
+
+    def drop(self, family: int) -> None:
+        """No metric exists."""
+
+    def is_withdrawn(self, member: int) -> bool:
+        """Not known here."""
+        return False
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _refusal(self, what: str) -> Unsupported:
+        return Unsupported(
+            f"model '{self._model}' runs on another machine, from where it cannot {what}; remove it from the placement "
+            "file"
+        )
 
 
 def _listed(texts: object) -> str:
