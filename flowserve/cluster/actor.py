@@ -92,10 +92,11 @@ class Actor:
         if link is None:
             log.error("instance %s: no server has connected for %g s", self._job.name, CONNECT_S)
             return
+        session = _Session(link, self._job, self._fetch)
         try:
-            _Session(link, self._job, self._fetch).run()
+            session.run()
         finally:
-            link.close()
+            session.close()
 
     def _accept(self) -> Link | None:
         self._listener.settimeout(CONNECT_S)
@@ -120,6 +121,7 @@ class _Session:
         self._fetch = fetch
         self._arrived: SimpleQueue[tuple[Message, Array | None]] = SimpleQueue()
         self._silences = 0
+        self._reader = threading.Thread(target=self._read, name="frames", daemon=True)
         config = job.config
         self._batches = config.max_batch_size > 0
         self._names = [spec.name for spec in config.outputs]
@@ -127,7 +129,7 @@ class _Session:
         self._outputs = OutputWriter(config.outputs, lambda segment: None, self._arena)
 
     def run(self) -> None:
-        threading.Thread(target=self._read, name="frames", daemon=True).start()
+        self._reader.start()
         message, _ = self._arrived.get()
         try:
             model, instance = self._open(message)
@@ -152,6 +154,12 @@ class _Session:
         finally:
             instance.close()
             model.close()
+
+    def close(self) -> None:
+        """End the connection and the reading thread."""
+        self._link.close()
+        self._reader.join()
+        self._link.discard()
 
     def _open(self, hello: Message) -> tuple[LoadedModel, Instance]:
         """Load the model and open its instance, once the versions are known to agree."""

@@ -81,7 +81,16 @@ def test_options_that_do_not_belong_together_are_refused(tmp_path: Path, options
     placement = tmp_path / "cluster.pbtxt"
     placement.write_text('place { model: "double" }')
     words = [str(placement) if one == "FILE" else one for one in options]
-    command = [sys.executable, "-m", "flowserve", "run", tmp_path / "models", "--http-port", "0", "--allow-grpc=false"]
+    command = [
+        sys.executable,
+        "-m",
+        "flowserve",
+        "run",
+        str(tmp_path / "models"),
+        "--http-port",
+        "0",
+        "--allow-grpc=false",
+    ]
     done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=60)
     assert done.returncode in (1, 2)
     assert message in done.stderr

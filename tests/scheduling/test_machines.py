@@ -82,7 +82,7 @@ class Machines:
         self.starts: Counter[object] = Counter()
         self.lost: Counter[object] = Counter()
         self._random = Random(seed)
-        self._events: list[tuple[int, int, Callable[[], None]]] = []
+        self._events: list[tuple[int, int, Callable[[], object]]] = []
         self._order = count()
         self._running: dict[int, list[Batch]] = defaultdict(list)
         self._away: set[int] = set()
@@ -112,7 +112,7 @@ class Machines:
         return self.server.answered()
 
     def _at(self, time: int, event: Callable[[], object]) -> None:
-        heapq.heappush(self._events, (time, next(self._order), event))  # type: ignore[arg-type]  # results are ignored
+        heapq.heappush(self._events, (time, next(self._order), event))
 
     def _done(self, batch: Batch) -> None:
         if batch not in self._running[batch.instance]:

@@ -143,6 +143,7 @@ class ClusterWorker:
         self._connection: _Connection | None = None
         self._is_closed = False
         self._given_up = ""
+        self._opening: Started | None = None  # while its instance is not open yet
 
     @property
     def running(self) -> Batch | None:
@@ -157,8 +158,6 @@ class ClusterWorker:
         Raises the model's exception, or Unavailable. May be called again after `on_end`.
         """
         self._context = context
-        if self._given_up:
-            raise Unavailable(f"instance '{self.name}': {self._given_up}")
         model, cluster = self._model, self._model.cluster
         job = model.job(self.name, self._group)
         where = f"model '{model.config.name}', instance '{self.name}'"
@@ -167,14 +166,21 @@ class ClusterWorker:
         except Unavailable as error:
             raise Unavailable(f"{where}: {error}") from None
         self.machine = started.machine
+        self._opening = started
         try:
+            if self._given_up:
+                raise Unavailable(self._given_up)
             connection = _Connection(self, started, job)
             is_pure = connection.wait_until_open()
         except BaseException as error:
             cluster.engine.kill(started)
+            if self._given_up:
+                raise Unavailable(f"{where}: {self._given_up}") from None
             if isinstance(error, Unavailable):
                 raise Unavailable(f"{where}, machine '{started.machine}': {error}") from None
             raise
+        finally:
+            self._opening = None
         model.is_pure = bool(is_pure)
         self._connection, self.ended = connection, ""
         if self._is_closed:  # checked last: `close` sets it before it looks for a connection
@@ -183,8 +189,11 @@ class ClusterWorker:
         connection.serve(context)
 
     def give_up(self, why: str) -> None:
-        """The next `open` raises. On any thread."""
-        self._given_up = why
+        """As `RunsElsewhere.give_up`. One that still waits for a machine goes on waiting, as long as that may take."""
+        self._given_up = f"its process was ended: {why}"
+        started = self._opening
+        if started is not None:
+            self._model.cluster.engine.kill(started)
 
     def close(self) -> None:
         """End the actor after its running batches. Blocks; called on a thread."""
