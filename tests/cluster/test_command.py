@@ -10,10 +10,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+import trio
 
 from flowserve.cli.check import check
 from flowserve.testing.serve import Served
-from tests.support.clusters import is_running, write_python
+from tests.support.clusters import is_running, until, write_python
 
 
 def checked(repository: Path, placement: Path) -> tuple[int, str]:
@@ -106,3 +107,18 @@ def test_a_server_without_a_cluster_imports_no_engine(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.server
+def test_no_process_is_left_of_a_server_that_is_killed(tmp_path: Path, serve: Callable[..., Served]) -> None:
+    repository = tmp_path / "models"
+    write_python(repository, "double")
+    placement = tmp_path / "cluster.pbtxt"
+    placement.write_text('place { model: "double" }')
+    served = serve(repository, "--cluster", "local:1", "--placement", str(placement))
+    body = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1, 1], "data": [1]}]}
+    answer = httpx.post(f"{served.base_url}/v2/models/double/infer", json=body, verify=False).json()
+    process = answer["outputs"][1]["data"][0]
+    served.process.kill()
+    served.process.wait()
+    trio.run(until, lambda: not is_running(process))

@@ -16,7 +16,18 @@ from flowserve.config.placement import ModelPlace
 from flowserve.errors import FlowserveError, InstanceDied, MachineLost, ModelFailed, Unavailable
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.workers.cluster import ClusterWorker
-from tests.support.clusters import PURE, ask, is_running, local_cluster, row, serving, until, write_python
+from tests.support.clusters import (
+    DOUBLE,
+    DOUBLE_CODE,
+    PURE,
+    ask,
+    is_running,
+    local_cluster,
+    row,
+    serving,
+    until,
+    write_python,
+)
 
 BYTES = """
 backend: "python" max_batch_size: 8
@@ -237,3 +248,76 @@ async def test_a_model_is_reloaded_and_unloaded_without_a_process_left(tmp_path:
             after = int(answer["PID"].item())
             await control.unload("m")
             await until(lambda: not (is_running(before) or is_running(after)))
+
+
+async def test_connections_may_be_encrypted(tmp_path: Path, papers: Path) -> None:
+    write_python(tmp_path / "models", "m")
+    tls = (str(papers / "server.pem"), str(papers / "server.key"), str(papers / "server.pem"))
+    with local_cluster(1) as cluster:
+        async with serving(tmp_path / "models", cluster, {"m": ModelPlace("m")}, tls=tls) as (engine, _):
+            for size in (1, 500_000):
+                value = np.arange(size, dtype=np.float32)[None]
+                assert ((await ask(engine, "m", value))["OUT"] == value * 2).all()
+
+
+async def test_an_execution_that_takes_too_long_ends_the_instance(tmp_path: Path) -> None:
+    limit = 'parameters { key: "execution_timeout" value { string_value: "0.5" } }'
+    write_python(tmp_path, "m", DOUBLE + limit)
+    with local_cluster(1) as cluster:
+        async with serving(tmp_path, cluster, {"m": ModelPlace("m", count=1)}) as (engine, _):
+            with trio.fail_after(10), pytest.raises(InstanceDied, match=r"longer than 0\.5 s"):
+                await ask(engine, "m", row(-60_000.0))
+            await until(lambda: is_served(engine, "m"))
+            # Of batches that wait there behind another, only the time in which they run counts.
+            answers = await ask_all(engine, "m", [row(*[-300.0] * size) for size in (1, 2, 3)])
+            assert [one["OUT"].shape[1] for one in answers] == [1, 2, 3]
+
+
+async def test_a_restarted_instance_is_warmed_up_before_it_serves(tmp_path: Path) -> None:
+    warm_up = """
+    model_warmup { name: "zero" batch_size: 1 inputs { key: "IN" value {
+      data_type: TYPE_FP32 dims: [ 1 ] zero_data: true
+    } } }
+    """
+    code = DOUBLE_CODE.replace("value * 2", "value * 2 + self.count()").replace(
+        "    def execute",
+        "    runs = 0\n\n    def count(self):\n        self.runs += 1\n        return self.runs\n\n    def execute",
+    )
+    write_python(tmp_path, "m", DOUBLE + warm_up, code)
+    with local_cluster(1) as cluster:
+        async with serving(tmp_path, cluster, {"m": ModelPlace("m", count=1)}) as (engine, _):
+            assert (await ask(engine, "m", row(0.0)))["OUT"][0, 0] == 2, "the second run"
+            with pytest.raises(InstanceDied):
+                await ask(engine, "m", row(-3.0))
+            await until(lambda: is_served(engine, "m"))
+            assert (await ask(engine, "m", row(0.0)))["OUT"][0, 0] == 2
+
+
+async def test_a_model_says_why_it_cannot_call_others_from_there(tmp_path: Path) -> None:
+    code = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        request = pb_utils.InferenceRequest(model_name="other", requested_output_names=["OUT"], inputs=[])
+        request.exec()
+"""
+    write_python(tmp_path, "m", code=code)
+    with local_cluster(1) as cluster:
+        async with serving(tmp_path, cluster, {"m": ModelPlace("m")}) as (engine, _):
+            with pytest.raises(ModelFailed, match="runs on another machine, from where it cannot call model 'other'"):
+                await ask(engine, "m", row(1.0))
+
+
+async def test_a_request_that_is_cancelled_while_its_batch_is_away_leaves_nothing(tmp_path: Path) -> None:
+    write_python(tmp_path, "m")
+    with local_cluster(1) as cluster:
+        async with serving(tmp_path, cluster, {"m": ModelPlace("m", count=1)}) as (engine, _):
+            with trio.move_on_after(0.1):
+                await ask(engine, "m", row(-300.0))
+            assert (await ask(engine, "m", row(1.0)))["OUT"][0, 0] == 2
+            connection = worker_of(engine, "m")._connection
+            assert connection is not None
+            await until(lambda: not connection.runs)
+            assert not engine.scheduler.in_flight
