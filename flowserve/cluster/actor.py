@@ -19,9 +19,7 @@ import asyncio
 import json
 import logging
 import os
-import pickle
 import socket
-import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -50,6 +48,7 @@ from flowserve.cluster.base import ActorJob, versions
 from flowserve.cluster.files import Fetch, files_here
 from flowserve.cluster.frames import OutgoingArena, read_inputs
 from flowserve.cluster.link import Link, greet_server, server_context
+from flowserve.cluster.pipes import read_pickled
 from flowserve.errors import FlowserveError, ModelFailed, Unavailable, Unsupported
 from flowserve.memory.heap import tune_malloc
 from flowserve.memory.pool import HOST
@@ -59,8 +58,8 @@ log = logging.getLogger("flowserve.child")
 
 SERVER_SILENCES_MAX: Final = 15  # seconds; the server is heard every second
 CONNECT_S: Final = 60.0  # for the server to come
+ORPHAN_S: Final = 30.0  # for a batch whose server is gone
 _PLAIN_REQUEST: Final = Request({}, None, *protocol.PLAIN_FACTS)  # its attributes are only read
-_LENGTH: Final = struct.Struct("<Q")
 _END: Final = (protocol.END, (), b"")
 
 Message = tuple[int, Sequence[int], bytes]
@@ -83,8 +82,10 @@ class Actor:
             raise Unavailable(f"cannot listen on {host}: {error.strerror or error}") from None
         self.port: int = self._listener.getsockname()[1]
 
-    def serve(self) -> None:
-        """Run the instance until the connection ends. Returns at once if no server comes."""
+    def serve(self, end_process: Callable[[], None] | None = None) -> None:
+        """Run the instance until the connection ends. Returns if no server comes. `end_process`: called when a batch
+        goes on for `ORPHAN_S` after that.
+        """
         try:
             link = self._accept()
         finally:
@@ -92,7 +93,7 @@ class Actor:
         if link is None:
             log.error("instance %s: no server has connected for %g s", self._job.name, CONNECT_S)
             return
-        session = _Session(link, self._job, self._fetch)
+        session = _Session(link, self._job, self._fetch, end_process)
         try:
             session.run()
         finally:
@@ -115,8 +116,9 @@ class Actor:
 class _Session:
     """The batches of one connection."""
 
-    def __init__(self, link: Link, job: ActorJob, fetch: Fetch | None) -> None:
+    def __init__(self, link: Link, job: ActorJob, fetch: Fetch | None, end_process: Callable[[], None] | None) -> None:
         self._link = link
+        self._end_process = end_process
         self._job = job
         self._fetch = fetch
         self._arrived: SimpleQueue[tuple[Message, Array | None]] = SimpleQueue()
@@ -211,6 +213,10 @@ class _Session:
         except Exception as error:
             log.error("instance %s: its process got an invalid message, and ends: %s", self._job.name, error)
         self._arrived.put((_END, None))
+        if self._end_process is not None:
+            orphan = threading.Timer(ORPHAN_S, self._end_process)
+            orphan.daemon = True
+            orphan.start()
 
     def _on_silence(self) -> None:
         self._silences += 1
@@ -343,21 +349,7 @@ def main() -> None:
         print(json.dumps({"error": encode_error(error)}), file=told, flush=True)
         return
     print(json.dumps({"port": actor.port}), file=told, flush=True)
-    actor.serve()
-
-
-def read_pickled(source: BinaryIO) -> Any:
-    """An object that the server, or its machine's process, has written to a process of its own; None at the end."""
-    head = source.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    return pickle.loads(source.read(*_LENGTH.unpack(head)))
-
-
-def pickled(thing: object) -> bytes:
-    """As `read_pickled` reads it."""
-    data = pickle.dumps(thing)
-    return _LENGTH.pack(len(data)) + data
+    actor.serve(lambda: os._exit(1))
 
 
 def _end_with(source: BinaryIO) -> None:

@@ -31,8 +31,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final
 from uuid import uuid4
 
-from flowserve.cluster.actor import pickled
 from flowserve.cluster.base import ActorJob, End, Needs, Started
+from flowserve.cluster.pipes import pickled
 from flowserve.errors import Unavailable
 
 log = logging.getLogger("flowserve.cluster")

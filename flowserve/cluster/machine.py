@@ -14,9 +14,9 @@ import sys
 import threading
 from typing import Any, BinaryIO
 
-from flowserve.cluster.actor import pickled, read_pickled
 from flowserve.cluster.agents import ENDED, FAILED, KILL, START, STARTED
 from flowserve.cluster.base import ActorJob
+from flowserve.cluster.pipes import pickled, read_pickled
 
 
 class _Machine:

@@ -28,10 +28,11 @@ import ray
 import ray.exceptions
 import ray.util
 
-from flowserve.cluster.actor import Actor, read_pickled
+from flowserve.cluster.actor import Actor
 from flowserve.cluster.agents import ASK, ENDED, FAILED, KILL, READY, START, STARTED
 from flowserve.cluster.base import ActorJob, Needs
 from flowserve.cluster.files import archive_of, files_here
+from flowserve.cluster.pipes import read_pickled
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.memory.heap import tune_malloc
 
@@ -70,7 +71,7 @@ class RayActor:
 
     def serve(self) -> None:
         """Run batches until the connection ends, and with it this process."""
-        self._actor.serve()
+        self._actor.serve(lambda: os._exit(1))
         os._exit(0)
 
     def ping(self) -> None:

@@ -160,7 +160,7 @@ class ClusterWorker:
         self._context = context
         model, cluster = self._model, self._model.cluster
         job = model.job(self.name, self._group)
-        where = f"model '{model.config.name}', instance '{self.name}'"
+        where = self._where
         try:
             started = cluster.engine.start(job, model.needs, cluster.give_up_s)
         except Unavailable as error:
@@ -231,6 +231,8 @@ class ClusterWorker:
                 connection.send_soon(message, block)
             else:
                 connection.later(partial(self._send, connection, number, run, work))
+        except OSError:
+            return None  # the connection has ended, which its reading thread is about to tell
         except Exception:
             connection.runs.pop(number, None)
             raise
@@ -281,25 +283,29 @@ class ClusterWorker:
 
     # ------------------------------------------------------------------ the end of its actor, on the event loop
 
-    def lost(self, connection: _Connection, end: End) -> None:
-        """Its actor has ended, or cannot be reached any more: its batches fail."""
+    def lost(self, connection: _Connection, why: str) -> None:
+        """Its connection has ended: it takes no batches until it is opened again. Those that it has fail when it is
+        known how the actor ended (`fail`).
+        """
         if self._connection is not connection:
             return
         self._connection = None
-        model = self._model.config.name
-        if end.with_machine:
-            error: FlowserveError = MachineLost(f"model '{model}', instance '{self.name}': {end.text}")
-        else:
-            error = InstanceDied(f"model '{model}', instance '{self.name}': {end.text}")
-        self.ended = str(error)
+        self.ended = f"{self._where}: {why}"
+        if self.on_end is not None:
+            self.on_end()
+
+    def fail(self, connection: _Connection, end: End) -> None:
+        """Fail the batches of a connection that has ended."""
+        kind = MachineLost if end.with_machine else InstanceDied
+        error = kind(f"{self._where}: {end.text}")
         runs, connection.runs = connection.runs, {}
         for run in runs.values():
             self._context.completions.waiting.append((run.batch, error))
-        try:
-            self._context.wake()
-        finally:
-            if self.on_end is not None:
-                self.on_end()
+        self._context.wake()
+
+    @property
+    def _where(self) -> str:
+        return f"model '{self._model.config.name}', instance '{self.name}'"
 
 
 @dataclass(slots=True, eq=False)
@@ -417,7 +423,7 @@ class _Connection:
     # ------------------------------------------------------------------ reading
 
     def _read_all(self) -> None:
-        end: End | None = None
+        ended: EOFError | None = None
         try:
             while True:
                 message, block = self.link.read(self._worker.take, self._on_silence)
@@ -429,24 +435,29 @@ class _Connection:
                     raise Garbled(f"a message of kind {kind}")
                 del block
         except EOFError as error:
-            end = self._how_it_ended(error)
+            ended = error
         except Exception as error:  # whatever a message leads to, it concerns this actor only
             what = str(error) if isinstance(error, Garbled) else f"{type(error).__name__}: {error}"
             self._engine.kill(self._started)
-            end = End(f"its process sent an invalid message ({what}); it was ended")
+            self._why = f"its process sent an invalid message ({what}); it was ended"
+        machine = self._started.machine
+        self._tell(self._worker.lost, self._why or f"its connection to machine '{machine}' ended: {ended}")
         self._stop()
         self._ended.set()
+        self._tell(self._worker.fail, End(self._why) if self._why else self._how_it_ended(ended))
+
+    def _tell(self, what: Callable[[_Connection, Any], None], about: object) -> None:
+        """Call it on the event loop, where there still is one."""
         assert self._context is not None
         with suppress(trio.RunFinishedError):
-            self._context.token.run_sync_soon(self._worker.lost, self, end)
+            self._context.token.run_sync_soon(what, self, about)
 
-    def _how_it_ended(self, error: EOFError) -> End:
-        if self._why:
-            return End(self._why)
+    def _how_it_ended(self, error: EOFError | None) -> End:
         end = self._engine.end_of(self._started)
         self._engine.kill(self._started)  # an actor that lives without its connection is of no use
         if isinstance(error, _Silent) and not end.with_machine:
-            return End(f"machine '{self._started.machine}' does not answer ({error})", with_machine=True)
+            end = End(f"machine '{self._started.machine}' does not answer ({error})", with_machine=True)
+        log.error("%s: %s", self._worker.name, end.text)
         return end
 
     def _on_silence(self) -> None:
