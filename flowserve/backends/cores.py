@@ -10,15 +10,19 @@ import os
 from pathlib import Path
 from typing import Final
 
+SHARED_BY: Final = "_FLOWSERVE_SERVERS"  # the environment variable with the number of servers behind one port
 _PROC: Final = Path("/proc/self/cgroup")
 _ROOT: Final = Path("/sys/fs/cgroup")
 
 
 def cores_allowed(proc: Path = _PROC, root: Path = _ROOT) -> int:
-    """At least 1. `proc` and `root`: where the kernel tells the process's groups and their limits."""
+    """At least 1. `proc` and `root`: where the kernel tells the process's groups and their limits. Of several servers
+    that share them (`SHARED_BY`), each gets its part.
+    """
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = group_limit(proc, root)
-    return max(1, bound if limit is None else min(bound, int(limit)))
+    cores = bound if limit is None else min(bound, int(limit))
+    return max(1, cores // int(os.environ.get(SHARED_BY, "1")))
 
 
 def group_limit(proc: Path = _PROC, root: Path = _ROOT) -> float | None:

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from flowserve.cli import load
 from flowserve.cli.client import Address, describe, id_maker, sequence_ids
-from flowserve.cli.progress import output
+from flowserve.cli.serving.progress import output
 from flowserve.cli.tensors import InferBody, flat_body, generated_inputs, read_inputs
 from flowserve.config.load import CONFIG_FILE
 from flowserve.config.parse import config_fields, config_text

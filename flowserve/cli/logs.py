@@ -42,19 +42,22 @@ def escape(text: str) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """`default`: `I1121 14:03:05.123456 flowserve.http] text`. `ISO8601`: `2025-11-21T14:03:05.123456Z INFO ...`."""
+    """`default`: `I1121 14:03:05.123456 flowserve.http] text`. `ISO8601`: `2025-11-21T14:03:05.123456Z INFO ...`. The
+    name of the logger is followed by the number of the worker, if there are several: `flowserve.http/1]`.
+    """
 
-    def __init__(self, style: str) -> None:
+    def __init__(self, style: str, worker: int | None = None) -> None:
         super().__init__("%(message)s")
         self._time = style
+        self._worker = "" if worker is None else f"/{worker}"
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, tz=UTC)
         first, *below = super().format(record).split("\n")  # includes the traceback, if any
         text = "".join((first, *(f"\n{_BELOW}{escape(line)}" for line in below)))
         if self._time == "ISO8601":
-            return f"{when:%Y-%m-%dT%H:%M:%S.%f}Z {record.levelname} {record.name}] {text}"
-        return f"{record.levelname[0]}{when:%m%d %H:%M:%S.%f} {record.name}] {text}"
+            return f"{when:%Y-%m-%dT%H:%M:%S.%f}Z {record.levelname} {record.name}{self._worker}] {text}"
+        return f"{record.levelname[0]}{when:%m%d %H:%M:%S.%f} {record.name}{self._worker}] {text}"
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         message = super().formatMessage(record)
@@ -63,8 +66,12 @@ class LineFormatter(logging.Formatter):
 
 class JsonFormatter(logging.Formatter):
     """`{"time": ..., "level": ..., "logger": ..., "message": ...}`, with the record's fields and its traceback. ASCII
-    only, so that no text can end a line or fail to be encoded.
+    only, so that no text can end a line or fail to be encoded. `worker`: its number, if there are several.
     """
+
+    def __init__(self, worker: int | None = None) -> None:
+        super().__init__()
+        self._worker = {} if worker is None else {"worker": worker}
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, tz=UTC)
@@ -73,6 +80,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
+            **self._worker,
             **getattr(record, FIELDS, {}),
         }
         if record.exc_info and record.exc_info[0] is not None:
@@ -174,10 +182,11 @@ def log_thread_exception(arguments: threading.ExceptHookArgs) -> None:
         _log.error("exception in thread %s", name, exc_info=(kind, error, arguments.exc_traceback))
 
 
-def configure(choice: LogChoice) -> LogSettings:
+def configure(choice: LogChoice, worker: int | None = None) -> LogSettings:
     """Send the log to standard error, or append it to its file; a file that was moved away is created again. Verbosity
     0: INFO and above; 1: flowserve's DEBUG records too; 2: all libraries' DEBUG records. The returned settings can be
-    changed while the server runs. Raises OSError if the file cannot be opened.
+    changed while the server runs. `worker`: the number of this server, if there are several. Raises OSError if the file
+    cannot be opened.
     """
     file = choice.log_file
     handler = LossyFileHandler(file) if file else LossyStreamHandler(sys.stderr)
@@ -192,7 +201,7 @@ def configure(choice: LogChoice) -> LogSettings:
         nonlocal choice
         choice = changed
         style = choice.log_format
-        handler.setFormatter(JsonFormatter() if style == JSON else LineFormatter(style))
+        handler.setFormatter(JsonFormatter(worker) if style == JSON else LineFormatter(style, worker))
         messages.use(style)
         level = choice.log_verbose_level
         logging.getLogger().setLevel(logging.DEBUG if level > 1 else logging.INFO)
@@ -202,3 +211,10 @@ def configure(choice: LogChoice) -> LogSettings:
     handler.addFilter(is_wanted)
     apply(choice)
     return LogSettings(choice, apply)
+
+
+def failed(message: str) -> int:
+    """Write a message to standard error; returns the exit status."""
+    sys.stderr.write("".join(map(messages.line, message.splitlines())))
+    sys.stderr.flush()
+    return 1

@@ -214,13 +214,13 @@ def _refuse_leftovers(parser: argparse.ArgumentParser, leftovers: Sequence[str])
     parser.error(f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, replica: str = "") -> int:
     """Run one command. Returns the exit status: 0, 1 for a failure, 2 for a usage error (raised as SystemExit), 130
-    after Ctrl-C.
+    after Ctrl-C. `replica`: which of several servers behind a port this process is, "" for none.
     """
     _prepare_streams()
     try:
-        status = _main(arguments)
+        status = _main(arguments, replica)
         sys.stdout.flush()
     except FlowserveError as error:
         sys.stderr.write(f"flowserve: {error}\n")
@@ -250,7 +250,7 @@ def _prepare_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # Python's default for standard error
 
 
-def _main(arguments: Sequence[str] | None) -> int:
+def _main(arguments: Sequence[str] | None, replica: str) -> int:
     parser, subparsers = _parsers()
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     if len(words) > 1 and words[0] in QUIET:  # before the command or after it; argparse would forget it before
@@ -275,6 +275,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     if required and not getattr(parsed, required):
         command.error(f"which repository? Say: {command.prog} REPO")
     if parsed.command == "run":
+        parsed.words, parsed.replica = words, replica
         return _run(parsed, command)
     if parsed.command == "completion":
         return _print_completion(parser, parsed.shell)
@@ -309,6 +310,11 @@ def _run(parsed: argparse.Namespace, command: argparse.ArgumentParser) -> int:
 
         print_failure("", error)
         return 1
+    if parsed.workers > 1 and not parsed.replica:
+        with silent_interrupts():
+            from flowserve.cli.serving.workers import run_workers
+
+        return run_workers(parsed)
     with silent_interrupts():
         from flowserve.cli.run import run
 

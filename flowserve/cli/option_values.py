@@ -52,6 +52,7 @@ _TRACE_NUMBERS: Final = {
 _BSP_MOST: Final = 2**31 - 1
 
 CONCURRENCY_MAX: Final = 1024
+WORKERS_MAX: Final = 256
 
 Shape = tuple[int, ...]
 TraceSetting = tuple[str, str, str]  # mode ("" for global), name, value
@@ -86,6 +87,18 @@ def boolean(text: str) -> bool:
     if text.lower() not in known:
         raise argparse.ArgumentTypeError(f"expected true, false, 1 or 0, got {text!r}")
     return known[text.lower()]
+
+
+def workers(text: str) -> int:
+    """A number of processes; auto: one for each processor that this process may use."""
+    if text == "auto":
+        from flowserve.backends.cores import cores_allowed
+
+        return cores_allowed()
+    try:
+        return whole_number(1, WORKERS_MAX)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or auto") from None
 
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:

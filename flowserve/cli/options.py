@@ -38,6 +38,7 @@ from flowserve.cli.option_values import (
     restriction,
     trace_setting,
     whole_number,
+    workers,
 )
 from flowserve.cli.stores import add_store_options, repository
 from flowserve.grpc.options import KEY_PREFIX, MESSAGE_BYTES, MESSAGE_BYTES_MAX, GrpcOptions
@@ -154,7 +155,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all options. The repository is optional for argparse, so that a misspelt option is reported first."""
     help_text = "the model repository, a folder of model folders, or a URL such as s3://BUCKET/FOLDER; several are one"
     parser.add_argument("repositories", metavar="REPO", nargs="*", type=repository, help=help_text)
-    parser.set_defaults(mirrors=())  # of the URLs among them: opened by `main`
+    # Set by `main`: the repositories that are URLs, the command line, and which of several servers this process is.
+    parser.set_defaults(mirrors=(), words=(), replica="")
     _add_http_arguments(parser.add_argument_group("where it listens"))
     _add_grpc_arguments(parser.add_argument_group("gRPC"))
     _add_metrics_arguments(parser.add_argument_group("metrics"))
@@ -321,6 +323,8 @@ def _add_gpu_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_process_arguments(group: argparse._ArgumentGroup) -> None:
+    text = "servers behind the port, each a process with all models; auto: one for each processor; default 1"
+    add_option(group, "--workers N", text, workers, 1)
     text = "the server's name in its metadata; default %(default)s, which Triton's clients compare"
     add_option(group, "--id NAME", text, default=SERVER_NAME)
     text = "how long requests may take to finish after SIGTERM; default %(default)s"
@@ -370,6 +374,11 @@ def contradiction(arguments: argparse.Namespace) -> str:
     """The error of options that are valid individually but not together, "" if there is none."""
     if arguments.load_model and arguments.model_control_mode != "explicit":
         return "--load-model chooses what is loaded at start only with --model-control-mode=explicit"
+    if arguments.cluster is not None and arguments.workers != 1:
+        return (
+            "--cluster and --workers do not go together: each of the servers would start all instances of its own; "
+            "start one server, or several behind a load balancer"
+        )
     if flaw := trace_choice(arguments.trace_config).flaw:
         return f"--trace-config: {flaw}"
     if "*" in arguments.load_model and set(arguments.load_model) != {"*"}:

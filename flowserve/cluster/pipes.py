@@ -1,8 +1,8 @@
 """Objects that a process gets from the process that has started it, by its standard input.
 
 Decides their form: pickled, behind their length. Only a server, or the process of a machine that it has started, writes
-them, and the reader trusts it as it trusts its own command line; nothing is unpickled in the other direction, nor from a
-socket (`frames`). Callers: `agents` and `machine` write; `actor`, `machine` and `ray_agent` read.
+them, and the reader trusts it as it trusts its own command line; nothing is unpickled in the other direction, nor from
+a socket (`frames`). Callers: `agents` and `machine` write; `actor`, `machine` and `ray_agent` read.
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ class ReceivedMessage:
     output. `late` are inputs that are still to be read into `request`: those in the client's shared memory, and BYTES
     inputs of many bytes, with these. `wants_final`: the end of a decoupled response is marked by an empty response.
     `error`: why the message cannot be decoded, if so. `reservation`: of the server's budget, for a large message.
+    `data`: its bytes, if it may be sent on to another server.
     """
 
     target: tuple[str, str]
@@ -71,6 +72,7 @@ class ReceivedMessage:
     wants_final: bool = False
     error: FlowserveError | None = None
     reservation: Reservation | None = None
+    data: bytes = b""
 
 
 # ---------------------------------------------------------------------------------------------- bytes

@@ -13,7 +13,20 @@ from typing import Any, Final
 
 from grpc import StatusCode
 
-from flowserve.errors import FlowserveError
+from flowserve.errors import (
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    FlowserveError,
+    Forbidden,
+    Internal,
+    Invalid,
+    ModelUnknown,
+    NotFound,
+    TooLarge,
+    Unavailable,
+    Unsupported,
+)
 from flowserve.grpc.service_pb2 import InferParameter, ModelInferResponse, ModelStreamInferResponse
 from flowserve.memory import raw
 from flowserve.memory.client_memory import RegionWindow
@@ -33,6 +46,23 @@ STATUS: Final[Mapping[str, StatusCode]] = {
     "cancelled": StatusCode.CANCELLED,
     "internal": StatusCode.INTERNAL,
     "unknown": StatusCode.UNKNOWN,
+}
+# The classes of errors by their status, for errors of other servers.
+ERRORS: Final[Mapping[StatusCode, type[FlowserveError]]] = {
+    STATUS[one.kind]: one
+    for one in (
+        Invalid,
+        AlreadyExists,
+        TooLarge,
+        Forbidden,
+        NotFound,
+        Unavailable,
+        DeadlineExceeded,
+        Unsupported,
+        Cancelled,
+        Internal,
+        ModelUnknown,
+    )
 }
 _DETAILS_BYTES_MAX: Final = 6000
 FINAL: Final = "triton_final_response"

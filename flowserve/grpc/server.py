@@ -23,6 +23,7 @@ from flowserve.grpc import service_pb2 as pb
 from flowserve.grpc.bounds import FIELDS_MAX, MessageBounds
 from flowserve.grpc.decode import MessageReader, unreadable
 from flowserve.grpc.encode import STATUS, details_of
+from flowserve.grpc.forward import keeping
 from flowserve.grpc.guest import GuestLoop
 from flowserve.grpc.health_pb2 import HealthCheckRequest
 from flowserve.grpc.inference import EngineAccess, internal_error, trace_context
@@ -52,14 +53,23 @@ class GrpcServer:
         self._guest = GuestLoop()
         self._ended = trio.Event()
         self._server: grpc.aio.Server | None = None
+        self.port = 0  # after `bind`
 
     def bind(self, address: str, port: int) -> int:
         """Bind the port on every address of that name, 0 for any free port. Returns the port, which an address
         unix:PATH does not have. Clients may connect now, and wait until `serve`. Raises OSError on failure.
         """
-        hosts = _hosts(address)
+        return self._bind_all(_hosts(address), port, is_shared=False)
+
+    def bind_shared(self, address: str, port: int, private: str) -> None:
+        """As `bind`, for one of several servers on a port; the system spreads connections over them. `private`: the
+        path of a socket for requests from the other servers.
+        """
+        self._bind_all([*_hosts(address), f"{UNIX}{private}"], port, is_shared=True)
+
+    def _bind_all(self, hosts: list[str], port: int, *, is_shared: bool) -> int:
         try:
-            return self._guest.run_sync(lambda: self._bind(hosts, port))
+            return self._guest.run_sync(lambda: self._bind(hosts, port, is_shared=is_shared))
         except Exception as error:
             raise OSError(str(error)) from None
 
@@ -82,7 +92,9 @@ class GrpcServer:
                 pattern = self._options.forward_pattern
                 forwarding = Forwarding(pattern, "--grpc-header-forward-pattern") if pattern else None
                 service = Service(access, control, log, forwarding)
-                server.add_generic_rpc_handlers(self._handlers(service, budget or Budget()))
+                is_one_of_several = engine.group is not None
+                handlers = self._handlers(service, budget or Budget(), is_one_of_several=is_one_of_several)
+                server.add_generic_rpc_handlers(handlers)
                 nursery.start_soon(self._guest.run, name="grpc")
                 await self._start(server)
                 task_status.started()
@@ -132,24 +144,27 @@ class GrpcServer:
 
     # ------------------------------------------------------------------ in grpcio's loop
 
-    def _bind(self, hosts: list[str], port: int) -> int:
+    def _bind(self, hosts: list[str], port: int, *, is_shared: bool) -> int:
         self._stopping = asyncio.Event()
-        server = self._server = grpc.aio.server(
-            options=_channel_options(self._options), maximum_concurrent_rpcs=self._options.max_calls
-        )
+        # Two unrelated servers on one port would each get half of the clients.
+        options = [("grpc.so_reuseport", int(is_shared)), *_channel_options(self._options)]
+        server = self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=self._options.max_calls)
         credentials = _credentials(self._options)
         for host in hosts:
             where = host if host.startswith(UNIX) else f"{host}:{port}"
-            # The first host may select the port for all.
-            if credentials is None:
+            # The first host may select the port for all. Only the other servers reach the private socket.
+            if credentials is None or (is_shared and host.startswith(UNIX)):
                 port = server.add_insecure_port(where)
             else:
                 port = server.add_secure_port(where, credentials)
-        return port
+            self.port = self.port or port
+        return self.port
 
-    def _handlers(self, service: Service, budget: Budget) -> tuple[Any, ...]:
+    def _handlers(self, service: Service, budget: Budget, *, is_one_of_several: bool) -> tuple[Any, ...]:
         restrictions = by_group(self._options.restrictions)
-        reader = MessageReader(self._options.bytes_elements or BYTES_ELEMENTS_MAX, budget)
+        reader: Callable[[bytes], Any] = MessageReader(self._options.bytes_elements or BYTES_ELEMENTS_MAX, budget)
+        if is_one_of_several:
+            reader = keeping(reader)
 
         def handler(name: str, method: Handler) -> Handler:
             restriction = restrictions.get(GROUP[name])
@@ -282,7 +297,6 @@ def _credentials(options: GrpcOptions) -> grpc.ServerCredentials | None:
 
 def _channel_options(options: GrpcOptions) -> list[tuple[str, int]]:
     return [
-        ("grpc.so_reuseport", 0),  # two servers on one port would each get half of the clients
         # A connection without a handshake is closed by then; a drain would wait for it.
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS_MAX),
         ("grpc.max_receive_message_length", options.max_message_bytes),

@@ -8,7 +8,8 @@ engine's thread. Does not know how inference works (`inference`, `stream`). Call
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import base64
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -19,13 +20,15 @@ from google.protobuf.message import Message
 from flowserve.errors import Invalid, NotFound, Unavailable
 from flowserve.grpc import service_pb2 as pb
 from flowserve.grpc.decode import ReceivedMessage
+from flowserve.grpc.forward import SequenceForwarder
 from flowserve.grpc.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from flowserve.grpc.inference import EngineAccess, trace_context
 from flowserve.grpc.stream import InferStream
 from flowserve.observe.settings import LogSettings
+from flowserve.runtime.group import change
 from flowserve.runtime.loading.control import Control
 from flowserve.runtime.model_calls.server_requests import allowed, one_of_several, override, unload_dependents
-from flowserve.runtime.protocol import Forwarding, model_metadata, server_metadata
+from flowserve.runtime.protocol import Forwarding, model_metadata, server_metadata, statistics_of_all
 
 Json = dict[str, Any]
 SERVICE: Final = "inference.GRPCInferenceService"
@@ -46,18 +49,31 @@ class Service:
         self._control = control
         self._log = log
         self._forwarding = forwarding
+        group = access.engine.group
+        self._forwarder = None if group is None else SequenceForwarder(access, group)
 
     # ------------------------------------------------------------------ inference
 
     async def infer(self, message: ReceivedMessage, context: Any) -> bytes:
         self._prepare(self._headers(context), message)
+        if self._forwarder is not None:
+            server = await self._forwarder.elsewhere(message, context)
+            if server is not None:
+                return await self._forwarder.infer(server, message, context)
         return b"".join(await self._access.infer(message, trace_context(context)))
 
     async def stream(self, context: Any, stopping: asyncio.Event) -> None:
         prepare = partial(self._prepare, self._headers(context))
         ends_on_error = dict(context.invocation_metadata() or ()).get(ERROR_HEADER) in ("true", "1")
-        stream = InferStream(self._access, prepare, trace_context(context), ends_on_error=ends_on_error)
+        stream = InferStream(
+            self._access, prepare, trace_context(context), self._forwarder, ends_on_error=ends_on_error
+        )
         await stream.run(context, stopping)
+
+    async def close(self) -> None:
+        """Close the connections to other servers."""
+        if self._forwarder is not None:
+            await self._forwarder.close()
 
     def _headers(self, context: Any) -> list[tuple[str, str]]:
         """The headers of a call that may be forwarded. Those whose names end in -bin have bytes as values."""
@@ -104,7 +120,10 @@ class Service:
         return {"config": self._engine.deployments.find(request.name, request.version).config.json}
 
     async def statistics(self, request: pb.ModelStatisticsRequest) -> Json:
-        return {"model_stats": self._engine.deployments.statistics(request.name, request.version)}
+        statistics = partial(statistics_of_all, self._engine, request.name, request.version)
+        if self._engine.group is None:
+            return {"model_stats": await statistics()}
+        return {"model_stats": await self._access.run_in_trio(statistics)}
 
     async def index(self, request: pb.RepositoryIndexRequest) -> Json:
         _refuse_repository(request.repository_name)
@@ -127,32 +146,46 @@ class Service:
         return {"regions": {row["name"]: row for row in self._memory.status(request.name)}}
 
     async def memory_register(self, request: pb.SystemSharedMemoryRegisterRequest) -> None:
-        self._memory.register(request.name, request.key, request.offset, request.byte_size)
+        memory, asked = self._memory, (request.name, request.key, request.offset, request.byte_size)
+        await self._change("register", memory.register, *asked, undo=partial(memory.unregister, request.name))
 
     async def memory_unregister(self, request: pb.SystemSharedMemoryUnregisterRequest) -> None:
-        self._memory.unregister(request.name)
+        await self._change("unregister", self._memory.unregister, request.name)
 
     async def cuda_status(self, request: pb.CudaSharedMemoryStatusRequest) -> Json:
         return {"regions": {row["name"]: row for row in self._memory.status_cuda(request.name)}}
 
     async def cuda_register(self, request: pb.CudaSharedMemoryRegisterRequest) -> None:
-        self._memory.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
+        memory, handle = self._memory, base64.b64encode(request.raw_handle).decode()
+        asked = request.name, handle, request.device_id, request.byte_size
+        undo = partial(memory.unregister_cuda, request.name)
+        await self._change("register_cuda", memory.register_encoded, *asked, undo=undo)
 
     async def cuda_unregister(self, request: pb.CudaSharedMemoryUnregisterRequest) -> None:
-        self._memory.unregister_cuda(request.name)
+        await self._change("unregister_cuda", self._memory.unregister_cuda, request.name)
 
     async def trace(self, request: pb.TraceSettingRequest) -> Json:
         wanted = {key: _trace_value(key, list(value.value)) for key, value in request.settings.items()}
         if request.model_name and request.model_name not in self._engine.deployments.entries:
             raise Invalid(f"Request for unknown model : {request.model_name} has no trace settings")
-        self._engine.traces.change(wanted, request.model_name)
+        await self._change("trace", self._engine.traces.change, wanted, request.model_name)
         settings = self._engine.traces.as_json(request.model_name).items()
         return {"settings": {key: {"value": one if isinstance(one, list) else [one]} for key, one in settings}}
 
     async def log(self, request: pb.LogSettingsRequest) -> Json:
-        self._log.change(_values(request.settings))
+        await self._change("log", self._log.change, _values(request.settings))
         kinds = {bool: "bool_param", int: "uint32_param", str: "string_param"}
         return {"settings": {key: {kinds[type(value)]: value} for key, value in self._log.as_json().items()}}
+
+    async def _change(
+        self, name: str, apply: Callable[..., object], *arguments: Any, undo: Callable[[], object] | None = None
+    ) -> None:
+        """Change a setting in all servers behind the port."""
+        work = partial(change, self._engine.group, name, apply, *arguments, undo=undo)
+        if self._engine.group is None:
+            await work()
+        else:
+            await self._access.run_in_trio(work)
 
     # ------------------------------------------------------------------ gRPC's own health service, for probes
 

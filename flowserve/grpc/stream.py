@@ -20,6 +20,7 @@ from grpc.aio import InternalError
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.grpc.decode import ReceivedMessage
 from flowserve.grpc.encode import empty_final_response, stream_error, stream_message
+from flowserve.grpc.forward import ForwardedCall, SequenceForwarder, SequenceRelay
 from flowserve.grpc.inference import STOPPING, STREAMED, CallOutcome, EngineAccess, InferCall, internal_error
 from flowserve.values import Response
 
@@ -39,7 +40,7 @@ class _StreamedRequest:
 
     id: str
     target: tuple[str, str]
-    call: InferCall | None = None
+    call: InferCall | ForwardedCall | None = None
     sequence: SequenceKey | None = None
     is_settled: bool = False
     outgoing: _Outgoing = None
@@ -51,7 +52,8 @@ _END: Final[_Item] = (_StreamedRequest("", ("", "")), None, True)
 
 
 class InferStream:
-    """`prepare` completes a message, or raises its error. `trace_context`: the caller's, for all requests.
+    """`prepare` completes a message, or raises its error. `trace_context`: the caller's, for all requests. `forwarder`:
+    sends requests of sequences to the server that has them, None where this one has all.
     `ends_on_error`: the first failed request ends the stream with its status.
     """
 
@@ -60,10 +62,13 @@ class InferStream:
         access: EngineAccess,
         prepare: Callable[[ReceivedMessage], None],
         trace_context: str = "",
+        forwarder: SequenceForwarder | None = None,
         *,
         ends_on_error: bool = False,
     ) -> None:
         self._access = access
+        self._forwarder = forwarder
+        self._relays: dict[tuple[SequenceKey, int], SequenceRelay] = {}
         self._prepare = prepare
         self._trace_context = trace_context
         self._ends_on_error = ends_on_error
@@ -104,6 +109,9 @@ class InferStream:
                 request.call.cancel()
                 request.call.close()
                 request.call = None
+        for relay in self._relays.values():
+            relay.close()
+        self._relays.clear()
         self._requests.clear()
         self._order.clear()
         self._sequences.clear()
@@ -129,6 +137,11 @@ class InferStream:
         """Read until the client ends its side. A broken connection cancels the whole call."""
         while isinstance(received := await context.read(), ReceivedMessage):
             await self._room.acquire()
+            if self._forwarder is not None and received.data:
+                server = await self._forwarder.elsewhere(received, context)
+                if server is not None:
+                    await self._forward(self._forwarder, server, received, context)
+                    continue
             is_accepted = False
             if received.late:
                 with self._access.engine.announced() as is_accepted:
@@ -156,6 +169,38 @@ class InferStream:
         on_outcome, on_response = partial(self._on_outcome, request), partial(self._on_response, request)
         call.begin(on_outcome, on_response, before, is_accepted=is_accepted)
 
+    async def _forward(
+        self, forwarder: SequenceForwarder, server: int, received: ReceivedMessage, context: Any
+    ) -> None:
+        """Send a request to the server that has its sequence."""
+        request = _StreamedRequest(received.request.id, received.target)
+        self._requests.add(request)
+        self._order.append(request)
+        try:
+            is_decoupled = self._access.engine.deployments.find(*received.target).is_decoupled
+        except FlowserveError as error:
+            self._on_outcome(request, error.with_traceback(None))
+            return
+        call = request.call = ForwardedCall(received, is_decoupled=is_decoupled)
+        key = (received.target, received.request.sequence_id), server
+        relay = self._relays.get(key)
+        if relay is None:
+            relay = self._relays[key] = forwarder.relay(server, context)
+        if is_decoupled:
+            self._on_outcome(request, STREAMED)
+        await relay.send(call, partial(self._on_forwarded, request))
+
+    def _on_forwarded(self, request: _StreamedRequest, message: Message | None, is_last: bool) -> None:
+        """A response of the other server, or the failure of the request."""
+        if self._is_over:
+            return
+        if not request.is_settled:  # its only response
+            self._on_outcome(request, message)
+            return
+        if isinstance(message, FlowserveError):
+            message = self._failure(request, message)
+        self._to_write.put_nowait((request, message, is_last))
+
     # ------------------------------------------------------------------ responses
 
     def _on_outcome(self, request: _StreamedRequest, outcome: CallOutcome) -> None:
@@ -178,7 +223,7 @@ class InferStream:
         if self._is_over:
             return
         call = request.call
-        assert call is not None  # it is kept until its end
+        assert isinstance(call, InferCall)  # it is kept until its end
         is_last = not isinstance(outcome, Response)
         if isinstance(outcome, FlowserveError):
             outcome = self._failure(request, outcome)
@@ -188,7 +233,7 @@ class InferStream:
 
     async def _encoded(self, request: _StreamedRequest, response: Response, *, is_final: bool) -> Message:
         call = request.call
-        assert call is not None  # it is kept until its end
+        assert isinstance(call, InferCall)  # it is kept until its end
         try:
             parts = call.encode(response, is_final=is_final)
             return stream_message(parts or await call.encode_in_steps(response, is_final=is_final))

@@ -17,6 +17,7 @@ Does not know HTTP or gRPC, its callers. Names and messages follow Triton's call
 
 from __future__ import annotations
 
+import base64
 import errno
 import os
 import stat
@@ -230,6 +231,14 @@ class ClientMemory:
         """
         self._check_name(name)
         self._regions[name] = self._handles.region(name, handle, device, size)
+
+    def register_encoded(self, name: str, handle: str, device: int, size: int) -> None:
+        """As `register_cuda`, with the handle as base64."""
+        try:
+            decoded = base64.b64decode(handle, validate=True)
+        except ValueError as error:
+            raise Invalid(f"Unable to parse 'raw_handle': 'b64' is no base64: {error}") from None
+        self.register_cuda(name, decoded, device, size)
 
     def unregister(self, name: str = "") -> None:
         """Unregister a system region, or all of them if `name` is empty. An unknown name is not an error."""

@@ -20,7 +20,9 @@ from typing import Any, Final
 
 from flowserve.errors import Invalid
 from flowserve.memory.raw import BYTES_ELEMENTS_MAX
+from flowserve.observe.combined import STATISTICS
 from flowserve.runtime.engine.deployments import Deployment
+from flowserve.runtime.engine.engine import Engine
 from flowserve.values import Request, TensorSpec
 from flowserve.version import __version__
 
@@ -151,6 +153,22 @@ def by_group(restrictions: Iterable[Restriction]) -> dict[str, Restriction]:
 
 def server_metadata(name: str) -> dict[str, Any]:
     return {"name": name, "version": __version__, "extensions": EXTENSIONS}
+
+
+def statistics_by_version(engine: Engine) -> dict[str, Any]:
+    """This server's rows of the statistics extension, by NAME/VERSION."""
+    return {f"{row['name']}/{row['version']}": row for row in engine.deployments.statistics()}
+
+
+async def statistics_of_all(engine: Engine, name: str, version: str) -> list[dict[str, Any]]:
+    """The rows of the statistics extension over all servers behind the port, for one name, one version or everything.
+    Raises Invalid for unknown ones.
+    """
+    rows = engine.deployments.statistics(name, version)
+    if engine.group is None:
+        return rows
+    whole = await engine.group.report(STATISTICS)
+    return [whole.get(f"{row['name']}/{row['version']}", row) for row in rows]
 
 
 def model_metadata(deployment: Deployment, version: str = "") -> dict[str, Any]:

@@ -263,6 +263,10 @@ class Scheduler:
         """The number of live sequences of all models."""
         return sum(queue.bound.live for queue in self._queues if isinstance(queue.bound, Sequences))
 
+    def has_sequence(self, sequence_id: int | str) -> bool:
+        """Whether a sequence of any model with this id is live."""
+        return any(isinstance(queue.bound, Sequences) and queue.bound.is_live(sequence_id) for queue in self._queues)
+
     # ------------------------------------------------------------------ scheduling
 
     def schedule(self, now_ns: int) -> Decisions | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from flowserve.cli.progress import loading_line
+from flowserve.cli.serving.progress import loading_line
 
 
 def test_the_live_line_of_many_models_stays_on_one_line() -> None:

@@ -68,6 +68,10 @@ def test_a_server_runs_models_on_machines_that_end_with_it(tmp_path: Path, serve
         (["--cluster", "local:2"], "--cluster needs --placement FILE"),
         (["--placement", "FILE"], "--placement needs --cluster"),
         (["--cluster", "ray", "--placement", "FILE"], "cluster.pbtxt: the cluster has no address"),
+        (
+            ["--cluster", "local:1", "--placement", "FILE", "--workers", "2"],
+            "--cluster and --workers do not go together",
+        ),
         (["--cluster", "dask"], "expected ray or local:N, such as local:3, got 'dask'"),
         (
             ["--cluster", "local:1", "--placement", "FILE", "--cluster-tls", "/a,/b,/c"],

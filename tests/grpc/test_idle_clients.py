@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ async def test_a_drain_does_not_wait_for_an_unresponsive_client_without_calls(
     monkeypatch.setattr(server, "IDLE_CLIENT_S", 0.1)
     grpc_server = server.GrpcServer(GrpcOptions())
     port = grpc_server.bind("127.0.0.1", 0)
-    engine: Any = None  # no call is made
+    engine: Any = SimpleNamespace(group=None)  # no call is made
     with trio.fail_after(DRAIN_S / 2):
         async with trio.open_nursery() as nursery:
             await nursery.start(grpc_server.serve, engine, None, ClientMemory(), LogSettings())
@@ -47,7 +48,7 @@ async def test_a_connection_without_a_handshake_is_closed_and_a_drain_does_not_w
     monkeypatch.setattr(server, "HANDSHAKE_MS_MAX", 200)
     grpc_server = server.GrpcServer(GrpcOptions())
     port = grpc_server.bind("127.0.0.1", 0)
-    engine: Any = None  # no call is made
+    engine: Any = SimpleNamespace(group=None)  # no call is made
     with trio.fail_after(DRAIN_S / 2):
         async with trio.open_nursery() as nursery:
             await nursery.start(grpc_server.serve, engine, None, ClientMemory(), LogSettings())

@@ -290,15 +290,15 @@ async def test_one_sample_serves_all_viewers_and_is_kept_for_a_few_seconds(
 ) -> None:
     sampler = Sampler(engine)
     for _ in range(3):
-        sampler.look()
+        await sampler.look()
     assert sampler.number == 1
     for _ in range(20):
         await trio.sleep(1)
-        sampler.look()
+        await sampler.look()
     assert sampler.number == 21
     assert len(sampler._readings) == WINDOW_S + 1
     await trio.sleep(3600)  # no viewer
-    sampler.look()
+    await sampler.look()
     assert len(sampler._readings) == 1
     first, later = sampler.frame(None, 0), sampler.frame(None, sampler.number)
     assert (len(first["deployments"]), first["names"]) == (1, [("double", "1")])

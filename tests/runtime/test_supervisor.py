@@ -27,7 +27,7 @@ from flowserve.scheduling.scheduler import Scheduler
 from tests.support.recorder import simple_model
 
 
-@dataclass
+@dataclass(eq=False)
 class Actor:
     """Plays an instance in a process: fails to open and ends as the test requests."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flowserve.cli.run import GRACE_S
+from flowserve.cli.serving.shutdown import GRACE_S
 from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.testing.serve import Served
 

@@ -30,6 +30,7 @@ from flowserve.http.api.request_target import PREFIX, SUFFIX, is_version
 from flowserve.http.api.restricted import restricted
 from flowserve.http.page.routes import live_routes
 from flowserve.http.server.connection import RESERVATION, RETRY_AFTER, no_memory
+from flowserve.observe.combined import METRICS
 from flowserve.observe.deployment_metrics import deployment_metrics
 from flowserve.observe.exposition import CONTENT_TYPE, COUNTER, GAUGE, family
 from flowserve.observe.machine import GpuMeter, MachineMeter, machine_text
@@ -37,7 +38,7 @@ from flowserve.observe.settings import EVERYTHING, MetricsChoice
 from flowserve.runtime.budget import Budget
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.loading.control import Control
-from flowserve.runtime.protocol import model_metadata, server_metadata
+from flowserve.runtime.protocol import model_metadata, server_metadata, statistics_of_all
 from flowserve.runtime.threads import in_thread
 from flowserve.values import BytesLike
 
@@ -93,7 +94,7 @@ def make_routes(engine: Engine, options: AppOptions, control: Control | None) ->
         return json_response(deployments.find(*_names(request)).config.json)
 
     async def statistics(request: Request) -> Response:
-        return json_response({"model_stats": deployments.statistics(*_names(request))})
+        return json_response({"model_stats": await statistics_of_all(engine, *_names(request))})
 
     async def document(request: Request) -> Response:
         return json_response(openapi())
@@ -114,7 +115,7 @@ def make_routes(engine: Engine, options: AppOptions, control: Control | None) ->
         Route("/v2/health/ready", ready),
         Route("/v2/models/stats", statistics),
         *repository_routes(engine, control, body),
-        *shared_memory_routes(options.client_memory, body),
+        *shared_memory_routes(engine, options.client_memory, body),
         *_metrics_routes(engine, options.metrics, options.budget),
         *settings_routes(engine, options.log, body),
         *generate_routes(engine, body, options),
@@ -142,21 +143,36 @@ def _starlette(routes: list[Route]) -> Starlette:
 def _metrics_routes(engine: Engine, choice: MetricsChoice | None, budget: Budget) -> list[Route]:
     if choice is None:
         return []
-    deployments = deployment_metrics(choice)
-    machine = MachineMeter(interval_ms=choice.interval_ms) if choice.has_machine else None
-    gpus = GpuMeter() if choice.has_gpus else None
+    exposition = Exposition(engine, choice, budget)
 
     async def metrics(request: Request) -> Response:
-        parts = [_budget_text(budget), _stores_text(engine)]
-        parts.append(await trio.to_thread.run_sync(machine_text, machine, gpus, engine.server_requests.metrics))
-        # On the loop and not in a thread, which would keep the interpreter for half a millisecond each time that the
-        # loop lets go of it.
-        for part in deployments.pieces(engine.deployments.counters()):
-            parts.append(part)
-            await trio.lowlevel.checkpoint()
-        return _InParts(parts)
+        return _InParts(await exposition.parts() if engine.group is None else [await engine.group.report(METRICS)])
 
     return [Route("/metrics", metrics)]
+
+
+class Exposition:
+    """The metrics of one server, without those of others behind its port."""
+
+    def __init__(self, engine: Engine, choice: MetricsChoice, budget: Budget) -> None:
+        self._engine = engine
+        self._budget = budget
+        self._deployments = deployment_metrics(choice)
+        self._machine = MachineMeter(interval_ms=choice.interval_ms) if choice.has_machine else None
+        self._gpus = GpuMeter() if choice.has_gpus else None
+
+    async def parts(self) -> list[bytes]:
+        """Prometheus' text, in pieces."""
+        engine = self._engine
+        parts = [_budget_text(self._budget), _stores_text(engine)]
+        own = engine.server_requests.metrics
+        parts.append(await trio.to_thread.run_sync(machine_text, self._machine, self._gpus, own))
+        # On the loop and not in a thread, which would keep the interpreter for half a millisecond each time that the
+        # loop lets go of it.
+        for part in self._deployments.pieces(engine.deployments.counters()):
+            parts.append(part)
+            await trio.lowlevel.checkpoint()
+        return parts
 
 
 def _stores_text(engine: Engine) -> bytes:

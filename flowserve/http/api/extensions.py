@@ -35,6 +35,7 @@ from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.settings import LogSettings
 from flowserve.observe.timeline import timeline
 from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.group import Group, change
 from flowserve.runtime.loading.control import Control
 from flowserve.runtime.model_calls.server_requests import (
     CONFIG,
@@ -120,7 +121,7 @@ def _decoded(key: str, value: Any) -> bytes:
 # ---------------------------------------------------------------------------------------------- shared memory
 
 
-def shared_memory_routes(memory: ClientMemory, body: ReadBody) -> list[Route]:
+def shared_memory_routes(engine: Engine, memory: ClientMemory, body: ReadBody) -> list[Route]:
     """Status, register and unregister, for both kinds of memory."""
 
     async def register(request: Request) -> Response:
@@ -128,7 +129,9 @@ def shared_memory_routes(memory: ClientMemory, body: ReadBody) -> list[Route]:
         if "byte_size" not in asked:
             raise missing("byte_size", "")
         key, offset, size = string_of(asked, "key"), uint_of(asked, "offset"), uint_of(asked, "byte_size")
-        memory.register(request.path_params["name"], key, offset, size)
+        name = request.path_params["name"]
+        undo = partial(memory.unregister, name)
+        await change(group(), "register", memory.register, name, key, offset, size, undo=undo)
         return Response()
 
     async def register_cuda(request: Request) -> Response:
@@ -137,32 +140,35 @@ def shared_memory_routes(memory: ClientMemory, body: ReadBody) -> list[Route]:
         for key in ("byte_size", "raw_handle"):
             if key not in asked:
                 raise missing(key, "")
-        written = string_of(object_of(asked, "raw_handle"), "b64", "raw_handle")
-        try:
-            handle = base64.b64decode(written, validate=True)
-        except ValueError as error:
-            raise Invalid(f"Unable to parse 'raw_handle': 'b64' is no base64: {error}") from None
+        name, written = request.path_params["name"], string_of(object_of(asked, "raw_handle"), "b64", "raw_handle")
         device, size = uint_of(asked, "device_id"), uint_of(asked, "byte_size")
-        memory.register_cuda(request.path_params["name"], handle, device, size)
+        undo = partial(memory.unregister_cuda, name)
+        await change(group(), "register_cuda", memory.register_encoded, name, written, device, size, undo=undo)
         return Response()
 
+    def forget(name: str, unregister: Callable[[str], None]) -> Handler:
+        async def handle(request: Request) -> Response:
+            await change(group(), name, unregister, request.path_params.get("name", ""))
+            return Response()
+
+        return handle
+
+    def group() -> Group | None:
+        return engine.group
+
     return [
-        *_region_routes("/v2/systemsharedmemory", memory.status, register, memory.unregister),
-        *_region_routes("/v2/cudasharedmemory", memory.status_cuda, register_cuda, memory.unregister_cuda),
+        *_region_routes("/v2/systemsharedmemory", memory.status, register, forget("unregister", memory.unregister)),
+        *_region_routes(
+            "/v2/cudasharedmemory", memory.status_cuda, register_cuda, forget("unregister_cuda", memory.unregister_cuda)
+        ),
     ]
 
 
-def _region_routes(
-    prefix: str, regions: Callable[[str], Any], register: Handler, forget: Callable[[str], None]
-) -> list[Route]:
-    """`regions` and `forget` take the name of a region, "" for all."""
+def _region_routes(prefix: str, regions: Callable[[str], Any], register: Handler, unregister: Handler) -> list[Route]:
+    """`regions` takes the name of a region, "" for all."""
 
     async def status(request: Request) -> Response:
         return json_response(regions(request.path_params.get("name", "")))
-
-    async def unregister(request: Request) -> Response:
-        forget(request.path_params.get("name", ""))
-        return Response()
 
     region = f"{prefix}/region/{{name}}"
     return [
@@ -182,7 +188,7 @@ def settings_routes(engine: Engine, log: LogSettings, body: ReadBody) -> list[Ro
 
     async def logging(request: Request) -> Response:
         if request.method == "POST":
-            log.change(await document(request, body))
+            await change(engine.group, "log", log.change, await document(request, body))
         return json_response(log.as_json())
 
     async def tracing(request: Request) -> Response:
@@ -190,7 +196,7 @@ def settings_routes(engine: Engine, log: LogSettings, body: ReadBody) -> list[Ro
         if name and name not in engine.deployments.entries:
             raise Invalid(f"Request for unknown model : {name} has no trace settings")
         if request.method == "POST":
-            engine.traces.change(await document(request, body), name)
+            await change(engine.group, "trace", engine.traces.change, await document(request, body), name)
         return json_response(engine.traces.as_json(name))
 
     async def timeline_of_now(request: Request) -> Response:

@@ -25,6 +25,7 @@ from flowserve.http.api.compression import CONTENT_ENCODING, Headers, compress, 
 from flowserve.http.api.decode import Decoder, LargeBody, decode_raw, no_pause
 from flowserve.http.api.encode import JSON_HEADERS, Encoder, encode_large
 from flowserve.http.api.form import ALL_JSON, decode_form
+from flowserve.http.api.forward import SequenceForwarder
 from flowserve.http.api.json_bodies import status_of
 from flowserve.http.api.request_json import AnswerForm
 from flowserve.http.api.request_target import TARGET, RequestTarget, request_target
@@ -95,6 +96,7 @@ class InferRoute:
         self.forwarding = options.forwarding
         self.begin_events, self.end_events = engine.begin_events, engine.end_events
         self.max_body_bytes = options.max_body_bytes
+        self.forwarder = None if engine.group is None else SequenceForwarder(engine.group)
         self._access = Access(options.access)
         self._guard = Guard(options.restrictions) if options.restrictions else None
 
@@ -203,7 +205,7 @@ class _Inference:
     def submit(self, body: BytesLike) -> Callable[[], None]:
         """Start it. Returns a callable that withdraws it. Raises FlowserveError."""
         request = self._decoded(body)
-        if request is None:
+        if request is None or (request.sequence_id and self._route.forwarder is not None):
             self.start_task(body)
             return self.close
         request.trace_context = self._target.context
@@ -232,6 +234,15 @@ class _Inference:
                 request = self._decoded(body)
                 if request is None:
                     request = await self._decoded_in_steps(body)
+                elsewhere = None
+                if request.sequence_id and route.forwarder is not None:
+                    begins = request.sequence_start
+                    elsewhere = await route.forwarder.elsewhere(target, request.sequence_id, begins=begins)
+                if elsewhere is not None:
+                    assert route.forwarder is not None
+                    del request
+                    self.respond(*await route.forwarder.forward(elsewhere, target, body))
+                    return
             # Submitted without a wait after the block, so that a drain cannot end in between.
             body = b""  # freed before the request waits
             request.trace_context = target.context

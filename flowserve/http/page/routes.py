@@ -95,7 +95,7 @@ def live_routes(engine: Engine, control: Control | None) -> list[Route]:
         try:
             seen = 0
             while not engine.stopping.is_set():
-                sampler.look()
+                await sampler.look()
                 entry = engine.deployments.entries.get(name)
                 ready = {str(number): one for number, one in entry.ready.items()} if entry else {}
                 frame = sampler.frame(ready.get(version), seen)  # None: the deployment does not serve

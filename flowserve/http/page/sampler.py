@@ -4,7 +4,8 @@ Decides which figures exist, and that they are computed once for all viewers. Co
 the last reading is old enough; without viewers nothing runs. Only the readings of the last few seconds are kept.
 
 Decides too which counters are sampled, and how the rates and percentiles of a recent period are computed from two
-samples. Nothing is counted additionally, so a page without viewers costs nothing. A counter that decreased (its
+samples. Nothing is counted additionally, so a page without viewers costs nothing. Where several servers are behind one
+port, the samples of all are added up before (`figures`, `observe/combined.py`). A counter that decreased (its
 deployment was replaced) has restarted at zero. Percentiles come from histograms, with linear interpolation between two
 edges. `routes` sends the figures.
 """
@@ -13,21 +14,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import orjson
+import trio
 
 from flowserve.config.types import ModelConfig
 from flowserve.graph.types import ModelKey
+from flowserve.observe.combined import FIGURES, PRESENT
 from flowserve.observe.statistics import FINE_DURATION_EDGES_NS, Statistics
 from flowserve.render.jsontext import graph_document
 from flowserve.runtime.clock import SECOND_NS, wall_clock_ms
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.group import Group
 from flowserve.scheduling.batch import ModelQueue
 from flowserve.values import Array
 
@@ -69,6 +74,44 @@ def read(one: Statistics, before: CounterSample | None = None) -> CounterSample:
         tuple((node.batches, node.rows) for node in one.nodes),
         tuple((space.requests, space.taken, space.offered) for space in one.spaces),
         tuple(tuple((node.handed_on(edge), edge.copied) for edge in node.edges) for node in one.nodes),
+    )
+
+
+def figures(engine: Engine) -> dict[str, Any]:
+    """This server's counters as JSON, to be added to those of others. Keys of deployments are NAME/VERSION."""
+    entries = engine.deployments.entries
+    shown: dict[str, Any] = {}
+    for one, _ in engine.deployments.counters():
+        sample = read(one)
+        deployment = entries[one.name].ready.get(one.version) if one.name in entries else None
+        is_plain = deployment is not None and not deployment.graph.is_ensemble
+        shown[f"{one.name}/{one.version}"] = {
+            "counts": [sample.requests, sample.failures, sample.rows, sample.batches],
+            "durations": [sample.total.tolist(), sample.queue.tolist(), sample.compute.tolist()],
+            "nodes": sample.nodes,
+            "spaces": sample.spaces,
+            "edges": sample.edges,
+            "last_error": [one.last_error_ms, one.last_error],
+            PRESENT: _now(deployment.queues[0]) if deployment is not None and is_plain else {},
+        }
+    return {PRESENT: {"in_flight": engine.scheduler.in_flight}, "deployments": shown}
+
+
+def _sample_of(shown: Mapping[str, Any]) -> CounterSample:
+    """The sample of one deployment in `figures`."""
+    requests, failures, rows, batches = shown["counts"]
+    total, queue, compute = (np.array(counts) for counts in shown["durations"])
+    return CounterSample(
+        requests,
+        failures,
+        rows,
+        batches,
+        total,
+        queue,
+        compute,
+        tuple((batches, rows) for batches, rows in shown["nodes"]),
+        tuple((requests, rows, around) for requests, rows, around in shown["spaces"]),
+        tuple(tuple((whole, copied) for whole, copied in edges) for edges in shown["edges"]),
     )
 
 
@@ -195,6 +238,15 @@ class _Row:
     since: int
 
 
+class _Counted(NamedTuple):
+    """The counters of a deployment, and its last error. `present`: the load of its queue; None: the engine knows it."""
+
+    sample: CounterSample
+    error: str
+    error_ms: int
+    present: Mapping[str, Any] | None = None
+
+
 class Sampler:
     """Used on the engine's thread only. `number` counts readings; a viewer requests the changes since one of them."""
 
@@ -204,23 +256,50 @@ class Sampler:
         self._readings: deque[_Reading] = deque()  # not empty after the first `look`; the period begins at the oldest
         self._rows: dict[tuple[str, str], _Row] = {}
         self._listed = 0  # the number of the reading since which the list has the same names
+        self._counted: Mapping[ModelKey, _Counted] = {}  # the last reading
+        self._in_flight: int | None = None  # requests, of all servers; None: those of this one
+        self._one_by_one = trio.Lock()
         self._graphs: dict[ModelKey, dict[str, Any]] = {}  # of this reading, shared by all viewers of a graph
         self._pictures: WeakKeyDictionary[Deployment, str] = WeakKeyDictionary()
         self._models: WeakKeyDictionary[Deployment, Sequence[tuple[str, str]]] = WeakKeyDictionary()
 
-    def look(self) -> None:
-        """Read the counters, unless the last reading is recent."""
-        now_ns = self._engine.clock()
-        if self._readings and now_ns - self._readings[-1].at_ns < _FRESH_NS:
-            return
-        counters = {ModelKey(one.name, one.version): one for one, _ in self._engine.deployments.counters()}
+    async def look(self) -> None:
+        """Read the counters, of all servers behind the port, unless the last reading is recent."""
+        async with nullcontext() if self._engine.group is None else self._one_by_one:
+            if self._readings and self._engine.clock() - self._readings[-1].at_ns < _FRESH_NS:
+                return
+            counted = self._count() if self._engine.group is None else await self._count_all(self._engine.group)
+            self._note(counted)
+
+    def _count(self) -> dict[ModelKey, _Counted]:
         before = self._readings[-1].readings if self._readings else {}
-        self._readings.append(_Reading(now_ns, {key: read(one, before.get(key)) for key, one in counters.items()}))
+        self._in_flight = None
+        return {
+            (key := ModelKey(one.name, one.version)): _Counted(
+                read(one, before.get(key)), one.last_error, one.last_error_ms
+            )
+            for one, _ in self._engine.deployments.counters()
+        }
+
+    async def _count_all(self, group: Group) -> dict[ModelKey, _Counted]:
+        report = await group.report(FIGURES)
+        self._in_flight = report[PRESENT]["in_flight"]
+        counted = {}
+        for name, shown in report["deployments"].items():
+            model, _, version = name.rpartition("/")
+            error_ms, error = shown["last_error"]
+            counted[ModelKey(model, int(version))] = _Counted(_sample_of(shown), error, error_ms, shown[PRESENT])
+        return counted
+
+    def _note(self, counted: Mapping[ModelKey, _Counted]) -> None:
+        now_ns = self._engine.clock()
+        self._counted = counted
+        self._readings.append(_Reading(now_ns, {key: one.sample for key, one in counted.items()}))
         while now_ns - self._readings[0].at_ns > _WINDOW_NS:
             self._readings.popleft()
         self.number += 1
         self._graphs.clear()
-        self._list(counters)
+        self._list(counted)
 
     def frame(self, watched: Deployment | None, seen: int) -> dict[str, Any]:
         """The changes since reading number `seen` (0: all), and the figures of `watched`. `names`: all names, None if
@@ -229,7 +308,10 @@ class Sampler:
         engine = self._engine
         return {
             "at_ms": wall_clock_ms(),
-            "server": {"is_ready": engine.deployments.is_ready, "in_flight": engine.scheduler.in_flight},
+            "server": {
+                "is_ready": engine.deployments.is_ready,
+                "in_flight": engine.scheduler.in_flight if self._in_flight is None else self._in_flight,
+            },
             "names": [*self._rows] if self._listed > seen else None,
             "deployments": [row.shown for row in self._rows.values() if row.since > seen],
             "graph": None if watched is None else self._graph(watched),
@@ -252,29 +334,28 @@ class Sampler:
 
     # ------------------------------------------------------------------ the list
 
-    def _list(self, counters: Mapping[ModelKey, Statistics]) -> None:
+    def _list(self, counters: Mapping[ModelKey, _Counted]) -> None:
         rows: dict[tuple[str, str], _Row] = {}
         for row in self._engine.deployments.index():
             counted = counters.get(ModelKey(row["name"], int(row.get("version", 0))))
             key = (row["name"], "" if counted is None else row["version"])  # versions that do not serve are one row
             shown = {"name": key[0], "version": key[1], "state": row["state"], "reason": row.get("reason", "")}
             if counted is not None:
-                shown |= self._figures(counted)
+                shown |= self._figures(ModelKey(row["name"], int(row["version"])), counted)
             former = self._rows.get(key)
             rows[key] = former if former is not None and former.shown == shown else _Row(shown, self.number)
         if rows.keys() != self._rows.keys():
             self._listed = self.number
         self._rows = rows
 
-    def _figures(self, one: Statistics) -> dict[str, Any]:
-        key = ModelKey(one.name, one.version)
-        deployment = self._engine.deployments.entries[one.name].ready[one.version]
+    def _figures(self, key: ModelKey, one: _Counted) -> dict[str, Any]:
+        deployment = self._engine.deployments.entries[key.name].ready[key.version]
         return {
             "is_ensemble": deployment.graph.is_ensemble,
             "models": self._models_of(deployment),
-            "total": one.success_count,
-            "error": one.last_error,
-            "error_ms": one.last_error_ms,
+            "total": one.sample.requests,
+            "error": one.error,
+            "error_ms": one.error_ms,
             **deployment_figures(*self._between(key), FINE_DURATION_EDGES_NS),
         }
 
@@ -309,7 +390,9 @@ class Sampler:
                 edges |= zip(into, edge_figures(old, new, node.index, seconds), strict=True)
                 model = model_figures(*self._between(node.model), FINE_DURATION_EDGES_NS)
                 figures = node_figures(old, new, node.index, seconds)
-                nodes.append({**figures, **_now(queue), "model": model})
+                counted = self._counted.get(node.model)
+                present = None if counted is None else counted.present
+                nodes.append({**figures, **(_now(queue) if present is None else present), "model": model})
         return {
             "name": deployment.name,
             "version": str(deployment.version),

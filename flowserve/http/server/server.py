@@ -22,7 +22,7 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -59,6 +59,7 @@ class Server:
     """Serves `app`, and in front of it the requests of the route `direct`, on any number of listeners. Large bodies are
     received into buffers of `pool`. `tls`: the certificate shown to clients, None for plain HTTP. `budget` bounds
     bodies and connections; without one they are not bounded. `connections`: those that are open, by file descriptor.
+    `changed` is called when one was opened or closed.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Server:
         tls: ssl.SSLContext | None = None,
         direct: InferenceHandler | None = None,
         budget: Budget | None = None,
+        changed: Callable[[], None] | None = None,
     ) -> None:
         limits = limits or Limits()
         self.pool = pool or Pool()
@@ -82,6 +84,7 @@ class Server:
         self._over_limit, self._out_of_resources = _Episode(), _Episode()
         self._drain_deadline = math.inf
         self._is_empty = trio.Event()  # set when the last connection goes, once none is accepted any more
+        self._changed = changed or _ignore
         self._begin_events = direct.begin_events if direct is not None else _ignore
         self._end_events = direct.end_events if direct is not None else _ignore
         self._poller = Poller(self.connections, self._begin_events, self._end_events)
@@ -90,8 +93,8 @@ class Server:
     async def serve(
         self, listeners: Sequence[socket.socket], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Serve until drained. Owns and closes `listeners` (from `open_listeners`). Cancelling it cuts every
-        connection."""
+        """Serve until drained. Owns and closes `listeners` (from `open_listeners`), which may be none. Cancelling it
+        cuts every connection."""
         self._context.now = trio.current_time()
         self._open_reserve()
         try:
@@ -106,6 +109,8 @@ class Server:
                             for listener in listeners:
                                 accepting.start_soon(self._accept, listener, tasks, name="http listener")
                             task_status.started()
+                            if not listeners:  # another process accepts
+                                await trio.sleep_forever()
                     close_listeners(listeners)
                     if self.connections:
                         await self._is_empty.wait()
@@ -141,10 +146,7 @@ class Server:
                 for _ in range(_ACCEPTS_MAX):
                     sock, address = listener.accept()
                     sock.setblocking(False)
-                    if self.budget.connections < self.budget.max_connections:
-                        self._open(sock, address, tasks)
-                    else:
-                        self._refuse(sock, tasks)
+                    self._take(sock, address, tasks)
             except BlockingIOError:
                 pass
             except OSError as error:
@@ -152,6 +154,27 @@ class Server:
                     await self._refuse_one(listener, error)
                 elif error.errno not in (errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EINTR):
                     raise
+
+    def adopt(self, sock: socket.socket) -> None:
+        """Serve a connection that another process has accepted. It does not block. While this serves."""
+        try:
+            address = sock.getpeername()
+        except OSError:  # its client has left already
+            sock.close()
+            return
+        self._take(sock, address, self._context.nursery)
+
+    def _take(self, sock: socket.socket, address: object, tasks: trio.Nursery) -> None:
+        if self._context.is_draining:
+            sock.close()
+        elif self.budget.connections < self.budget.max_connections:
+            try:
+                self._open(sock, address, tasks)
+            except OSError:
+                sock.close()
+                raise
+        else:
+            self._refuse(sock, tasks)
 
     def _refuse(self, sock: socket.socket, tasks: trio.Nursery) -> None:
         """The server has as many connections as it may have. A client that speaks TLS gets no text."""
@@ -231,6 +254,7 @@ class Server:
         connection = Connection(self._context, plain, client, self._forget)
         self.connections[plain.fileno()] = connection
         self.budget.connections = len(self.connections)
+        self._changed()
         try:
             self._poller.watch(connection)
         except OSError as error:
@@ -241,6 +265,7 @@ class Server:
         """A connection is about to close its socket."""
         del self.connections[connection.sock.fileno()]
         self.budget.connections = len(self.connections)
+        self._changed()
         self._poller.forget(connection)
         if not self.connections and self._context.is_draining:
             self._is_empty.set()
@@ -278,7 +303,7 @@ class _Episode:
 
 
 def _ignore() -> None:
-    """No request is started directly."""
+    """No request is started directly, or nobody counts connections."""
 
 
 def _sweep_interval(limits: Limits) -> float:
@@ -307,6 +332,25 @@ def open_listeners(host: str, port: int) -> list[socket.socket]:
         close_listeners(listeners)
         raise
     return listeners
+
+
+def shared_sockets(host: str, port: int) -> list[socket.socket]:
+    """Sockets that do not listen and keep the port for those of other processes that share it. Raises OSError."""
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            sock = socket.socket(family, kind, protocol)
+            sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(address)
+    except OSError:
+        close_listeners(sockets)
+        raise
+    return sockets
 
 
 def open_unix_listener(path: str) -> socket.socket:

@@ -43,6 +43,7 @@ from flowserve.runtime.engine.accounting import (
 from flowserve.runtime.engine.deployments import Deployment, Deployments, MakeFlow
 from flowserve.runtime.engine.generations import Generation, Generations
 from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.group import Group
 from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.model_calls.calls import Calls
 from flowserve.runtime.model_calls.server_requests import ServerRequests
@@ -156,6 +157,7 @@ class Engine:
         self.tracing = Tracing(self.scheduler, self.streams, self.observers, self.clock)
         self._recent = RecentRequests(self.tracing.is_traced, self.clock)
         self.traces = Traces(options.trace, self.tracing, self._recent)
+        self.group: Group | None = None  # the other servers behind the same port
         self.stopping = trio.Event()  # for tasks that would go on for as long as a client listens
         # Tasks that wait for responses that keep an order, to be woken one after the other.
         self._wake_in_order, self._ordered = trio.open_memory_channel[Task](math.inf)

@@ -25,6 +25,7 @@ from flowserve.repository.read import is_of_override
 from flowserve.repository.snapshot import FolderWatch, Settled
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.engine.generations import Generation
+from flowserve.runtime.group import Agree
 from flowserve.runtime.loading.loader import HANG_AFTER_S, Loader
 from flowserve.runtime.loading.operations import Mode, Operations, not_polled
 from flowserve.runtime.loading.registry import LoadEvent, Registry, Report
@@ -139,8 +140,20 @@ class Control:
         check_name(name)
         if override is not None and override.files and not override.config:
             raise Invalid(f"{not_polled(name)}: 'file:' parameters need the parameter 'config' beside them")
+        group = self._engine.group
+        if group is None or loads:  # a model that loads another does so in each server
+            await self.load_here(name, override, loads=loads)
+        else:
+            await self._to_the_end(lambda: group.load(name, override))
+
+    async def load_here(
+        self, name: str, override: Override | None = None, *, loads: str = "", agree: Agree | None = None
+    ) -> None:
+        """As `load`, in this server only. With `agree`, as `Operations.bring_up`."""
         try:
-            errors = await self._to_the_end(lambda: self._operations.bring_up({name: override}, within=loads))
+            errors = await self._to_the_end(
+                lambda: self._operations.bring_up({name: override}, within=loads, agree=agree)
+            )
         except (NotFound, Problems) as error:  # contains the path, which clients must not see
             log.warning("%s", error)
             raise Invalid(f"{not_polled(name)}: it cannot be read any more; what is loaded serves on") from None
@@ -156,7 +169,17 @@ class Control:
         when the last request that ran on it has finished. An unknown name is no error, as on Triton. Raises Unavailable
         if the mode does not allow it.
         """
-        for generation in await self.retire(name, dependents=dependents):
+        self._must_be_explicit()
+        group = self._engine.group
+        if group is None:
+            await self.unload_here(name, dependents=dependents, waits=True)
+        else:
+            await self._to_the_end(lambda: group.unload(name, dependents=dependents, waits=True))
+
+    async def unload_here(self, name: str, *, dependents: bool, waits: bool) -> None:
+        """As `unload`, in this server only. `waits`: until the last request has finished."""
+        retired = await self._to_the_end(lambda: self._take_out(name, dependents=dependents))
+        for generation in retired if waits else ():
             await generation.closed.wait()
 
     async def retire(self, name: str, *, dependents: bool = False, loads: str = "") -> list[Generation]:
@@ -164,7 +187,11 @@ class Control:
         that are not closed yet. `loads` as for `load`.
         """
         self._must_be_explicit()
-        return await self._to_the_end(lambda: self._take_out(name, dependents=dependents, loads=loads))
+        group = self._engine.group
+        if group is None or loads:
+            return await self._to_the_end(lambda: self._take_out(name, dependents=dependents, loads=loads))
+        await self._to_the_end(lambda: group.unload(name, dependents=dependents, waits=False))
+        return []
 
     def post(
         self, operation: Callable[[], Awaitable[object]], answered: Callable[[FlowserveError | None], None]
@@ -261,8 +288,15 @@ class Control:
     async def _poll(self, watch: FolderWatch) -> None:
         """Follow changes of the repository until cancelled. If it cannot be read, loaded models stay in force."""
         is_lost = False
+        group, follows = self._engine.group, False
         while True:
             await trio.sleep(min(RESTLESS_S, self._options.poll_s) if watch.has_unsettled else self._options.poll_s)
+            if group is not None and not group.leads:
+                follows = True
+                continue
+            if follows:  # the server that led has ended: what changed meanwhile is found again
+                follows, watch = False, FolderWatch()
+                watch.mark_seen(dict.fromkeys(self._engine.deployments.entries, ()))
             try:
                 stamps = await self._operations.stamps()
             except FlowserveError as error:
@@ -285,13 +319,30 @@ class Control:
         """Load changed models before removed ones are unloaded, so that an ensemble whose step was renamed stays
         served; unless a load hangs.
         """
+        group = self._engine.group
         self._operations.give_up(settled.changed)
-        bring_up = partial(self._operations.bring_up, dict.fromkeys(sorted(settled.changed)))
-        with trio.move_on_after(HANG_AFTER_S):
-            await self._to_the_end(partial(self._carry_on, bring_up))
-        for name in sorted(settled.gone):
-            if not watch.was_seen(name):  # it may exist again
-                self._nursery.start_soon(self._carry_on, partial(self._take_out, name, dependents=False, is_gone=True))
+        changed = sorted(settled.changed)
+        if group is None:
+            bring_up: Callable[[], Awaitable[object]] = partial(self._operations.bring_up, dict.fromkeys(changed))
+        else:
+            bring_up = partial(group.follow, changed, ())
+        if changed:
+            with trio.move_on_after(HANG_AFTER_S):
+                await self._to_the_end(partial(self._carry_on, bring_up))
+        gone = [name for name in sorted(settled.gone) if not watch.was_seen(name)]  # it may exist again
+        if gone:
+            take_out = self._take_out_gone if group is None else partial(group.follow, ())
+            self._nursery.start_soon(self._carry_on, partial(take_out, gone))
+
+    async def follow_here(self, changed: Sequence[str], gone: Sequence[str], agree: Agree) -> None:
+        """Load what changed and unload what is gone, in this server only, and with the others' agreement."""
+        self._operations.give_up(changed)
+        await self._to_the_end(lambda: self._operations.bring_up(dict.fromkeys(changed), agree=agree))
+        await self._take_out_gone(gone)
+
+    async def _take_out_gone(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._nursery.start_soon(self._carry_on, partial(self._take_out, name, dependents=False, is_gone=True))
 
     async def _carry_on(self, operation: Callable[[], Awaitable[object]]) -> None:
         """Run an operation without a caller: its errors are logged."""

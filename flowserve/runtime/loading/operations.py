@@ -30,6 +30,7 @@ from flowserve.repository.snapshot import Stamp, digest, stamp
 from flowserve.runtime.clock import SECOND_NS
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.engine.generations import Generation
+from flowserve.runtime.group import Agree, Errors
 from flowserve.runtime.loading.loader import Loader, PendingReads
 from flowserve.runtime.loading.registry import Built, LoadEvent, RegisteredModel, Registry
 
@@ -185,16 +186,19 @@ class Operations:
         twice = dict.fromkeys(found.duplicates, (("in two repositories", 0, 0, 0, 0),))
         return twice | await _in_thread(lambda: {folder.name: stamp(folder.path) for folder in found.folders})
 
-    async def bring_up(self, wanted: Wanted, *, within: str = "") -> dict[str, FlowserveError]:
+    async def bring_up(
+        self, wanted: Wanted, *, within: str = "", agree: Agree | None = None
+    ) -> dict[str, FlowserveError]:
         """Load these names and their steps. Returns the errors by name. `within`: the model whose own load makes this
-        call. Raises Unavailable if the two loads would wait for each other.
+        call. With `agree`, nothing is put in force before other servers have prepared the same, and nothing that failed
+        in one of them. Raises Unavailable if the two loads would wait for each other, and the errors of `agree`.
         """
         names = set(wanted)
         while True:
             async with self._locks.take(names, within) as lock:
                 seen = await self._look_up_all(wanted)
                 if seen.keys() <= names:
-                    return await self._carry_out(lock, wanted, seen)
+                    return await self._carry_out(lock, wanted, seen, agree)
             names |= seen.keys()  # steps were found: lock them too, and look again
 
     def give_up(self, names: Iterable[str]) -> None:
@@ -287,7 +291,7 @@ class Operations:
         return Candidate(name, folder, steps, config, files, mark, is_explicit)
 
     async def _carry_out(
-        self, lock: NameLock, wanted: Wanted, seen: Mapping[str, LookupResult]
+        self, lock: NameLock, wanted: Wanted, seen: Mapping[str, LookupResult], agree: Agree | None
     ) -> dict[str, FlowserveError]:
         errors: dict[str, FlowserveError] = {}
         candidates: dict[str, Candidate] = {}
@@ -302,17 +306,31 @@ class Operations:
         reads = PendingReads((known.read for known in self._registry.known.values()), candidates)
         together = [*self._registry.made_of.groups(steps)]
         lock.groups = [*map(frozenset, together), *([frozenset(lock.names)] if lock.names - candidates.keys() else [])]
-        async with trio.open_nursery() as nursery:
-            for group in together:
-                members = [candidates[name] for name in sorted(group)]
-                nursery.start_soon(self._carry_out_group, lock, members, reads, errors)
+        vote = None if agree is None else _Vote(len(together), errors, agree)
+        try:
+            async with trio.open_nursery() as nursery:
+                for group in together:
+                    members = [candidates[name] for name in sorted(group)]
+                    nursery.start_soon(self._carry_out_group, lock, members, reads, errors, vote)
+                if vote is not None:
+                    await vote.take()
+        except BaseException:
+            for built in () if vote is None else vote.built.values():
+                with trio.CancelScope(shield=True):
+                    await self._loader.drop(built.loaded)
+            raise
         return errors
 
     async def _carry_out_group(
-        self, lock: NameLock, group: Sequence[Candidate], reads: PendingReads, errors: dict[str, FlowserveError]
+        self,
+        lock: NameLock,
+        group: Sequence[Candidate],
+        reads: PendingReads,
+        errors: dict[str, FlowserveError],
+        vote: _Vote | None,
     ) -> None:
         """Load models connected by containment. They are put in force together, when all are ready; a model that was
-        not served before, so that nothing depends on it, as soon as it is ready itself.
+        not served before, so that nothing depends on it, as soon as it is ready itself, unless there is a vote.
         """
         together: list[Built] = []
 
@@ -324,7 +342,10 @@ class Operations:
             except FlowserveError as error:
                 self._fail(name, error, errors)
                 return
-            if built.loaded and not self._registry.is_serving(name):
+            if vote is not None:
+                vote.built[name] = built
+                together.append(built)
+            elif built.loaded and not self._registry.is_serving(name):
                 errors.update(await self._registry.put_in_force([built]))
             else:
                 together.append(built)
@@ -332,6 +353,16 @@ class Operations:
         async with trio.open_nursery() as nursery:
             for one in group:
                 nursery.start_soon(build, one, name=f"load {one.name}")
+        if vote is not None:
+            failed = await vote.result_for(group)
+            for built in together:
+                del vote.built[built.known.read.config.name]  # from now on the registry's, or dropped
+                if built.known.read.config.name in failed:
+                    await self._drop(built)
+            together = [built for built in together if built.known.read.config.name not in failed]
+            for name, error in failed.items():
+                if name not in errors:
+                    self._fail(name, error, errors)
         errors.update(await self._registry.put_in_force(together))
         self._locks.done(lock, [one.name for one in group])
 
@@ -383,6 +414,37 @@ class Operations:
         if isinstance(error, NoSuchModel) and name not in self._engine.deployments.entries:
             return  # an unknown name gets no row in the index
         self._registry.fail(name, error)
+
+
+class _Vote:
+    """Several servers load the same models: each waits here, with everything prepared, for the others. `built`: what
+    is prepared and not put in force, by name. `errors`: this server's.
+    """
+
+    def __init__(self, groups: int, errors: dict[str, FlowserveError], agree: Agree) -> None:
+        self.built: dict[str, Built] = {}
+        self._missing = groups
+        self._errors = errors
+        self._agree = agree
+        self._all_here, self._is_over = trio.Event(), trio.Event()
+        self._failed: Errors = {}
+        if not groups:
+            self._all_here.set()
+
+    async def take(self) -> None:
+        """Wait for every group, and then for the other servers. Raises the errors of `agree`."""
+        await self._all_here.wait()
+        self._failed = await self._agree(dict(self._errors))
+        self._is_over.set()
+
+    async def result_for(self, group: Sequence[Candidate]) -> dict[str, FlowserveError]:
+        """The errors of all servers for these models. Called once for each group."""
+        self._missing -= 1
+        if not self._missing:
+            self._all_here.set()
+        await self._is_over.wait()
+        names = {one.name for one in group}
+        return {name: error for name, error in self._failed.items() if name in names}
 
 
 class NoSuchModel(Invalid):
