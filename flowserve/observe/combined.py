@@ -48,6 +48,11 @@ class Former:
     def __init__(self) -> None:
         self.total: Any = None
 
+    def copy(self) -> Former:
+        other = Former()
+        other.total = self.total
+        return other
+
     def add(self, kind: str, report: Any) -> None:
         """`report` as in `combined`."""
         if kind == METRICS:
@@ -57,8 +62,12 @@ class Former:
 
 
 def combined(kind: str, reports: Sequence[Any], former: Former | None) -> Any:
-    """The figures of one kind: bytes of Prometheus' text, or values of JSON. `reports`: at least one."""
+    """The figures of one kind: bytes of Prometheus' text, or values of JSON. Empty without
+    `reports`.
+    """
     gone = None if former is None else former.total
+    if not reports:  # the last server ends
+        return b"" if kind == METRICS else {}
     if kind == METRICS:
         return combined_metrics(reports, gone)
     total = reports[0]

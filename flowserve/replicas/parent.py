@@ -222,6 +222,8 @@ class Parent:
         for kind, report in one.reports.items():
             self._former.setdefault(kind, Former()).add(kind, report)
         self._sequences = {key: where for key, where in self._sequences.items() if where != number}
+        for other in self._processes.values():
+            other.link.tell("ended", number)
         if not self._is_asked:
             _log.error("worker %d ended %s; it is started again", number + 1, _ending(status))
         self._carry_out(self._supervision.ended(number, status, self._clock()))
@@ -317,20 +319,27 @@ class Parent:
         return NOTHING
 
     async def _on_report(self, number: int, kind: str, _: bytes) -> Result:
-        """The figures of all replicas, added up. The last ones of replicas that ended count on."""
-        reports: list[Any] = []
+        """The figures of all replicas, added up. The last ones of replicas that ended, or are about to, count on."""
+        told: dict[int, Any] = {}
 
         async def ask(one: _Process) -> None:
             with suppress(LinkClosed, FlowserveError):
                 value, data = await one.link.call("report", kind)
-                one.reports[kind] = value if value is not None else data
-                reports.append((one.number, one.reports[kind]))
+                told[one.number] = one.reports[kind] = data if value is None else value
 
+        everyone = [*self._processes.values()]
+        former = self._former.get(kind, Former()).copy()  # before the others are asked: one may end meanwhile
         async with trio.open_nursery() as nursery:
             for one in self._serving():
                 nursery.start_soon(ask, one)
-        ordered = [report for _, report in sorted(reports, key=lambda pair: pair[0])]
-        total = await trio.to_thread.run_sync(combined, kind, ordered, self._former.get(kind))
+
+        def add_up() -> Any:
+            for one in everyone:
+                if one.number not in told and kind in one.reports:
+                    former.add(kind, one.reports[kind])
+            return combined(kind, [told[number] for number in sorted(told)], former)
+
+        total = await trio.to_thread.run_sync(add_up)
         return (None, total) if isinstance(total, bytes) else (total, b"")
 
     def _on_claim(self, number: int, asked: Sequence[Any], _: bytes) -> Result:

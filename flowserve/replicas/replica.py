@@ -33,6 +33,7 @@ _log = logging.getLogger("flowserve.replicas")
 _TOLD_AFTER_S: Final = 0.01  # after a change of the number of connections
 _RELEASED_EVERY_S: Final = 1.0  # how often ended sequences are told
 _KIND_BYTES: Final = 16
+_ELSEWHERE_MAX: Final = 10_000
 _WITHOUT_PARENT: Final = "the parent process of the workers has ended"
 _CLASSES: Final = {
     name: one for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, FlowserveError)
@@ -96,6 +97,7 @@ class Replica:
         self._socket = socket.socket(fileno=place.link)
         self._prepared: dict[int, _Prepared] = {}
         self._here: set[int | str] = set()  # sequences that began here
+        self._elsewhere: dict[int | str, int] = {}  # where other sequences were the last time
         self._quiet: set[int | str] = set()  # those that were not live when they were looked at
         self._changed = trio.Event()
         self._taken = 0
@@ -128,6 +130,7 @@ class Replica:
             "decide": self._decide,
             "unload": self._unload,
             "lead": self._lead,
+            "ended": self._ended,
         }
         self._link = Link(stream, handlers)
         async with trio.open_nursery() as nursery:
@@ -195,11 +198,18 @@ class Replica:
         await self._ask("operate", {"kind": FOLLOW, "changed": [*changed], "gone": [*gone]})
 
     async def owner(self, sequence_id: int | str, *, begins: bool) -> int | None:
-        if sequence_id in self._here and not begins:
-            return None
+        if not begins:
+            if sequence_id in self._here:
+                return None
+            if sequence_id in self._elsewhere:  # if it has moved, the server there sends the request on
+                return self._elsewhere[sequence_id]
         where, _ = await self._ask("claim", [sequence_id, begins])
         if where != self.place.number:
+            if len(self._elsewhere) >= _ELSEWHERE_MAX:
+                del self._elsewhere[next(iter(self._elsewhere))]
+            self._elsewhere[sequence_id] = int(where)
             return int(where)
+        self._elsewhere.pop(sequence_id, None)
         if begins:
             self._here.add(sequence_id)
             self._quiet.discard(sequence_id)
@@ -276,6 +286,11 @@ class Replica:
 
     def _lead(self, _: Any, __: bytes) -> Result:
         self.leads = True
+        return NOTHING
+
+    def _ended(self, number: int, _: bytes) -> Result:
+        """Another server has ended, and its sequences with it."""
+        self._elsewhere = {key: where for key, where in self._elsewhere.items() if where != number}
         return NOTHING
 
     async def _prepare(self, arguments: Sequence[Any], data: bytes) -> Result:

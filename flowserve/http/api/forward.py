@@ -28,6 +28,7 @@ FORWARDS_MAX: Final = 3
 _LOST: Final = "the worker that has this sequence has ended, and the sequence with it"
 _OF_CONNECTION: Final = frozenset({b"connection", b"keep-alive", b"content-length", b"transfer-encoding", b"expect"})
 _RECEIVED_BYTES: Final = 1 << 16
+_TOGETHER_BYTES_MAX: Final = 1 << 14  # of a body that is sent in one piece with its head
 
 Forwarded = tuple[int, HeaderTuple, list[Any]]  # as the response to the client
 
@@ -52,8 +53,11 @@ class SequenceForwarder:
         while True:
             stream, is_new = await self._connected(path)
             try:
-                await stream.send_all(head)
-                await stream.send_all(body)
+                if len(body) <= _TOGETHER_BYTES_MAX:
+                    await stream.send_all(head + bytes(body))
+                else:
+                    await stream.send_all(head)
+                    await stream.send_all(body)
                 response = await _received(stream)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 await trio.aclose_forcefully(stream)
