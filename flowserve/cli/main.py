@@ -116,6 +116,7 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     text = "top to bottom or left to right; default: LR, or TB for a graph that would be too wide"
     graph.add_argument("--direction", choices=DIRECTIONS, help=text)
     graph.add_argument("--fold", action="store_true", help="draw each nested ensemble as one box")
+    add_placement(graph)
 
     infer = command(
         "infer",

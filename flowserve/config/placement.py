@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +20,7 @@ from flowserve.config.build import PLACEMENT, Builder
 from flowserve.config.parse import SIZE_MAX_BYTES, read_text
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.syntax import Text, parse_pbtxt
-from flowserve.config.types import ModelConfig, SourceMap
+from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
 from flowserve.errors import Place, Problem, Problems
 
 AUTO: Final = "auto"
@@ -103,6 +103,21 @@ def misplaced(placement: Placement, configs: Mapping[str, ModelConfig]) -> Itera
             yield Problem(f"model '{model}' is not in the repository", where, "P6", did_you_mean(model, configs))
         elif why := why_not_placed(configs[model]):
             yield Problem(why, where, "P6")
+
+
+def placed_configs(placement: Placement, configs: Mapping[str, ModelConfig]) -> dict[str, ModelConfig]:
+    """The configurations for pictures: with the number of instances and the place of each model that the file names."""
+    found = dict(configs)
+    for model, place in placement.places.items():
+        config = configs.get(model)
+        if config is None:
+            continue
+        needs = [f"{name} {amount:g}" for name, amount in place.resources.items()]
+        needs += [f"{name}={value}" for name, value in place.labels.items()]
+        where = f"other machines: {', '.join(needs)}" if needs else "other machines"
+        groups = (InstanceGroup(model, count=place.count),) if place.count else config.instance_groups
+        found[model] = replace(config, placed=where, instance_groups=groups)
+    return found
 
 
 def why_not_placed(config: ModelConfig) -> str:

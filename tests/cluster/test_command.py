@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import pytest
 import trio
 
 from flowserve.cli.check import check
+from flowserve.cli.main import main
 from flowserve.testing.serve import Served
 from tests.support.clusters import is_running, until, write_python
 
@@ -126,3 +129,39 @@ def test_no_process_is_left_of_a_server_that_is_killed(tmp_path: Path, serve: Ca
     served.process.kill()
     served.process.wait()
     trio.run(until, lambda: not is_running(process))
+
+
+def drawn(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main(["graph", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_picture_has_the_places_of_models_and_the_bytes_that_cross(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placement = tmp_path / "cluster.pbtxt"
+    placement.write_text(
+        'place { model: "shapes_preprocess" }\n'
+        'place { model: "shapes_segment" count: 3 resources { key: "GPU" value: 1 } labels { key: "zone" value: "a" } }'
+    )
+    words = (root / "graphs", "shapes", "--placement", placement)
+    text = drawn(capsys, *words)
+    assert "onnxruntime, dynamic batches up to 16, 3 instances on other machines: GPU 1, zone=a\n" in text
+    crossing = re.findall(r"(\w+) +\S+ \S+ +<- .*\((.*)\)", text)
+    assert crossing == [
+        ("RAW_IMAGE", "bytes that vary cross"),
+        ("FORMATTED_IMAGE", "12288 bytes a row cross"),
+        ("FORMATTED_IMAGE", "12288 bytes a row cross twice"),
+        ("SEGMENTATION", "1024 bytes a row cross"),
+    ]
+    svg = drawn(capsys, *words, "--format", "svg")
+    assert ">bytes that vary cross<" in svg, "on the edge of an input, whose type is in its box"
+    assert ">FP32 [3,32,32], 12288 bytes a row cross twice<" in svg, "what the reader gets for which the most crosses"
+    mermaid = drawn(capsys, *words, "--format", "mermaid")
+    assert re.findall(r'n(\d)\["\w+<.*:::(\w+)', mermaid) == [("0", "green"), ("1", "blue"), ("2", "purple")]
+    nodes = json.loads(drawn(capsys, *words, "--format", "json"))["nodes"]
+    assert [node.get("machines") for node in nodes] == ["other machines", None, "other machines: GPU 1, zone=a"]
+    assert "cross" not in drawn(capsys, root / "graphs", "shapes")
+    placement.write_text('place { model: "shapes" }')
+    assert main(["graph", *map(str, words)]) == 1
+    assert "place the models of its steps" in capsys.readouterr().err
