@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flowserve.testing.fakes import Faked, FakeModel
     from flowserve.testing.serve import Served, serving
-    from flowserve.testing.simulation import Arrival, Simulation, simulate
+    from flowserve.testing.simulation import Arrival, Clients, Simulation, simulate
 
 # Imported on first use: a test that simulates needs no server.
 _WHERE = {
     "Arrival": "flowserve.testing.simulation",
+    "Clients": "flowserve.testing.simulation",
     "FakeModel": "flowserve.testing.fakes",
     "Faked": "flowserve.testing.fakes",
     "Served": "flowserve.testing.serve",
@@ -21,7 +22,7 @@ _WHERE = {
     "simulate": "flowserve.testing.simulation",
 }
 
-__all__ = ["simulate", "Arrival", "Simulation", "Faked", "FakeModel", "serving", "Served"]
+__all__ = ["simulate", "Arrival", "Clients", "Simulation", "Faked", "FakeModel", "serving", "Served"]
 
 
 def __getattr__(name: str) -> Any:

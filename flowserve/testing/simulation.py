@@ -60,6 +60,17 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
+class Clients:
+    """A closed loop: `count` clients, each of which sends its next request when the one before it has ended, until
+    `requests` were sent. Each request has `rows` rows.
+    """
+
+    count: int
+    requests: int = 1000
+    rows: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class FormedBatch:
     """A batch. `requests` are numbers of arrivals, in the order of the batch; a request may be in it several times if
     several of its steps run the model. `end_ms` is when the instance was free again.
@@ -92,6 +103,14 @@ class Simulation:
 
     batches: tuple[FormedBatch, ...]
     outcomes: tuple[Outcome, ...]
+
+    @property
+    def requests_per_s(self) -> float:
+        """Answered requests per second, from the first arrival to the last answer."""
+        answered = [one for one in self.outcomes if one.error is None]
+        began_ms = min((one.at_ms - one.latency_ms for one in self.outcomes), default=0.0)
+        took_ms = max((one.at_ms for one in answered), default=0.0) - began_ms
+        return 1000 * len(answered) / took_ms if took_ms > 0 else 0.0
 
     @property
     def refused(self) -> tuple[int, ...]:
@@ -141,7 +160,7 @@ def simulate(
     source: Source,
     name: str = "",
     *,
-    arrivals: Iterable[Arrival | float],
+    arrivals: Iterable[Arrival | float] | Clients,
     takes_ms: Duration | Mapping[str, Duration] = 1.0,
     answers: Count | Mapping[str, Count] = 1,
     rate_limit: Sequence[Available] | None = None,
@@ -151,13 +170,14 @@ def simulate(
     """Send requests to a deployment of `source` (a graph, or a repository's folder) in simulated time.
 
     `name` may be left out for a graph, and where there is only one deployment that nothing else contains. An arrival
-    that is a number is a request of one row at that millisecond. `takes_ms`: the duration of a batch, for all models or
-    by name (default 1); for a decoupled model the duration of each response. `answers`: the number of responses of a
-    decoupled model per step, likewise; its instance is busy until the last. `rate_limit` as `flowserve run
-    --rate-limit`: the resources, None for off. `taken`: the share of rows that pass a condition, by its text (`{"kind =
-    0": 0.3}`), default 1; `items`: the items of each row, by the tensors that are taken apart (`{"crops": 5}`), default
-    1; both may be functions of the request's number. All tensors of one input or output have one shape, and callers
-    read each response immediately. The response cache is off. Blocks while configurations are read.
+    that is a number is a request of one row at that millisecond; `Clients` are a closed loop. `takes_ms`: the duration
+    of a batch, for all models or by name (default 1); for a decoupled model the duration of each response. `answers`:
+    the number of responses of a decoupled model per step, likewise; its instance is busy until the last. `rate_limit`
+    as `flowserve run --rate-limit`: the resources, None for off. `taken`: the share of rows that pass a condition, by
+    its text (`{"kind = 0": 0.3}`), default 1; `items`: the items of each row, by the tensors that are taken apart
+    (`{"crops": 5}`), default 1; both may be functions of the request's number. All tensors of one input or output have
+    one shape, and callers read each response immediately. The response cache is off. Blocks while configurations are
+    read.
 
     Raises Problems and NotFound for a graph that cannot be served, Invalid for a number out of range or for an unknown
     model, Unsupported for models of iterative sequences.
@@ -168,6 +188,12 @@ def simulate(
     models = {node.model.name for node in graph.nodes}
     took, count = _by_model("takes_ms", takes_ms, models, 1.0), _by_model("answers", answers, models, 1)
     _refuse_answers(answers, {node.model.name for node in graph.nodes if node.decoupled})
+    clients: Clients | None = None
+    if isinstance(arrivals, Clients):
+        clients = arrivals
+        for what, least in (("count", 1), ("requests", 1), ("rows", 1)):
+            _whole(getattr(clients, what), least, f"{what} of the clients")
+        arrivals = [Arrival(0, rows=clients.rows)] * clients.requests
     requests = [one if isinstance(one, Arrival) else Arrival(one) for one in arrivals]
     for number, one in enumerate(requests):
         _ns(one.at_ms, f"at_ms of arrival {number}")
@@ -182,7 +208,7 @@ def simulate(
         RowPlan(graph, taken, items),
     )
     del kept  # the configurations have been read
-    return world.live(requests)
+    return world.live(requests, len(requests) if clients is None else clients.count)
 
 
 def _refuse_answers(answers: Count | Mapping[str, Count], decoupled: Collection[str]) -> None:
@@ -296,6 +322,7 @@ class SimulatedDeployment(Agenda):
         self._configs = configs
         self._batches: list[FormedBatch] = []
         self._outcomes: list[Outcome] = []
+        self._to_come: deque[tuple[int, Arrival]] = deque()
         self._answered_ns: dict[int, list[int]] = {}  # of each request
         self.scheduler = Scheduler(None if rate_limit is None else Limiter(tuple(rate_limit)))
         queues: dict[ModelKey, ModelQueue] = {}
@@ -305,9 +332,11 @@ class SimulatedDeployment(Agenda):
                 self.scheduler.add(queues[node.model])
         self._deployment = self._serve(tuple(queues[node.model] for node in graph.nodes))
 
-    def live(self, requests: Sequence[Arrival]) -> Simulation:
-        for number, request in enumerate(requests):
-            self.at(round(request.at_ms * MS_NS), partial(self._arrive, number, request))
+    def live(self, requests: Sequence[Arrival], at_once: int) -> Simulation:
+        """Run these requests to their end. Those after the first `at_once` arrive as others end."""
+        self._to_come = deque(enumerate(requests))
+        for _ in range(min(at_once, len(requests))):
+            self._next_arrives()
         while self.advance(self.scheduler.next_deadline()):
             while (decisions := self.scheduler.schedule(self.now_ns)) is not None:
                 for notice in decisions.notices:
@@ -327,6 +356,15 @@ class SimulatedDeployment(Agenda):
             notice.sender.withdraw()
 
     # ------------------------------------------------------------------ requests
+
+    def _next_arrives(self) -> None:
+        number, request = self._to_come.popleft()
+        self.at(max(round(request.at_ms * MS_NS), self.now_ns), partial(self._arrive, number, request))
+
+    def _has_ended(self, outcome: Outcome) -> None:
+        self._outcomes.append(outcome)
+        if self._to_come:
+            self._next_arrives()
 
     def _serve(self, queues: tuple[ModelQueue, ...]) -> Deployment:
         graph, config = self._graph, self._configs[self._graph.name]
@@ -377,7 +415,7 @@ class SimulatedDeployment(Agenda):
         try:
             deployment.admission.enter(flow)
         except FlowserveError as error:
-            self._outcomes.append(Outcome(number, self.now_ns / MS_NS, 0.0, error))
+            self._has_ended(Outcome(number, self.now_ns / MS_NS, 0.0, error))
 
     def _take(self, flow: Flow) -> None:
         while isinstance(flow, StreamFlow) and flow.take() is not None:
@@ -391,7 +429,7 @@ class SimulatedDeployment(Agenda):
             self._answered_ns[flow.stamp].append(self.now_ns)
         latency_ms = (self.now_ns - flow.arrived_ns) / MS_NS
         answers_ms = tuple(at_ns / MS_NS for at_ns in self._answered_ns.pop(flow.stamp))
-        self._outcomes.append(Outcome(flow.stamp, self.now_ns / MS_NS, latency_ms, flow.error, answers_ms))
+        self._has_ended(Outcome(flow.stamp, self.now_ns / MS_NS, latency_ms, flow.error, answers_ms))
 
     # ------------------------------------------------------------------ models
 

@@ -10,7 +10,7 @@ import pytest
 from flowserve import Graph, model
 from flowserve.errors import Invalid, NotFound, Problems, Unsupported
 from flowserve.scheduling.rate_limit.limiter import Available
-from flowserve.testing import Arrival, Faked, FakeModel, simulate
+from flowserve.testing import Arrival, Clients, Faked, FakeModel, simulate
 
 CONFIG = """\
 backend: "python"
@@ -49,6 +49,32 @@ def test_without_a_delay_a_batch_takes_all_waiting_requests_when_the_instance_is
     told = simulate(graph_of(part(max_batch_size=4)), arrivals=[0, 1, 2, 3], takes_ms=10)
     assert [(batch.requests, batch.start_ms) for batch in told.batches] == [((0,), 0), ((1, 2, 3), 10)]
     assert [one.latency_ms for one in told.outcomes] == [10, 19, 18, 17]
+
+
+def test_each_client_sends_its_next_request_when_the_one_before_has_ended() -> None:
+    told = simulate(graph_of(part(max_batch_size=2)), arrivals=Clients(3, requests=60), takes_ms=10)
+    assert len(told.outcomes) == 60
+    moments = sorted(
+        [(one.at_ms - one.latency_ms, 1) for one in told.outcomes] + [(one.at_ms, -1) for one in told.outcomes]
+    )
+    in_flight = most = 0
+    for _, change in sorted(moments, key=lambda moment: (moment[0], moment[1])):
+        in_flight += change
+        most = max(most, in_flight)
+    assert most == 3
+    assert {batch.rows for batch in told.batches} == {1, 2}  # one of the three always waits
+    assert told.requests_per_s == pytest.approx(150, rel=0.05)  # three in 20 ms
+    alone = simulate(graph_of(part(max_batch_size=2)), arrivals=Clients(1, requests=10, rows=2), takes_ms=10)
+    assert alone.requests_per_s == 100
+    with pytest.raises(Invalid, match="count of the clients is a whole number from 1 on, not 0"):
+        simulate(graph_of(part()), arrivals=Clients(0))
+
+
+def test_refused_requests_do_not_end_a_closed_loop(tmp_path: Path) -> None:
+    limited = one_model(tmp_path, "dynamic_batching { default_queue_policy { max_queue_size: 1 } }")
+    told = simulate(limited, arrivals=Clients(8, requests=20), takes_ms=10)
+    assert len(told.outcomes) == 20
+    assert told.refused
 
 
 def test_two_instances_run_at_the_same_time() -> None:
