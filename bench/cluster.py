@@ -11,7 +11,9 @@ import os
 import signal
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -22,14 +24,24 @@ import trio
 from flowserve.cluster.agents import LocalCluster
 from flowserve.config.placement import ModelPlace
 from flowserve.errors import FlowserveError
+from flowserve.graph.plan import make_plan
+from flowserve.graph.types import ModelKey
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import ControlOptions, open_control
 from flowserve.runtime.workers.cluster import ClusterOptions
-from flowserve.values import Array, Request
+from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.queue import BatchPolicy
+from flowserve.scheduling.scheduler import Scheduler
+from flowserve.testing.simulation import BatchResults
+from flowserve.testing.strategies import Handle, SimModel, plain_graph
+from flowserve.values import Array, DType, Request, TensorSpec
 
 SIZES: Final = {"256 B": 64, "96 KB": 24_576, "602 KB": 150_528, "9.6 MB": 2_408_448}
 CALLERS: Final = 32
+_BATCH, _BATCHES = 8, 3000
+_SPEC: Final = TensorSpec("X", DType.FP32, (-1,))
 _CONFIG: Final = """
 backend: "python" max_batch_size: 16 dynamic_batching {}
 input { name: "X" data_type: TYPE_FP32 dims: [ -1 ] }
@@ -66,6 +78,39 @@ def measure_cluster(rounds: int, seconds: float, say: Callable[[str], None]) -> 
             yield from trio.run(_measure, Path(folder), cluster, rounds, seconds, say)
         finally:
             cluster.close()
+    few, many = (min(_scheduling_us(count) for _ in range(rounds)) for count in (20, 2000))
+    yield f"\nscheduling, a batch of {_BATCH}: {few:.0f} us with 20 instances, {many:.0f} us with 2,000"
+
+
+def _scheduling_us(instances: int) -> float:
+    """The time that the scheduler takes for one batch from its requests to their answers, while all `instances`, of two
+    batches each, are busy.
+    """
+    policy = BatchPolicy.simple(_BATCH)
+    model = SimModel(0, ModelKey("a", 1), (_SPEC,), (_SPEC,), _BATCH, policy, 1, False, 0, 0)
+    plan = make_plan(plain_graph(model))
+    queue = ModelQueue(model.key, model.batcher(), [number for number in range(instances) for _ in range(2)])
+    scheduler = Scheduler()
+    scheduler.add(queue)
+    stamps = count(1)
+    running: deque[Batch] = deque()
+
+    def turn(requests: int) -> None:
+        for _ in range(requests):
+            scheduler.submit(Flow(plan, [queue], [Handle(0, 2, 0, 1)], 0, next(stamps), None, None, 0, 0))
+        while (decisions := scheduler.schedule(0)) is not None:
+            running.extend(decisions.batches)
+
+    turn(2 * instances * _BATCH)
+    began = time.perf_counter()
+    for _ in range(_BATCHES):
+        batch = running.popleft()
+        block = object()
+        made: list[Handle | None] = [Handle(0, 2, row, row + 1, block) for row in range(_BATCH)]
+        scheduler.complete(batch, [BatchResults([made], {})], None, 0)
+        turn(_BATCH)
+        scheduler.take_finished()
+    return (time.perf_counter() - began) / _BATCHES * 1e6
 
 
 async def _measure(
@@ -80,9 +125,9 @@ async def _measure(
     ):
         failures = await control.start(lambda _: None)
         assert not failures, failures
-        for title, count in SIZES.items():
+        for title, length in SIZES.items():
             say(title)
-            x = np.ones((1, count), np.float32)
+            x = np.ones((1, length), np.float32)
             times: dict[str, list[float]] = {"here": [], "there": []}
             for _ in range(rounds):
                 for name in times:
