@@ -349,6 +349,9 @@ class NeedsOthers(Protocol):
     def outage(self) -> str:
         """Why it cannot work just now, or "". Called at any time, on the event loop; never blocks."""
 
+    def statistics(self) -> Mapping[str, Any]:
+        """What the other server counted of its model, as JSON; {} if that is not known. Called as `outage`."""
+
 
 @runtime_checkable
 class SharesOutputs(Protocol):

@@ -39,6 +39,8 @@ _OTHERWISE: Final[tuple[tuple[str, Callable[[Sequence[float]], float]], ...]] = 
 _LARGEST: Final = frozenset({"last_inference", "last_error"})
 # Keys of JSON that are the present state of one server, and not counted.
 PRESENT: Final = "present"
+# The key of JSON with what another server counted: every server behind the port says the same.
+THERE: Final = "there"
 _BY_KEY: Final = ("batch_size",)  # lists of objects that are matched by this key
 
 
@@ -133,6 +135,8 @@ def _add_former(text: str, kinds: dict[str, str], lines: dict[str, dict[str, lis
 
 def _sum(one: Any, other: Any, key: str = "", *, is_former: bool = False) -> Any:
     """`is_former`: the second is of servers that ended, and adds nothing that the first does not have."""
+    if key == THERE:
+        return one
     if key in _LARGEST:
         return max(one, other)
     if isinstance(one, dict) and isinstance(other, dict):

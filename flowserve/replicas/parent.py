@@ -61,8 +61,8 @@ class Ports:
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """A running replica. `passed`: connections that it was given; `taken`: those that it says it took; `open_here`:
-    how many of them it has open.
+    """A running replica. `passed`: connections that it was given, the last of them in `turn`; `taken`: those that it
+    says it took; `open_here`: how many of them it has open.
     """
 
     number: int
@@ -70,6 +70,7 @@ class _Process:
     link: Link
     hand_over: socket.socket
     passed: int = 0
+    turn: int = 0
     taken: int = 0
     open_here: int = 0
     is_serving: bool = False  # it takes connections
@@ -102,6 +103,7 @@ class Parent:
         self._former: dict[str, Former] = {}  # the figures of replicas that ended, by kind
         self._operations = Operations(self._serving)
         self._is_asked = False
+        self._turns = 0
 
     async def run(self, folder: Path, stop: trio.Event) -> int:
         """Serve until `stop` and the end of every replica. `folder`: for sockets between processes, of this user only.
@@ -140,14 +142,18 @@ class Parent:
                 await trio.sleep(_ACCEPT_PAUSE_S)
 
     async def _pass(self, sock: socket.socket, kind: str) -> None:
-        """Hand a connection over to the replica with the fewest. A replica whose event loop is held takes none."""
+        """Hand a connection over to the replica with the fewest, the one that waited longest among equals. A replica
+        whose event loop is held takes none.
+        """
         while True:
-            for one in sorted(self._serving(), key=lambda one: one.connections):
+            for one in sorted(self._serving(), key=lambda one: (one.connections, one.turn)):
                 try:
                     socket.send_fds(one.hand_over, [kind.encode()], [sock.fileno()])
                 except OSError:  # it ended, or has many that it did not take
                     continue
                 one.passed += 1
+                self._turns += 1
+                one.turn = self._turns
                 return
             if self._is_asked and not self._serving():
                 return

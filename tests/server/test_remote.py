@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ class TritonPythonModel:
 """
 DOUBLE = MODEL.format(made="made = array * 2")
 SHOUT = MODEL.format(made="made = np.array([one.upper() for one in array.ravel()], np.object_).reshape(array.shape)")
+TIMEOUT = MODEL.format(made="made = array * 0 + request.timeout()")
+SLOW = MODEL.format(made="import time; time.sleep(0.8); made = array * 2")
 RAISE = MODEL.format(made="raise ValueError('no such thing')")
 
 
@@ -68,6 +72,8 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     write_model(folder, "shout", config("STRING", more=PYTHON), {"1/model.py": SHOUT})
     write_model(folder, "one", config(rows=0, more='backend: "python"'), {"1/model.py": DOUBLE})
     write_model(folder, "raise", config(more=PYTHON), {"1/model.py": RAISE})
+    write_model(folder, "timeout", config(more=PYTHON), {"1/model.py": TIMEOUT})
+    write_model(folder, "slow", config(more=PYTHON), {"1/model.py": SLOW})
     return folder, free_port()
 
 
@@ -81,7 +87,7 @@ def other(there: tuple[Path, int]) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def served(other: Served, there: tuple[Path, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder, port = tmp_path_factory.mktemp("here"), there[1]
-    for name in ("double", "shout", "one", "raise"):
+    for name in ("double", "shout", "one", "raise", "timeout"):
         write_model(folder, name, remote(port), {"1/.gitkeep": ""})
     steps = "".join(
         f'step {{ model_name: "{model}" model_version: -1 input_map {{ key: "X" value: "{x}" }} '
@@ -134,6 +140,98 @@ def test_requests_travel_in_batches(served: Served, other: Served) -> None:
         found = [*pool.map(lambda number: answer(ask(served, "double", [[float(number)]])), range(96))]
     assert found == [[[2.0 * number]] for number in range(96)]
     assert executions() - before < 60
+
+
+def test_the_statistics_have_what_the_other_server_counted(served: Served, other: Served) -> None:
+    def counted(one: Served) -> dict[str, Any]:
+        (row,) = httpx.get(f"{one.base_url}/v2/models/double/stats").json()["model_stats"]
+        return dict(row)
+
+    def agrees() -> bool:
+        there, own = counted(served)["flowserve"].get("there", {}), counted(other)
+        return bool(there) and (there["execution_count"], there["success"]["count"]) == (
+            own["execution_count"],
+            own["inference_stats"]["success"]["count"],
+        )
+
+    answer(ask(served, "double", [[1.0]]))
+    end = time.monotonic() + 20
+    while not agrees():  # each question is answered with what was asked for the one before
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert counted(served)["flowserve"]["there"]["compute_infer"]["ns"] > 0
+
+
+def test_the_timeout_of_a_request_goes_along(served: Served) -> None:
+    body = {"inputs": [{"name": "X", "shape": [1, 1], "datatype": "FP32", "data": [7.0]}]}
+    url = f"{served.base_url}/v2/models/timeout/infer"
+    assert answer(httpx.post(url, json=body, timeout=30)) == [[0]]
+    assert answer(httpx.post(url, json={**body, "parameters": {"timeout": 5_000_000}}, timeout=30)) == [[5_000_000]]
+
+
+class Relay:
+    """A port that leads to another one, until its connections are cut."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._open += near, far
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
+
+    def _carry(self, one: socket.socket, other: socket.socket) -> None:
+        with one, suppress(OSError):
+            while data := one.recv(65536):
+                other.sendall(data)
+        with suppress(OSError):
+            other.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """End all connections; new ones are relayed."""
+        for one in self._open:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        self._open.clear()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+
+def test_a_batch_whose_connection_ends_is_sent_again_only_if_the_model_is_pure(
+    other: Served, there: tuple[Path, int], tmp_path: Path
+) -> None:
+    relay = Relay(there[1])
+    names = {"cautious": "", "pure": 'parameters { key: "pure" value { string_value: "true" } }'}
+    for name, more in names.items():
+        named = f'parameters {{ key: "model_name" value {{ string_value: "slow" }} }} {more}'
+        write_model(tmp_path, name, remote(relay.port, named), {"1/.gitkeep": ""})
+    try:
+        with serving(tmp_path) as here, ThreadPoolExecutor(1) as thread:
+            for name in names:
+                waiting = thread.submit(ask, here, name, [[3.0]])
+                time.sleep(0.4)
+                relay.cut()
+                found = waiting.result(30)
+                if name == "pure":
+                    assert answer(found) == [[6]]
+                else:
+                    assert found.status_code == 503
+                    assert "cannot be reached" in found.text
+                    assert answer(ask(here, name, [[2.0]])) == [[4]]  # later ones are served
+    finally:
+        relay.close()
 
 
 def test_errors_of_the_other_server_name_it(served: Served, there: tuple[Path, int]) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import signal
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -246,19 +245,14 @@ def refused(*arguments: Any, **options: Any) -> tuple[str | None, str]:
     return caught.value.status(), str(caught.value.message())
 
 
+_THREADS = ThreadPoolExecutor(16)
+
+
 class Later:
     """A request on a thread of its own."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._future: Future[Any] = Future()
-        self._thread = threading.Thread(target=self._run, args=(arguments, options), daemon=True)
-        self._thread.start()
-
-    def _run(self, arguments: Any, options: Any) -> None:
-        try:
-            self._future.set_result(ask(*arguments, **options))
-        except BaseException as error:
-            self._future.set_exception(error)
+        self._future = _THREADS.submit(ask, *arguments, **options)
 
     def result(self) -> Any:
         return self._future.result(30)

@@ -6,14 +6,15 @@ deadlines stay here: an instance sends one whole batch at a time and waits for i
 so `instance_group`'s count is the number of batches under way. Connections of one model are shared by its instances,
 are opened again by themselves; a server that falls silent during a batch is noticed within `SILENT_S`.
 
-A batch is sent once. It is not sent again when the connection ends, because it may have run; a batch of several
-requests that the other server refuses as a whole is divided only if the model is declared `pure`. Does not know graphs.
+A batch is sent once. It is sent again when the connection ends, and divided when the other server refuses it as a
+whole, only if the model is declared `pure`, because it may have run. Does not know graphs.
 Callers: the registry; the runtime runs the instances.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -33,7 +34,8 @@ from flowserve.values import BY_WIRE, TensorSpec
 # of HTTP/2: servers end connections on which they get pings, by default after the third in five minutes.
 SILENT_S: Final = 10.0
 _ASKED_S: Final = 5.0  # for what is asked while a model is loaded
-_PROBE_S: Final = 2.0  # for the question whether the model is ready
+_PROBE_S: Final = 2.0  # for the question whether the model is ready, and for its statistics
+_AGAIN_S: Final = 2.0  # how long a batch of a pure model waits for a connection when it is sent again
 _INSTANCES: Final = 2  # so that a batch is on its way while another computes
 _SCHEMES: Final = {"grpc": False, "grpcs": True}
 _SERVICE: Final = "/inference.GRPCInferenceService/"
@@ -108,6 +110,9 @@ class RemoteServer:
         self._is_ready = self._call("ModelReady", pb.ModelReadyRequest, pb.ModelReadyResponse)
         self._probe: Any = None  # a question that is under way
         self._outage = ""
+        self._statistics = self._call("ModelStatistics", pb.ModelStatisticsRequest, pb.ModelStatisticsResponse)
+        self._count: Any = None  # likewise
+        self._counted: dict[str, Any] = {}
 
     def _call(self, name: str, request: Any, response: Any) -> Any:
         return self._channel.unary_unary(
@@ -129,8 +134,36 @@ class RemoteServer:
             return "" if probe.result().ready else f"{self.target} is not ready"
         return "" if probe.cancelled() else str(self.failure(probe))
 
-    def infer(self, message: bytes, timeout_s: float | None) -> bytes:
-        """The response to a batch. Raises the error that `failure` makes."""
+    def statistics(self) -> Mapping[str, Any]:
+        """What the other server counted of the model, as the rows of its statistics; {} before it has answered. Each
+        call asks again, for the next one.
+        """
+        count = self._count
+        if count is None or count.done():
+            if count is not None and count.code() is grpc.StatusCode.OK:
+                self._counted = _counters(count.result())
+            asked = pb.ModelStatisticsRequest(name=self.target.name, version=self.target.version)
+            self._count = self._statistics.future(asked, timeout=_PROBE_S)
+        return self._counted
+
+    def infer(self, message: bytes, timeout_s: float | None, *, is_pure: bool) -> bytes:
+        """The response to a batch. `is_pure`: it may run twice, and is sent again if the connection ends. Raises the
+        error that `failure` makes.
+        """
+        try:
+            return self._infer_once(message, timeout_s)
+        except _Disconnected as error:
+            if not is_pure:
+                raise Unavailable(str(error)) from None
+        limit_s = _AGAIN_S if timeout_s is None else min(timeout_s, _AGAIN_S)
+        with suppress(grpc.FutureTimeoutError):  # then the second attempt says why
+            grpc.channel_ready_future(self._channel).result(timeout=limit_s)
+        try:
+            return self._infer_once(message, timeout_s)
+        except _Disconnected as error:
+            raise Unavailable(str(error)) from None
+
+    def _infer_once(self, message: bytes, timeout_s: float | None) -> bytes:
         call = self._infer.future(message, timeout=timeout_s)
         try:
             while True:
@@ -145,6 +178,7 @@ class RemoteServer:
             failure = self.failure(error)
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 self._outage = str(failure)
+                raise _Disconnected(self._outage) from None
             raise failure from None
 
     def _check_alive(self) -> None:
@@ -175,9 +209,26 @@ class RemoteServer:
         return kind(f"{self.target}: {text}")
 
     def close(self) -> None:
-        if self._probe is not None:
-            self._probe.cancel()
+        for question in (self._probe, self._count):
+            if question is not None:
+                question.cancel()
         self._channel.close()
+
+
+class _Disconnected(Exception):
+    """The connection ended, or there is none: the batch may have run, or not."""
+
+
+def _counters(response: Any) -> dict[str, Any]:
+    """The first row of a server's statistics: counts, and the count and the sum of nanoseconds of each duration."""
+    for row in response.model_stats:
+        durations = {
+            name: {"count": one.count, "ns": one.ns}
+            for name in ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
+            for one in (getattr(row.inference_stats, name),)
+        }
+        return {"inference_count": row.inference_count, "execution_count": row.execution_count, **durations}
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +361,7 @@ class RemoteInstance:
 
     def __init__(self, config: ModelConfig, server: RemoteServer) -> None:
         self._server = server
+        self._is_pure = config.parameters.get("pure", "") == "true"
         target = server.target
         self._batches = Batches(config, target.name, target.version)
         timeout = config.parameters.get("execution_timeout", "")
@@ -321,10 +373,13 @@ class RemoteInstance:
     def outage(self) -> str:
         return self._server.outage()
 
+    def statistics(self) -> Mapping[str, Any]:
+        return self._server.statistics()
+
     def run(self, work: Work, clock: ClockNs) -> Results:
         message, copied = self._batches.pack(work)
         gathered_ns = clock()
-        answer = self._server.infer(message, self._timeout_s)
+        answer = self._server.infer(message, self._timeout_s, is_pure=self._is_pure)
         computed_ns = clock()
         outputs = self._batches.unpack(answer, work.rows)
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)

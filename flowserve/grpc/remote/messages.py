@@ -1,7 +1,8 @@
 """A batch as a `ModelInferRequest`, and a `ModelInferResponse` as the outputs of a batch.
 
-Decides that tensors are raw bytes in the order of the configuration, which outputs are asked for, that responses with
-typed contents are read too, and what is wrong with a response. Does not know connections or servers. Caller: `backend`.
+Decides that tensors are raw bytes in the order of the configuration, which outputs are asked for, which parameters of
+its requests a batch has, that responses with typed contents are read too, and what is wrong with a response. Does not
+know connections or servers. Caller: `backend`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flowserve.memory.assemble import gather
 from flowserve.memory.column import Column
 from flowserve.memory.pool import HOST
 from flowserve.memory.tensor import Tensor
-from flowserve.values import BY_WIRE, Array, DType, TensorSpec
+from flowserve.values import BY_WIRE, Array, DType, Request, TensorSpec
 
 
 class Batches:
@@ -57,6 +58,7 @@ class Batches:
             message.outputs.add(name=name)
         if len(work.requests) == 1:  # a batch of several has no id and no parameters of its own
             self._add_facts(message, work)
+        _add_limits(message, work.requests)
         return with_blocks(message.SerializeToString(), blocks), copied
 
     def _wanted(self, work: Work) -> list[str]:
@@ -111,6 +113,15 @@ class Batches:
             return array.reshape(outer_shape(shape, spec))
         except (Invalid, ValueError) as error:
             raise ModelFailed(f"output '{spec.name}' cannot be read: {error}") from None
+
+
+def _add_limits(message: ModelInferRequest, requests: Sequence[Request]) -> None:
+    """How long the batch may wait in the other server's queue, if each of its requests has a timeout: as long as the
+    longest of them. Priorities are those of the queue here.
+    """
+    timeouts = [request.timeout_us for request in requests]
+    if timeouts and all(timeouts):
+        message.parameters["timeout"].int64_param = max(timeouts)
 
 
 def _typed(contents: Any, dtype: DType, count: int) -> Array:

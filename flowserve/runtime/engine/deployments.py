@@ -31,6 +31,7 @@ from flowserve.memory import rows
 from flowserve.memory.arena import Arena
 from flowserve.memory.devices import lost
 from flowserve.memory.tensor import Tensor
+from flowserve.observe.combined import THERE
 from flowserve.observe.statistics import OTHER, Queued, Statistics, rows_as_json, summarising
 from flowserve.observe.traffic import NodeTraffic, SpaceTraffic, node_traffics
 from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache, served_by
@@ -174,6 +175,19 @@ class Deployments:
 
     def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
         """Rows of the statistics extension: of one name, one version, or of everything that is ready."""
+        return [self._with_others(row) for row in self._rows(name, version)]
+
+    def _with_others(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row with what another server counted, where the model runs there."""
+        entry = self.entries.get(row["name"])
+        deployment = None if entry is None else entry.ready.get(int(row["version"]))
+        if deployment is not None and not deployment.graph.is_ensemble:
+            for worker in deployment.queues[0].instances[:1]:
+                if isinstance(worker, LocalWorker) and (there := worker.counted_there()):
+                    row["flowserve"][THERE] = there
+        return row
+
+    def _rows(self, name: str, version: str) -> list[dict[str, Any]]:
         epoch_ns = wall_clock_ns() - self._clock()
         if not name:
             return rows_as_json(list(self._statistics.values()), epoch_ns)

@@ -97,6 +97,8 @@ class LocalWorker:
         self._shared_strings: Mapping[int, str] = {}  # names of the BYTES outputs that other processes read
         self._caller: ThreadCaller | None = None  # where its model may call others
         self.outage = instance.outage if isinstance(instance, NeedsOthers) else works
+        # What another server counted, where the model runs there.
+        self.counted_there = instance.statistics if isinstance(instance, NeedsOthers) else dict[str, Any]
         self._thread: threading.Thread | None = None
         self._work: queue.SimpleQueue[tuple[Batch, Callable[[], Outcome]] | None] = queue.SimpleQueue()
 
