@@ -22,6 +22,7 @@ from rich.table import Table
 
 from bench import acceptance, open_loop, servers, wrk
 from bench.calls import measure_calls
+from bench.cluster import measure_cluster
 from bench.devices import measure_device
 from bench.growth.growth import PARTS, Growth, Part, measure_growth
 from bench.growth.loads import Load
@@ -277,6 +278,11 @@ def _parser() -> argparse.ArgumentParser:
         help="measure the backends of the libraries that are installed, beside direct calls of each library, instead",
     )
     parser.add_argument(
+        "--cluster",
+        action="store_true",
+        help="measure instances on other machines, here processes, beside those of the server, instead",
+    )
+    parser.add_argument(
         "--calls",
         action="store_true",
         help="count the calls of Python functions for each request, in the server and in worker processes, instead",
@@ -442,6 +448,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(*measure_packages(options.against, concurrency, options.rounds or 3, plan.seconds, _say), sep="\n")
         elif options.in_process:
             print(measure_in_process(plan.rounds, plan.seconds, _say))
+        elif options.cluster:
+            print(*measure_cluster(plan.rounds, plan.seconds, _say), sep="\n")
         elif options.libraries:
             print(*measure_libraries(plan.rounds, plan.seconds, _say), sep="\n")
         elif options.work and options.work[0] in ROW_WORKS:

@@ -110,6 +110,10 @@ class InstanceDied(ModelFailed):
     """The process that ran a model ended. Its batch is never retried, because it may be the reason of the death."""
 
 
+class MachineLost(Unavailable):
+    """The machine on which a model ran is lost, with all that ran there. A batch of a pure model may run once more."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
     """A position in a user's file. `file` is relative to the repository; lines and columns count from 1. `path`: the

@@ -19,7 +19,8 @@ from typing import Any, Final, Literal, TextIO
 from flowserve.cli.logs import escape
 from flowserve.cli.stores import open_mirrors
 from flowserve.cli.target import find_graph, is_target, refuse_among
-from flowserve.errors import FlowserveError, Place, Problem, problems_of
+from flowserve.config.placement import misplaced, read_placement
+from flowserve.errors import FlowserveError, Place, Problem, Problems, problems_of
 from flowserve.graph.advice import advise
 from flowserve.render.text import render_text
 from flowserve.repository.layout import is_model_folder
@@ -52,7 +53,17 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     repositories = arguments.repositories
     is_json, is_quiet = arguments.json, arguments.quiet
     color = _has_color()
-    return check(repositories, sys.stdout, sys.stderr, color, config_name, mirrors, as_json=is_json, is_quiet=is_quiet)
+    return check(
+        repositories,
+        sys.stdout,
+        sys.stderr,
+        color,
+        config_name,
+        mirrors,
+        arguments.placement,
+        as_json=is_json,
+        is_quiet=is_quiet,
+    )
 
 
 def check(
@@ -62,12 +73,14 @@ def check(
     color: bool,
     config_name: str = "",
     mirrors: Sequence[RepositoryMirror] = (),
+    placement: Path | None = None,
     *,
     as_json: bool = False,
     is_quiet: bool = False,
 ) -> int:
     """Print all problems to `err` and return 1, or the compiled graphs to `out` and return 0. A single repository may
     also be one deployment's folder, or "module:graph". `mirrors`: those among the repositories that are in stores.
+    `placement`: a placement file that is to fit them.
 
     Warnings go to `err` in both cases. `as_json`: only one line of JSON to `out`. `is_quiet`: only problems
     and warnings are printed.
@@ -81,6 +94,8 @@ def check(
         not_fetched = {name: one for mirror in mirrors for name, one in mirror.problems.items()}
         findings = [Finding("error", name, problem) for name, one in not_fetched.items() for problem in one.problems]
         findings += _findings(reading)
+        if placement is not None:
+            findings += _placement_findings(placement, reading)
     except FlowserveError as error:
         findings = [Finding("error", "", problem) for problem in problems_of(error)]
     errors = sum(found.severity == "error" for found in findings)
@@ -117,6 +132,17 @@ def _findings(reading: Reading) -> Iterator[Finding]:
     shown: set[str] = set()
     for name in sorted(resolution.failed):
         yield from _failures(name, resolution.failed, shown)
+
+
+def _placement_findings(path: Path, reading: Reading) -> Iterator[Finding]:
+    """The problems of a placement file; those of models with problems of their own are not known."""
+    try:
+        problems = [*misplaced(read_placement(path), reading.configs)]
+    except Problems as error:
+        problems = [*error.problems]
+    for problem in problems:
+        if not any(f"'{name}'" in problem.message for name in reading.resolution.failed):
+            yield Finding("error", "", problem)
 
 
 def _failures(name: str, failed: Mapping[str, FlowserveError], shown: set[str]) -> Iterator[Finding]:
@@ -166,6 +192,9 @@ def _print_result(reading: Reading, errors: int, out: TextIO, err: TextIO) -> No
     if wrong:
         valid = f"{len(graphs)} of {len(graphs) + wrong} deployments are valid"
         print(f"{errors} problem{_s(errors)}; {valid}", file=err)
+        return
+    if errors:
+        print(f"{errors} problem{_s(errors)} in the placement file", file=err)
         return
     for name in sorted(graphs):
         for graph in graphs[name].values():

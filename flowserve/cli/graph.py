@@ -10,14 +10,16 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from flowserve.cli.check import print_failure
 from flowserve.cli.logs import escape
 from flowserve.cli.target import find_graph, is_target
+from flowserve.config.placement import misplaced, placed_configs, read_placement
 from flowserve.config.suggest import did_you_mean
-from flowserve.errors import FlowserveError, Invalid, NotFound
+from flowserve.errors import FlowserveError, Invalid, NotFound, Problems
 from flowserve.graph.types import Graph
 from flowserve.render.formats import format_of, render
 from flowserve.render.labels import Configs
@@ -37,6 +39,8 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
             print_failure(name, error)
         if failed:
             return 1
+        if arguments.placement is not None:
+            reading = _placed(reading, arguments.placement)
         draw = partial(render, picture=picture, direction=arguments.direction, fold=arguments.fold)
         _write(_draw(reading, model, draw, picture), picture, output)
     except FlowserveError as error:
@@ -56,6 +60,14 @@ def _read(given: Path, model: str) -> tuple[Reading, str]:
     if model not in ("", path.name):
         raise Invalid(f"'{given}' is the folder of deployment '{path.name}'; it does not hold '{model}'")
     return read_apart([path.parent]), path.name
+
+
+def _placed(reading: Reading, path: Path) -> Reading:
+    """With the places of its models. Raises Problems."""
+    placement = read_placement(path)
+    if problems := [*misplaced(placement, reading.configs)]:
+        raise Problems(problems)
+    return replace(reading, configs=placed_configs(placement, reading.configs))
 
 
 def _draw(reading: Reading, model: str, draw: Callable[[Graph, Configs], bytes], picture: str) -> bytes:

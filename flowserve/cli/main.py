@@ -19,6 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from flowserve.cli.cluster import add_placement
 from flowserve.cli.environment import from_environment, unknown_variables
 from flowserve.cli.interrupts import INTERRUPTED, silent_interrupts
 from flowserve.cli.option_values import add_option, levels, profile, request_parameter, seconds, whole_number
@@ -98,6 +99,7 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     text = "a model repository, or several that are served together; or one deployment's folder"
     check.add_argument("repositories", metavar="REPO", nargs="*", type=repository, help=text)
     add_store_options(check)
+    add_placement(check)
     check.add_argument("--json", action="store_true", help="print one line of JSON instead")
     add_config_name(check)
 
@@ -114,6 +116,7 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     text = "top to bottom or left to right; default: LR, or TB for a graph that would be too wide"
     graph.add_argument("--direction", choices=DIRECTIONS, help=text)
     graph.add_argument("--fold", action="store_true", help="draw each nested ensemble as one box")
+    add_placement(graph)
 
     infer = command(
         "infer",

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from flowserve.cli.cluster import add_cluster_options
 from flowserve.cli.option_values import (
     METRICS_QUANTILES,
     ONNXRUNTIME_SETTINGS,
@@ -161,6 +162,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     _add_metrics_arguments(parser.add_argument_group("metrics"))
     _add_model_arguments(parser.add_argument_group("how models are loaded and run"))
     add_store_options(parser.add_argument_group("repositories in stores"))
+    add_cluster_options(parser.add_argument_group("models on other machines"))
     _add_gpu_arguments(parser.add_argument_group("GPUs"))
     _add_process_arguments(parser.add_argument_group("how it logs, traces and ends"))
     _add_arguments_without_effect(parser)
@@ -372,6 +374,11 @@ def contradiction(arguments: argparse.Namespace) -> str:
     """The error of options that are valid individually but not together, "" if there is none."""
     if arguments.load_model and arguments.model_control_mode != "explicit":
         return "--load-model chooses what is loaded at start only with --model-control-mode=explicit"
+    if arguments.cluster is not None and arguments.workers != 1:
+        return (
+            "--cluster and --workers do not go together: each of the servers would start all instances of its own; "
+            "start one server, or several behind a load balancer"
+        )
     if flaw := trace_choice(arguments.trace_config).flaw:
         return f"--trace-config: {flaw}"
     if "*" in arguments.load_model and set(arguments.load_model) != {"*"}:

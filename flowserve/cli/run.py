@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from flowserve.cli import logs
+from flowserve.cli.open_cluster import cluster_of
 from flowserve.cli.options import (
     MEBIBYTE,
     backend_settings,
@@ -137,7 +139,11 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings, replica
     exit_timeout_s, restrictions = arguments.exit_timeout_secs, tuple(arguments.http_restricted_api)
     metrics_shown = metrics_choice(arguments)
     delay_s = arguments.drain_delay_secs
-    with Shutdown(exit_timeout_s + delay_s, arguments.repositories) as shutdown, FrozenHeap() as heap:
+    with (
+        Shutdown(exit_timeout_s + delay_s, arguments.repositories) as shutdown,
+        FrozenHeap() as heap,
+        ExitStack() as cluster_scope,
+    ):
         traced = arguments.trace_config
         choice = trace_choice(traced)
         if replica is not None and choice.trace_file:  # each server has its own
@@ -156,6 +162,8 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings, replica
                 listeners, metrics_listeners = replica.place.listeners()
                 over_grpc = _shared_grpc(arguments, replica)
             trace.check()
+            # On a thread, since Ray takes seconds.
+            cluster, places = await trio.to_thread.run_sync(lambda: cluster_scope.enter_context(cluster_of(arguments)))
         except FlowserveError as error:
             return logs.failed(str(error))
         where = url(listeners[0], arguments.http_address, "https" if tls else "http")
@@ -178,6 +186,8 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings, replica
             strict_outputs=arguments.strict_outputs,
             tells_names=not hides_names((*restrictions, *arguments.grpc_restricted_protocol)),
             summaries=metrics_shown is not None and bool(metrics_shown.quantiles),
+            cluster=cluster,
+            places=places,
         )
         control_options = ControlOptions(
             arguments.model_control_mode,

@@ -4,9 +4,9 @@ Decides the accepted spellings of values in each notation, that a repeated singu
 mistake in a file is reported with its line, one in JSON with its field. Checks types, not rules: whether
 `max_batch_size: -1` is valid is decided in `rules`. Caller: `parse`.
 
-The schema, fields by name with their kinds, is derived once from the descriptor in model_config_pb2. It reads the
-descriptor's own message, which is stable, rather than protobuf's reflection API, which renames properties between
-releases. Callers: `convert`, `parse`, `load`.
+The schema, fields by name with their kinds, is derived once from the descriptors in model_config_pb2 and placement_pb2.
+It reads the descriptors' own messages, which are stable, rather than protobuf's reflection API, which renames
+properties between releases. Callers: `convert`, `parse`, `load`, `placement`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final, Literal
 from google.protobuf import descriptor_pb2
 from google.protobuf.message import Message as ProtoMessage
 
-from flowserve.config.model_config_pb2 import DESCRIPTOR
+from flowserve.config import model_config_pb2, placement_pb2
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.syntax import ConfigBlock, ConfigEntry, ConfigList, ConfigScalar, Text, Value
 from flowserve.errors import Place, Problem, Problems
@@ -82,10 +82,12 @@ def _read(
         _read(name, message.nested_type, message.enum_type)
 
 
-_FILE: Final = descriptor_pb2.FileDescriptorProto()
-DESCRIPTOR.CopyToProto(_FILE)
-_read(_FILE.package, _FILE.message_type, _FILE.enum_type)
+for _module in (model_config_pb2, placement_pb2):
+    _file = descriptor_pb2.FileDescriptorProto()
+    _module.DESCRIPTOR.CopyToProto(_file)
+    _read(_file.package, _file.message_type, _file.enum_type)
 MODEL_CONFIG: Final = MESSAGES["inference.ModelConfig"]
+PLACEMENT: Final = MESSAGES["placement.Placement"]
 
 
 Format = Literal["pbtxt", "json"]

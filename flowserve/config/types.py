@@ -318,7 +318,8 @@ class ModelConfig:
     """One deployment's configuration after defaults, autocomplete and rules.
 
     `backend` is "" for ensembles. `json` is the whole message as GET .../config returns it. `decoupled`: a plain model
-    may send any number of responses per request; for an ensemble, its steps decide.
+    may send any number of responses per request; for an ensemble, its steps decide. `placed`: for pictures, where a
+    placement file has its instances run; "": in the server.
     """
 
     name: str
@@ -341,6 +342,7 @@ class ModelConfig:
     json: Mapping[str, Any] = field(default_factory=dict)
     decoupled: bool = False
     response_cache: bool = False
+    placed: str = ""
 
     @property
     def is_ensemble(self) -> bool:

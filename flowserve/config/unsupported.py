@@ -49,7 +49,12 @@ def refusals(s: RuleInput, available: frozenset[str]) -> Iterator[Problem]:
     if m.model_repository_agents.agents:  # an agent may verify a checksum or decrypt the model
         yield not_yet("N19", "model_repository_agents", "model_repository_agents")
     if s.parameter("execution") == "ray":
-        yield not_yet("N21", "parameters[execution]", 'execution "ray"', 'use "process", "thread", "inline" or "auto"')
+        yield not_yet(
+            "N21",
+            "parameters[execution]",
+            'execution "ray"',
+            "name the model in a placement file, as docs/cluster.md describes",
+        )
     if m.backend in OTHER_BACKENDS and m.backend not in available:
         path = "backend" if "backend" in s.source.places else "platform"
         yield not_yet(OTHER_BACKEND, path, m.platform or m.backend, OTHER_BACKENDS[m.backend])

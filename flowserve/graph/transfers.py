@@ -19,7 +19,7 @@ from typing import Final, Literal
 from flowserve.config.parameters import FORCE_CPU
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.graph.types import GRAPH, Edge, Graph
-from flowserve.values import ANY_GPU, HOST_MEMORY, DType, MemoryPlace, gpu_memory
+from flowserve.values import ANY_GPU, HOST_MEMORY, DType, MemoryPlace, TensorSpec, gpu_memory
 
 MemoryPlaces = frozenset[MemoryPlace]
 ON_HOST: Final[MemoryPlaces] = frozenset({HOST_MEMORY})
@@ -96,9 +96,13 @@ def _transfer(graph: Graph, edge: Edge, places: Sequence[MemoryPlaces], crossed:
         crossing = (edge.producer, edge.output, to, (edge.consumer, edge.input) if changes else ())
         kind = "shared" if crossing in crossed else "copy"
         crossed.add(crossing)
+    return Transfer(kind, _in_order(source), _in_order(to), bytes_of_row(spec))
+
+
+def bytes_of_row(spec: TensorSpec) -> int | None:
+    """The size of one row of a tensor (of the whole one without batches), None if it differs between requests."""
     is_fixed = not spec.is_variable and spec.dtype is not DType.BYTES
-    row_bytes = prod(spec.dims) * spec.dtype.itemsize if is_fixed else None
-    return Transfer(kind, _in_order(source), _in_order(to), row_bytes)
+    return prod(spec.dims) * spec.dtype.itemsize if is_fixed else None
 
 
 def _kind(source: MemoryPlaces, to: MemoryPlaces) -> Kind:

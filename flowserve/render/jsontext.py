@@ -97,6 +97,7 @@ def _node(node: Node, config: ModelConfig) -> dict[str, Any]:
         "outputs": _tensors(node.outputs),
         "space": node.space,
         "place": str(node.place) if node.place else "",
+        **({"machines": config.placed} if config.placed else {}),
     }
 
 

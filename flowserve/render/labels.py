@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Final, Literal
 
 from flowserve.config.types import DynamicBatching, InstanceGroup, ModelConfig, SourceMap
-from flowserve.graph.transfers import Transfer, memory_places, transfers
-from flowserve.graph.types import Graph, Node
+from flowserve.graph.transfers import Transfer, bytes_of_row, memory_places, transfers
+from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.render.scopes import Scope
 from flowserve.values import TensorSpec, shape_text
 
@@ -94,6 +94,19 @@ def cost(transfer: Transfer) -> str:
     return f"{words[transfer.kind]} {source} to {to}{size}"
 
 
+def crossing(graph: Graph, edge: Edge, configs: Configs) -> str:
+    """ "602112 bytes a row cross": what an edge sends to another machine, or from one; between two models that are both
+    on other machines the tensor crosses twice, by way of the server. "" if it stays in the server.
+    """
+    nodes = [graph.nodes[n].model.name for n in (edge.producer, edge.consumer) if n != GRAPH]
+    times = sum(bool(configs.get(name, UNKNOWN).placed) for name in nodes)
+    if not times:
+        return ""
+    row_bytes = bytes_of_row(graph.written(edge))
+    size = "bytes that vary" if row_bytes is None else f"{row_bytes} bytes a row"
+    return f"{size} cross{' twice' if times == 2 else ''}"
+
+
 def node_lines(graph: Graph, node: Node, configs: Configs) -> tuple[str, ...]:
     """A node's box: its short name, then everything known about its model, and which of its inputs are special: they
     have no box of their own.
@@ -118,7 +131,10 @@ def _special_inputs(graph: Graph, node: Node) -> Iterator[str]:
 def model_lines(node: Node, config: ModelConfig) -> Iterator[str]:
     yield f"{node.model}, {config.backend}" if config.backend else str(node.model)
     yield _batches(node, config)
-    if groups := config.active_groups:
+    if config.placed:
+        count = sum(group.count for group in config.active_groups)
+        yield f"{count} instance{'' if count == 1 else 's'} on {config.placed}"
+    elif groups := config.active_groups:
         yield " + ".join(map(_instances, groups))
     marks = ["stateful"] if batcher(config) == "sequence" else []
     marks += ["decoupled"] if config.decoupled else []

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Final, Literal
 
 from flowserve.graph.types import Graph
-from flowserve.render.labels import Configs, folded_lines, kind, node_lines, scope_title
+from flowserve.render.labels import Configs, crossing, folded_lines, kind, node_lines, scope_title
 from flowserve.render.scopes import BoxId, Joint, Scope, scopes_of, spec_in
 
 CHAR: Final = 6.7  # width of a character of the label font, in px: generous, because the viewer's font is unknown
@@ -323,13 +323,25 @@ class _Layout:
         frame's border.
         """
         labels: dict[tuple[BoxId, int], tuple[str, ...]] = {}
+        sent = self._crossing(scope)
         for joint in scope.joints.values():
+            crosses = sent.get((joint.source, joint.output), "")
             if joint.source[0] != "in":
-                what = kind(spec_in(self.graph, self.graph.edges[joint.edges[0]], scope.rows))
+                what = kind(spec_in(self.graph, self.graph.edges[joint.edges[0]], scope.rows)) + crosses
                 labels.setdefault((joint.source, joint.output), (joint.tensor, what + self.spare.tensor))
-            elif self.spare.tensor and not scope.name:
-                labels[joint.source, joint.output] = ("", self.spare.tensor)
+            elif (self.spare.tensor or crosses) and not scope.name:
+                labels[joint.source, joint.output] = ("", crosses.removeprefix(", ") + self.spare.tensor)
         return labels
+
+    def _crossing(self, scope: Scope) -> dict[tuple[BoxId, int], str]:
+        """What each output sends to other machines, behind its type: the most that one of its readers gets."""
+        found: dict[tuple[BoxId, int], str] = {}
+        for joint in scope.joints.values():
+            for number in joint.edges:
+                text = crossing(self.graph, self.graph.edges[number], self.configs)
+                if text and len(text) + 2 > len(found.get((joint.source, joint.output), "")):
+                    found[joint.source, joint.output] = f", {text}"
+        return found
 
     def _name(self, scope: Scope, leaving: int) -> tuple[str, ...]:
         """The longest label that a tensor may have outside of `scope`."""

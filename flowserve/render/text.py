@@ -82,7 +82,12 @@ def _reader(graph: Graph, edge: Edge) -> str:
 
 
 def _costs(graph: Graph, configs: labels.Configs) -> Costs:
-    """The transfer of each edge; {} if all of the graph is on the host, where every edge is a view."""
+    """The transfer of each edge, or, in a graph with models on other machines, what crosses to them; {} if all of the
+    graph is on the host, where every edge is a view.
+    """
+    crossing = {edge: text for edge in graph.edges if (text := labels.crossing(graph, edge, configs))}
+    if crossing:
+        return {edge: f" ({text})" for edge, text in crossing.items()}
     found = labels.transfers_of(graph, configs)
     if not any(place.is_gpu for transfer in found for place in (*transfer.source, *transfer.to)):
         return {}
@@ -176,8 +181,9 @@ def _statements(graph: Graph, configs: labels.Configs, folded: Container[str], l
             if one[0] in "sm" or other[0] in "sm":
                 drawn.add((one, other, edge.tensor))
             # The box of an input of the graph shows its type.
+            crossing = labels.crossing(graph, edge, configs)
             label = () if one.startswith("in") else (edge.tensor, labels.kind(spec))
-            yield language.edge(one, other, *label)
+            yield language.edge(one, other, *label, *([crossing] if crossing else []))
 
 
 def _quote(*lines: str) -> str:

@@ -1,8 +1,9 @@
 """The tint of a node's box by its backend, common to all formats with colours.
 
 Decides the colours: one tint for each backend, the same in every picture where the backend is one of flowserve's own;
-other backends get the remaining tints in the order of their names. Does not decide where a tint is applied. Callers:
-`svg`, `text`.
+other backends get the remaining tints in the order of their names. In a picture with models on other machines the tint
+is that of the place: one for the server, and one for each kind of machine, in the order of their names. Does not decide
+where a tint is applied. Callers: `svg`, `text`.
 """
 
 from __future__ import annotations
@@ -59,6 +60,10 @@ _OTHERS: Final = (OLIVE, SAND)
 
 def tints_of(graph: Graph, configs: Configs) -> tuple[Tint, ...]:
     """The tint of each node, by index."""
+    places = [configs.get(node.model.name, UNKNOWN).placed for node in graph.nodes]
+    if any(places):
+        found = dict(zip(sorted(set(places) - {""}), cycle(TINTS[1:]), strict=False))
+        return tuple(found[place] if place else BLUE for place in places)
     backends = [configs.get(node.model.name, UNKNOWN).backend for node in graph.nodes]
     others = sorted({backend for backend in backends if backend not in _OF_BACKEND})
     of = {**_OF_BACKEND, **dict(zip(others, cycle(_OTHERS), strict=False))}

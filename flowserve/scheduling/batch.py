@@ -25,6 +25,7 @@ from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.queue import Batcher, BoundBatcher, Order
 from flowserve.scheduling.rate_limit.limiter import Needs
 from flowserve.scheduling.single_flight import Lookups
+from flowserve.scheduling.slots import Slots
 
 # The time after which a batch is recalled from its route if a ticket waits for an instance that it holds.
 RECALL_NS: Final = 1_500_000
@@ -49,14 +50,18 @@ class ModelQueue:
         self.key = key
         self.batcher = batcher
         self.instances = tuple(instances)
-        # Longest idle first, so that batches spread over instances evenly. Each instance is free, running or away.
-        self.free: deque[Any] = deque(instances)
+        # Longest idle first, so that batches spread over instances evenly. Each instance is free, running or away; one
+        # that takes several batches at once is so many times among them.
+        self.free: deque[Any] | Slots = deque(instances)
+        if len({*instances}) < len(instances):
+            self.free = Slots(instances)
         self.running = 0
         self.away: list[Any] = []
         self.leaving: list[Any] = []  # instances that will be away when their batch is complete
         self.bound: BoundBatcher | None = None  # its batcher, if tickets may be bound to one instance
         if isinstance(batcher, BoundBatcher):
             self.bound = batcher
+            assert isinstance(self.free, deque)  # each of its instances runs one batch
             batcher.serve(self.instances, self.free)
         self.closed: Batcher | None = None  # its batcher, while a `ClosedQueue` replaces it
         self.is_pure = is_pure

@@ -52,8 +52,9 @@ class Ticket:
     """The queue entry of a step: rows, a key that all members of a batch must share, and the time it was queued. No
     tensor data. Some attributes are set by some queues only: `lane` and `order` are the lane and the position of
     arrival in a queue that may reorder tickets (queue.py), `copy_ns` is the cost of copying its tensors to another
-    device (affinity.py), `sequence` its `RequestSequence`, and `candidate_ns` the time at which it became the next of
-    that (sequence/). `lookup` belongs to the runtime: how a step was looked up in a response cache, () if it was not.
+    device (affinity.py), `was_lost` that it runs again after the loss of a machine, `sequence` its `RequestSequence`,
+    and `candidate_ns` the time at which it became the next of that (sequence/). `lookup` belongs to the runtime: how a
+    step was looked up in a response cache, () if it was not.
     """
 
     __slots__ = (
@@ -68,6 +69,7 @@ class Ticket:
         "queued_ns",
         "rows",
         "sequence",
+        "was_lost",
     )
 
     lane: int
@@ -76,6 +78,7 @@ class Ticket:
     sequence: Any
     order: int
     lookup: tuple[Any, ...]
+    was_lost: bool
 
     def __init__(self, flow: Flow, node: PlanNode, rows: int, key: Hashable, queued_ns: int = 0) -> None:
         self.flow = flow

@@ -24,7 +24,15 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any, Protocol
 
-from flowserve.errors import Cancelled, DeadlineExceeded, FlowserveError, InstanceDied, Invalid, Unavailable
+from flowserve.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    FlowserveError,
+    InstanceDied,
+    Invalid,
+    MachineLost,
+    Unavailable,
+)
 from flowserve.graph.plan import PlanNode
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.batch import (
@@ -565,7 +573,7 @@ class Scheduler:
         the batch are retried.
 
         If a model is pure, a failed batch is retried in halves, so that one request does not fail the others of its
-        batch; it is not retried if its instance died.
+        batch; it is not retried if its instance died. If the machine of the instance is lost, it runs once more, whole.
         """
         route = batch.route
         if route is not None:
@@ -734,7 +742,10 @@ class Scheduler:
     def _fail_batch(self, batch: Batch, error: FlowserveError) -> bool:
         """A batch, or one stage of a route, failed as a whole. Returns whether it is retried."""
         tickets = [ticket for ticket in batch.tickets if not ticket.flow.done]
-        if batch.queue.is_pure and len(batch.tickets) > 1 and tickets and not isinstance(error, InstanceDied):
+        if isinstance(error, MachineLost) and self._runs_once_more(batch.queue, tickets):
+            return True
+        has_died = isinstance(error, (InstanceDied, MachineLost))
+        if batch.queue.is_pure and len(batch.tickets) > 1 and tickets and not has_died:
             middle = (len(tickets) + 1) // 2
             if batch.queue.bound is not None:
                 batch.queue.bound.again(batch.instance, (tickets[:middle], tickets[middle:]))
@@ -753,6 +764,17 @@ class Scheduler:
             if not ticket.flow.done:  # two tickets of a batch may belong to one flow
                 self._fail_step(ticket, ticket.located(error, batch.instance))
         return False
+
+    def _runs_once_more(self, queue: ModelQueue, tickets: Sequence[Ticket]) -> bool:
+        """Have these steps, whose machine is lost, run again before all that wait; not those that did so already."""
+        if not queue.is_pure or not tickets or any(getattr(ticket, "was_lost", False) for ticket in tickets):
+            return False
+        for ticket in tickets:
+            ticket.was_lost = True
+        self._retries.append((queue, [*tickets]))
+        if self.rate_limit is not None:
+            self._mark(queue)
+        return True
 
     def reschedule(self, batch: Batch, tickets: Iterable[Ticket], now_ns: int) -> None:
         """Run these steps of a batch again on the same instance instead of finishing them. Called before `complete`;

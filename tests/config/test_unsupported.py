@@ -130,7 +130,9 @@ def test_refusal_N19_repository_agents(refused: Refused) -> None:
 def test_refusal_N21_places_that_do_not_exist_yet(refused: Refused) -> None:
     text = 'parameters { key: "execution" value { string_value: "ray" } }'
     (told,) = refused(MODEL % "" + text)
-    assert told.startswith("4:14: model 'm': execution \"ray\" is not supported yet (use ")
+    assert told.startswith(
+        "4:14: model 'm': execution \"ray\" is not supported yet (name the model in a placement file"
+    )
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from flowserve.scheduling.scheduler import Scheduler
 from tests.support.recorder import simple_model
 
 
-@dataclass
+@dataclass(eq=False)
 class Actor:
     """Plays an instance in a process: fails to open and ends as the test requests."""
 
@@ -41,10 +41,7 @@ class Actor:
     has_answered: bool = False
     ended: str = ""
     on_end: Any = None
-
-    @property
-    def child(self) -> Any:
-        return self
+    depth: int = 1
 
     def open(self, context: WorkerContext) -> None:
         self.opened_s.append(self.clock() / 1e9)

@@ -70,15 +70,15 @@ class Recorder:
         needs: Sequence[Needs] = (),
         keeps_order: bool = False,
         is_cached: bool = False,
+        depth: int = 1,
     ) -> ModelQueue:
         """`is_cached`: its steps in ensembles are looked up in a response cache, which has none and takes all for
-        equal.
+        equal. `depth`: the batches that an instance takes at once.
         """
         chosen = model.batcher() if batcher is None else batcher  # an empty batcher is falsy
         cache = self if is_cached else None
-        queue = ModelQueue(
-            model.key, chosen, range(instances), is_pure=is_pure, needs=needs, keeps_order=keeps_order, cache=cache
-        )
+        slots = [instance for instance in range(instances) for _ in range(depth)]
+        queue = ModelQueue(model.key, chosen, slots, is_pure=is_pure, needs=needs, keeps_order=keeps_order, cache=cache)
         self.queues[model.key] = queue
         self.scheduler.add(queue)
         return queue

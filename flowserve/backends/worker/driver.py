@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from flowserve.backends.base import ClockNs, Instance, Work
+from flowserve.backends.base import ClockNs, Instance, Results, Work
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import Garbled, Job, RunMessage, encode_error, encode_notes, pack, unpack
 from flowserve.backends.worker.tensors import NOTHING_PLACED, InputReader, OutputWriter, Placed, Run, Together
@@ -223,13 +223,11 @@ class Driver:
         notes = results.notes
         if notes is not None and message.route:
             notes.orders.clear()  # no response of an ensemble has that order: the batch can stay on its route
-            notes = notes.or_none()
+            notes = results.notes = notes.or_none()
         if not (results.errors or results.parameters or results.rescheduled or notes):
             return None, times, placed
-        failed = {m: encode_error(error) for m, error in results.errors.items()}
-        self._has_failed = bool(failed)
-        noted = {} if notes is None else {"": encode_notes(notes)}
-        return {**results.parameters, **dict.fromkeys(results.rescheduled), **failed, **noted}, times, placed
+        self._has_failed = bool(results.errors)
+        return text_about(results), times, placed
 
     def _work(self, run: Run, message: RunMessage) -> Work:
         rows, count = message.rows, len(message.rows)
@@ -345,6 +343,14 @@ class HandOff:
             socket.send_fds(peer, [pack(protocol.ATTACH, (number,))], [fd])
         finally:
             os.close(fd)
+
+
+def text_about(results: Results) -> Any:
+    """The text of DONE about members that failed, run again or have parameters, and the notes."""
+    notes = results.notes
+    failed = {m: encode_error(error) for m, error in results.errors.items()}
+    noted = {} if notes is None else {"": encode_notes(notes)}
+    return {**results.parameters, **dict.fromkeys(results.rescheduled), **failed, **noted}
 
 
 def stage_words(message: RunMessage, kept: int, times: tuple[int, int], placed: Placed) -> list[int] | None:

@@ -260,12 +260,14 @@ NOTHING_PLACED: Final = Placed(0, 0, 0, ())
 
 
 class OutputWriter:
-    """The shared memory that this process writes. `show` is called with each of its segments before the first use."""
+    """The memory that this process writes for the server. `show` is called with each of its segments before the first
+    use. `arena`: shared memory, or what is sent instead.
+    """
 
-    def __init__(self, specs: Sequence[TensorSpec], show: Callable[[Segment], None]) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], show: Callable[[Segment], None], arena: Any = None) -> None:
         self._specs = specs
         self._show = show
-        self.arena = Arena()
+        self.arena: Arena = arena or Arena()
         self.give_back: Callable[[Sequence[BlockAddress]], None] = self.arena.give_back
         self._shown: dict[int, Segment] = {}
 

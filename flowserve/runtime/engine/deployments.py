@@ -39,6 +39,7 @@ from flowserve.runtime.admission.steps import StepCache
 from flowserve.runtime.clock import ClockNs, wall_clock_ms, wall_clock_ns
 from flowserve.runtime.engine.generations import Generations
 from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.workers.cluster import ClusterWorker
 from flowserve.runtime.workers.local import LocalWorker
 from flowserve.runtime.workers.policies import keeps_order, levels_of
 from flowserve.runtime.workers.process import ProcessWorker
@@ -310,6 +311,8 @@ def _share_outputs(graph: Graph, queues: Sequence[ModelQueue]) -> None:
             for worker in queues[edge.producer].instances:
                 if isinstance(worker, LocalWorker):
                     worker.share(edge.output, graph.nodes[edge.producer].outputs[edge.output])
+                elif isinstance(worker, ClusterWorker):
+                    worker.share()
 
 
 def _arena_of(graph: Graph, queues: Sequence[ModelQueue]) -> Arena | None:

@@ -57,16 +57,18 @@ from flowserve.runtime.workers.base import (
     Outcome,
     Passed,
     Returned,
+    RunsElsewhere,
     Worker,
     WorkerContext,
     cannot_start,
     fields_of,
     log_raised,
     reported,
+    slots_of,
 )
 from flowserve.runtime.workers.outputs import take_notes
 from flowserve.runtime.workers.parameters import NONE, of_ensemble, take_parameters
-from flowserve.runtime.workers.process import ProcessPool, ProcessWorker
+from flowserve.runtime.workers.process import ProcessPool
 from flowserve.runtime.workers.streaming import ResponseStreams
 from flowserve.runtime.workers.supervisor import Supervisor, WarmUp
 from flowserve.scheduling.batch import (
@@ -648,7 +650,7 @@ class Engine:
         queue = ModelQueue(
             key,
             batcher,
-            workers,
+            slots_of(workers),
             is_pure=model.is_pure,
             statistics=self.deployments.statistics_of(key),
             needs=needs,
@@ -658,8 +660,8 @@ class Engine:
         )
         self.scheduler.add(queue)
         self.generations.add(Generation(queue, [*workers, *passive], model, files))
-        in_processes = [worker for worker in workers if isinstance(worker, ProcessWorker)]
-        self.supervisor.watch(queue, in_processes, execution_timeout_ns, warm_up)
+        elsewhere = [worker for worker in workers if isinstance(worker, RunsElsewhere)]
+        self.supervisor.watch(queue, elsewhere, execution_timeout_ns, warm_up)
 
     def _forget(self, queue: ModelQueue) -> None:
         """Nothing reaches the queue any more; its instances are about to be closed."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from flowserve.config.placement import ModelPlace
 from flowserve.config.types import NO_GPUS, Gpus
 from flowserve.runtime.tracing.traces import TraceOptions
+from flowserve.runtime.workers.cluster import ClusterOptions
 from flowserve.runtime.workers.factory import PYTHON_EXECUTION
 from flowserve.runtime.workers.supervisor import DELAYS, Delays
 from flowserve.scheduling.rate_limit.limiter import Available
@@ -29,6 +31,7 @@ class EngineOptions:
     `answers_at_timeout`: of deployments whose parameters do not say, as `AdmissionOptions` describes it.
     `server_name`: the name in server metadata.
     `strict_outputs`: an output of a `model.py` that differs from its configuration, or is missing, is an error.
+    `cluster`: starts instances on other machines; `places`: the models that run there, by name.
     `tells_names`: errors for a name that is unknown or not ready may contain other names and reasons.
     """
 
@@ -46,3 +49,5 @@ class EngineOptions:
     strict_outputs: bool = False
     tells_names: bool = True
     server_name: str = SERVER_NAME
+    cluster: ClusterOptions | None = None
+    places: Mapping[str, ModelPlace] = field(default_factory=dict)

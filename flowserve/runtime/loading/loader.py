@@ -23,9 +23,11 @@ import trio
 
 from flowserve.backends import registry
 from flowserve.backends.base import LoadedModel, ModelFiles
-from flowserve.config.types import ModelConfig, instances_of
+from flowserve.cluster.base import Needs
+from flowserve.config.placement import ModelPlace, why_not_placed
+from flowserve.config.types import ASSUMED, InstanceGroup, ModelConfig, instances_of
 from flowserve.config.unsupported import unused_cache, unused_environment
-from flowserve.errors import FlowserveError, Internal
+from flowserve.errors import FlowserveError, Internal, Invalid
 from flowserve.graph.types import ModelKey
 from flowserve.repository.layout import ModelFolder
 from flowserve.repository.read import ReadModel, examine, read_steps
@@ -34,9 +36,15 @@ from flowserve.runtime.loading.completion import Completer
 from flowserve.runtime.loading.warmup import read_samples, warm_up
 from flowserve.runtime.processes.environments import Environment
 from flowserve.runtime.workers import policies
-from flowserve.runtime.workers.base import Worker
-from flowserve.runtime.workers.factory import PROCESS, execution_of, execution_timeout_ns, worker_maker
-from flowserve.runtime.workers.process import ProcessWorker
+from flowserve.runtime.workers.base import RunsElsewhere, Worker
+from flowserve.runtime.workers.cluster import DEPTH, ClusterModel, ClusterWorker
+from flowserve.runtime.workers.factory import (
+    PROCESS,
+    MakeWorker,
+    execution_of,
+    execution_timeout_ns,
+    worker_maker,
+)
 from flowserve.runtime.workers.state import IterativeAdapter, SequenceAdapter
 
 log = logging.getLogger("flowserve.load")
@@ -108,7 +116,7 @@ class Loader:
                     folder,
                     registry.default_files(),
                     self._complete,
-                    gpus=self._engine.options.gpus,
+                    gpus=ASSUMED if folder.name in self._engine.options.places else self._engine.options.gpus,
                     config_json=config_json,
                     config_name=self._engine.options.model_config_name,
                     served=served,
@@ -173,7 +181,11 @@ class Loader:
     async def _enter(self, read: ReadModel) -> Environment | None:
         """The environment in which the model will run; None for the server's own."""
         config, processes = read.config, self._engine.processes
-        if processes is None or execution_of(config, self._engine.options.python_execution) != PROCESS:
+        if (
+            processes is None
+            or config.name in self._engine.options.places
+            or execution_of(config, self._engine.options.python_execution) != PROCESS
+        ):
             return None
         return await self._in_thread(lambda: processes.environments.enter(config, read.folder.path))
 
@@ -198,6 +210,9 @@ class Loader:
             adapter = IterativeAdapter if config.sequence.is_iterative else SequenceAdapter
             state = await self._in_thread(lambda: adapter(config, read.folder.path))
             inner = state.inner
+        place = self._engine.options.places.get(config.name)
+        if place is not None:
+            return await self._load_elsewhere(read, files, options, place)
         loaded = Loaded(await self._in_thread(lambda: backend.load(inner, files, options)), environment=environment)
         try:
             engine = self._engine
@@ -205,22 +220,61 @@ class Loader:
             if pool is not None and environment is not None:
                 pool = pool.within(environment)
             make_worker = worker_maker(inner, loaded.model, execution, pool, engine.streams, engine.clock, state)
-            samples = await self._in_thread(lambda: read_samples(config, read.folder.path))
-            for name, group in instances_of(config):
-                worker = make_worker(name, group)
-                await self._open(config.name, worker)
-                (loaded.passive if group.passive else loaded.workers).append(worker)
-            timeout_ns = loaded.execution_timeout_ns = execution_timeout_ns(config, loaded.workers)
-            warm = partial(
-                warm_up, engine, config=config, version=version, samples=samples, execution_timeout_ns=timeout_ns
-            )
-            for worker in loaded.workers:
-                await warm(worker)
-            loaded.warm_up = warm if samples else None
+            await self._open_all(read, version, loaded, instances_of(config), make_worker)
         except FlowserveError:
             await self._in_thread(loaded.close, self._closing)
             raise
         return loaded
+
+    async def _load_elsewhere(
+        self, read: ReadModel, files: ModelFiles, options: Mapping[str, str], place: ModelPlace
+    ) -> Loaded:
+        """Start the instances of a model on other machines, which load it there."""
+        config, cluster, clock = read.config, self._engine.options.cluster, self._engine.clock
+        assert cluster is not None
+        if why := why_not_placed(config):
+            raise Invalid(why)
+        needs = Needs(place.resources, place.labels)
+        there = {**options, "execution": "thread", "runs_at_once": "1"}
+        model = await self._in_thread(lambda: ClusterModel(config, files, there, needs, cluster))
+        loaded = Loaded(model)
+        instances = instances_of(config)
+        if place.count:
+            group = instances[0][1]
+            instances = [(f"{group.name}_{number}", group) for number in range(place.count)]
+
+        def make(name: str, group: InstanceGroup) -> Worker:
+            return ClusterWorker(name, model, group, clock, depth=1 if self._engine.limiter else DEPTH)
+
+        try:
+            await self._open_all(read, files.version, loaded, instances, make)
+        except FlowserveError:
+            await self._in_thread(loaded.close, self._closing)
+            raise
+        return loaded
+
+    async def _open_all(
+        self,
+        read: ReadModel,
+        version: int,
+        loaded: Loaded,
+        instances: Sequence[tuple[str, InstanceGroup]],
+        make_worker: MakeWorker,
+    ) -> None:
+        """Open the instances, one after the other, and warm them up."""
+        config = read.config
+        samples = await self._in_thread(lambda: read_samples(config, read.folder.path))
+        for name, group in instances:
+            worker = make_worker(name, group)
+            await self._open(config.name, worker)
+            (loaded.passive if group.passive else loaded.workers).append(worker)
+        timeout_ns = loaded.execution_timeout_ns = execution_timeout_ns(config, loaded.workers)
+        warm = partial(
+            warm_up, self._engine, config=config, version=version, samples=samples, execution_timeout_ns=timeout_ns
+        )
+        for worker in loaded.workers:
+            await warm(worker)
+        loaded.warm_up = warm if samples else None
 
     async def _open(self, name: str, worker: Worker) -> None:
         coming = self._coming.setdefault(name, set())
@@ -236,7 +290,7 @@ class Loader:
         if self._engine.processes is not None:
             self._engine.processes.environments.give_up(name, why)
         for worker in self._coming.get(name, ()):
-            if isinstance(worker, ProcessWorker):
+            if isinstance(worker, RunsElsewhere):
                 worker.give_up(why)
 
     async def _in_thread(self, work: Callable[[], T], threads: LoadThreads | None = None) -> T:

@@ -25,8 +25,7 @@ from flowserve.observe.statistics import Statistics
 from flowserve.runtime.clock import SECOND_NS
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine, ResponseIterator
-from flowserve.runtime.workers.base import Worker
-from flowserve.runtime.workers.process import ProcessWorker
+from flowserve.runtime.workers.base import RunsElsewhere, Worker
 from flowserve.runtime.workers.supervisor import end_overdue
 from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.flow import Ticket
@@ -104,7 +103,7 @@ async def _run_once(
     engine.scheduler.add(queue)
     try:
         async with trio.open_nursery() as watch:
-            if execution_timeout_ns and isinstance(worker, ProcessWorker):
+            if execution_timeout_ns and isinstance(worker, RunsElsewhere):
                 watch.start_soon(end_overdue, worker, execution_timeout_ns, engine.clock)
             async with trio.open_nursery() as nursery:
                 for _ in range(settings.batch_size):

@@ -1,8 +1,8 @@
 """The interface of a worker: one instance of a model in its execution place.
 
-Decides nothing; this is the contract between the engine and the kinds of workers (local.py, gpu.py, process.py), the
-records that travel between them, and the outcomes of batches. A worker runs one batch at a time. It does not know
-queues, flows' other steps or callers.
+Decides nothing; this is the contract between the engine and the kinds of workers (local.py, gpu.py, process.py,
+cluster.py), the records that travel between them, and the outcomes of batches. A worker runs one batch at a time,
+unless it says otherwise (`RunsElsewhere`). It does not know queues, flows' other steps or callers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import trio
 
@@ -143,6 +143,31 @@ class Worker(Protocol):
 
     def close(self) -> None:
         """Close the instance after its running batch. Blocks; called on a thread."""
+
+
+@runtime_checkable
+class RunsElsewhere(Worker, Protocol):
+    """A worker whose instance is in another process, here or on another machine, and may end. While it has none,
+    `ended` is how the last one ended. `has_answered`: a batch came back from it; the supervisor resets this when an
+    instance begins to serve. `on_end` is called on the event loop when an instance has ended, after its batches failed;
+    then `open` may be called again.
+    """
+
+    ended: str
+    has_answered: bool
+    on_end: Callable[[], None] | None
+    depth: int  # the batches that it takes at once; it is so many times in its queue
+
+    def kill(self, why: str) -> None:
+        """End its instance at once, for this reason. Harmless if there is none."""
+
+    def give_up(self, why: str) -> None:
+        """Abort a pending `open`. On any thread; no effect once it is open."""
+
+
+def slots_of(workers: Sequence[Worker]) -> list[Worker]:
+    """The workers of a model, each as often as it takes batches at once."""
+    return [one for one in workers for _ in range(one.depth if isinstance(one, RunsElsewhere) else 1)]
 
 
 class Completions:

@@ -17,7 +17,7 @@ from flowserve.errors import Unsupported
 from flowserve.runtime.clock import SECOND_NS, ClockNs
 from flowserve.runtime.ipc.tensors import InputPacker
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.runtime.workers.base import StateAdapter, Worker
+from flowserve.runtime.workers.base import RunsElsewhere, StateAdapter, Worker
 from flowserve.runtime.workers.gpu import GpuWorker
 from flowserve.runtime.workers.local import LocalWorker, Placement
 from flowserve.runtime.workers.process import ProcessPool, ProcessWorker
@@ -107,7 +107,7 @@ def worker_maker(
 def execution_timeout_ns(config: ModelConfig, workers: Sequence[Worker]) -> int:
     """After how long a batch's process is killed, 0 for never: the parameter `execution_timeout`, in seconds."""
     seconds = float(config.parameters.get("execution_timeout", 0))
-    if seconds and not all(isinstance(worker, ProcessWorker) for worker in workers):
+    if seconds and not all(isinstance(worker, RunsElsewhere) for worker in workers):
         log.warning(
             "model '%s': execution_timeout has no effect, since it does not run in processes of its own", config.name
         )

@@ -110,6 +110,7 @@ class ProcessWorker:
         self.channel: Channel | None = None
         self.ended = ""
         self.has_answered = False
+        self.depth = 1
         self._releases_due = 0
         self.on_end: Callable[[], None] | None = None
         batches = config.max_batch_size > 0
@@ -161,6 +162,11 @@ class ProcessWorker:
             self._drop(child, channel)
             return
         context.token.run_sync_soon(self._carry_out, self._begin, (child,))
+
+    def kill(self, why: str) -> None:
+        """End its process at once, for this reason. Harmless if there is none."""
+        if self.child is not None:
+            self.child.kill(why=why)
 
     def give_up(self, why: str) -> None:
         """Abort a pending `open`: kill the process, and `open` raises on its thread. On any thread; no effect once it

@@ -1,11 +1,11 @@
-"""Restart of worker processes after their end.
+"""Restart of instances that run in worker processes or on other machines, after their end.
 
 Decides that the instance takes no work until a new process has loaded the model and run its warm-up, and that the delay
 before the next start grows with each early end, and stays short if the process was healthy before it ended (`BackOff`).
 A model none of whose instances lives is not ready, nor are the ensembles that need it. Requests that wait for it go on
 waiting while a start is near; else they are refused with the reason.
 
-processes/children.py detects the end of a process; its worker (process.py) fails its batches. Used on the event loop,
+The workers of such instances (process.py, cluster.py) notice the end and fail their batches. Used on the event loop,
 by the engine and by loading.
 """
 
@@ -21,8 +21,7 @@ import trio
 
 from flowserve.errors import FlowserveError
 from flowserve.runtime.clock import SECOND_NS, ClockNs
-from flowserve.runtime.workers.base import WorkerContext
-from flowserve.runtime.workers.process import ProcessWorker
+from flowserve.runtime.workers.base import RunsElsewhere, WorkerContext
 from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.scheduler import Scheduler
 
@@ -103,7 +102,7 @@ class Supervisor:
     def watch(
         self,
         queue: ModelQueue,
-        workers: Sequence[ProcessWorker],
+        workers: Sequence[RunsElsewhere],
         execution_timeout_ns: int = 0,
         warm_up: WarmUp | None = None,
     ) -> None:
@@ -141,8 +140,9 @@ class Supervisor:
         if charge.is_released or charge.is_away:
             return
         charge.is_away = True
-        self._scheduler.take_away(charge.queue, charge.worker)
         worker = charge.worker
+        for _ in range(worker.depth):
+            self._scheduler.take_away(charge.queue, worker)
         lived_ns = self._clock() - charge.since_ns
         delay_ns = self._wait_for_next(charge, worker.ended, lived_ns, has_answered=worker.has_answered)
         self._start(charge, partial(self._restart, charge, delay_ns))
@@ -160,10 +160,11 @@ class Supervisor:
         charge.since_ns = self._clock()
         worker.has_answered = False  # its warm-up does not count
         self._down.pop(charge.queue, None)
-        self._scheduler.give_back(charge.queue, worker)
+        for _ in range(worker.depth):
+            self._scheduler.give_back(charge.queue, worker)
         self._context.wake()
 
-    async def _open(self, worker: ProcessWorker) -> str:
+    async def _open(self, worker: RunsElsewhere) -> str:
         """Returns why it is not open, or ""."""
         # A thread of its own: one that hangs in its initialize keeps no other from starting.
         limiter = trio.CapacityLimiter(1)
@@ -185,8 +186,7 @@ class Supervisor:
         except Exception as error:
             if not isinstance(error, FlowserveError):  # a fault of the server, as in `_open`
                 log.exception("warming up instance %s failed", charge.worker.name)
-            if charge.worker.child is not None:
-                charge.worker.child.kill(why=f"its process was killed: {error}")
+            charge.worker.kill(f"its process was killed: {error}")
             while not charge.worker.ended:  # noqa: ASYNC110 - it is about to end, and its worker is notified
                 await trio.sleep(0.01)
             return f"instance '{charge.worker.name}': {error}"
@@ -222,18 +222,17 @@ class Supervisor:
         charge.scopes.discard(scope)
 
 
-async def end_overdue(worker: ProcessWorker, timeout_ns: int, clock: ClockNs) -> None:
-    """Kill the instance's process when a batch runs longer than `timeout_ns`, for ever; ends only by cancellation.
+async def end_overdue(worker: RunsElsewhere, timeout_ns: int, clock: ClockNs) -> None:
+    """End the instance when a batch runs longer than `timeout_ns`, for ever; ends only by cancellation.
 
     It checks the running batches when the earliest of them could be overdue, and does nothing per batch.
     """
     while True:
         batch = worker.running
         left_ns = timeout_ns if batch is None else batch.started_ns + timeout_ns - clock()
-        child = worker.child
-        if left_ns <= 0 and child is not None:
+        if left_ns <= 0:
             limit = f"{timeout_ns / SECOND_NS:g} s (parameter execution_timeout)"
-            child.kill(why=f"its process was killed, because an execution took longer than {limit}")
+            worker.kill(f"its process was killed, because an execution took longer than {limit}")
             left_ns = timeout_ns
         await trio.sleep(left_ns / SECOND_NS)
 
@@ -243,7 +242,7 @@ class _Charge:
     """One instance that is watched over. `since_ns`: when its process began to serve."""
 
     queue: ModelQueue
-    worker: ProcessWorker
+    worker: RunsElsewhere
     back_off: BackOff
     warm_up: WarmUp | None
     since_ns: int

@@ -1,0 +1,61 @@
+"""Options about models on other machines: the cluster, the placement file, and the connections.
+
+Decides which values they take. What they have to do with each other is decided in `open_cluster`. Callers: `options`,
+`main`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from flowserve.cli.option_values import add_option, whole_number
+
+RAY: Final = "ray"
+_LOCAL: Final = re.compile(r"local:([1-9][0-9]?)")
+_TIMEOUT_S: Final = 60
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterChoice:
+    """`count`: the machines of the local engine; 0 for Ray's cluster."""
+
+    count: int = 0
+
+
+def add_cluster_options(group: argparse._ActionsContainer) -> None:
+    """Those of `flowserve run`."""
+    text = "where models that --placement names run: ray, or local:N for N processes of this machine, to try it out"
+    add_option(group, "--cluster ENGINE", text, _engine)
+    add_placement(group)
+    text = "how long an instance may wait for a machine that has what it needs; default %(default)s"
+    add_option(group, "--cluster-timeout SECONDS", text, whole_number(1), _TIMEOUT_S)
+    text = "files on this and on every other machine, for the connections between them"
+    add_option(group, "--cluster-tls CERT,KEY,CA", text, _tls)
+    text = "use a cluster of Ray without tokens (RAY_AUTH_MODE=token), where anybody who reaches it runs code"
+    group.add_argument("--cluster-insecure", action="store_true", help=text)
+
+
+def add_placement(group: argparse._ActionsContainer) -> None:
+    """The option that `flowserve check` has too."""
+    add_option(group, "--placement FILE", "which models run on other machines, and what they need there", Path)
+
+
+def _engine(text: str) -> ClusterChoice:
+    if text == RAY:
+        return ClusterChoice()
+    found = _LOCAL.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"expected ray or local:N, such as local:3, got {text!r}")
+    return ClusterChoice(int(found[1]))
+
+
+def _tls(text: str) -> tuple[str, str, str]:
+    parts = text.split(",")
+    if len(parts) != 3 or not all(parts):
+        raise argparse.ArgumentTypeError(f"expected three files, CERT,KEY,CA, got {text!r}")
+    certificate, key, authority = parts
+    return certificate, key, authority

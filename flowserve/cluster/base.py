@@ -1,0 +1,90 @@
+"""The interface of a cluster's engine: what starts instances on other machines and tells of their ends.
+
+Decides what an instance is started with (`ActorJob`), what it needs (`Needs`), and what is known of one that was
+started (`Started`) or has ended (`End`). A job travels the way of the engine, which is trusted as a process trusts its
+command line, and holds the secret of the connection. Does not know an engine. Callers: `agents`, `actor`, the engines'
+processes, and runtime/.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from flowserve.backends.base import ModelFiles
+from flowserve.cluster.link import Tls
+from flowserve.config.types import InstanceGroup, ModelConfig
+from flowserve.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What an instance needs of its machine: amounts of resources ("CPU", "GPU") and labels."""
+
+    resources: Mapping[str, float] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ActorJob:
+    """What an actor is to run: the instance `name` of one version of a model, from `files` whose contents have this
+    `digest`. `options` are those of `Backend.load`.
+    """
+
+    name: str
+    config: ModelConfig
+    group: InstanceGroup
+    files: ModelFiles
+    digest: str
+    options: Mapping[str, str]
+    secret: bytes = field(repr=False, default=b"")
+    tls: Tls | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An actor that listens at `host` and `port`. `number` is its own among those of an engine."""
+
+    number: int
+    host: str
+    port: int
+    machine: str
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How an actor ended, for the users of its model. `with_machine`: its machine is lost, and with it all its
+    actors."""
+
+    text: str
+    with_machine: bool = False
+
+
+class Engine(Protocol):
+    """Starts actors. All methods block, and are called on any thread."""
+
+    def start(self, job: ActorJob, needs: Needs, give_up_s: float) -> Started:
+        """Start an actor on a machine that has what it needs. Raises Unavailable if there is none within
+        `give_up_s`."""
+
+    def end_of(self, started: Started) -> End:
+        """How an actor ended whose connection is over. Takes some seconds at most."""
+
+    def kill(self, started: Started) -> None:
+        """End an actor at once. Harmless if it has ended."""
+
+    def machines(self) -> Sequence[str]:
+        """The machines that are there."""
+
+    def close(self) -> None:
+        """End everything that it has started."""
+
+
+def versions() -> list[str]:
+    """The versions that both ends must agree on: of flowserve, of Python, and of numpy."""
+    return [__version__, ".".join(platform.python_version_tuple()[:2]), np.__version__.partition(".")[0]]

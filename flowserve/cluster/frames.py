@@ -1,0 +1,208 @@
+"""Frames: what travels over the connection between the server and an instance on another machine.
+
+Decides their form: a head of fixed size with the lengths of the two parts, a message of worker processes
+(backends/worker/protocol.py), and a block of bytes, in which the message says where each tensor is. The segment of
+every tensor with bytes is `BLOCK`. Every length is checked before memory is taken for it, and every position before a
+view is made. Nothing is decoded by `pickle` or `marshal`.
+
+Decides too how the two ends recognise each other: both know 32 random bytes, which went another way (`base.ActorJob`).
+Each sends 32 random bytes and proves that it knows the secret by a code over both, so that the secret never travels and
+an old answer is worthless.
+
+Does not know sockets or models. Callers: `link`, `actor`, and the worker in runtime/.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from collections.abc import Sequence
+from math import prod
+from typing import Final
+
+import numpy as np
+
+from flowserve.backends.base import Work
+from flowserve.backends.worker.protocol import ColumnPlace, Garbled
+from flowserve.errors import Invalid
+from flowserve.memory import raw
+from flowserve.memory.arena import aligned
+from flowserve.memory.column import Column
+from flowserve.memory.tensor import Tensor
+from flowserve.values import Array, DType, TensorSpec
+
+HEAD: Final = struct.Struct("<4sIQ")  # mark, bytes of the message, bytes of the block
+MARK: Final = b"fsf1"
+MESSAGE_BYTES_MAX: Final = 1 << 24
+BLOCK_BYTES_MAX: Final = 1 << 34
+BLOCK: Final = 1  # the segment of tensors that have bytes
+
+# Messages of connections only, beside those of protocol.py.
+# HELLO TEXT [version of flowserve, of Python, of numpy]: the first message of the server
+HELLO: Final = 32
+# PING, PONG: the other end is to show that it is there, and does
+PING: Final = 33
+PONG: Final = 34
+
+SECRET_BYTES: Final = 32
+GREETING_BYTES: Final = 32
+PROOF_BYTES: Final = 32
+
+Buffer = bytes | memoryview
+
+
+def encode_head(message_bytes: int, block_bytes: int) -> bytes:
+    """The head of a frame. Raises Invalid for a batch that is too large for one."""
+    if message_bytes > MESSAGE_BYTES_MAX or block_bytes > BLOCK_BYTES_MAX:
+        what = f"a message of {message_bytes} bytes with {block_bytes} bytes of tensors"
+        most = f"{MESSAGE_BYTES_MAX} and {BLOCK_BYTES_MAX} are the most"
+        raise Invalid(f"{what} cannot be sent to another machine: {most}; lower max_batch_size")
+    return HEAD.pack(MARK, message_bytes, block_bytes)
+
+
+def decode_head(head: bytes | bytearray) -> tuple[int, int]:
+    """The lengths of the message and of the block. Raises Garbled."""
+    if len(head) != HEAD.size:
+        raise Garbled("a head of another length")
+    mark, message_bytes, block_bytes = HEAD.unpack(head)
+    if mark != MARK:
+        raise Garbled("not a frame")
+    if not 8 <= message_bytes <= MESSAGE_BYTES_MAX or block_bytes > BLOCK_BYTES_MAX:
+        raise Garbled(f"a frame of {message_bytes} and {block_bytes} bytes")
+    return message_bytes, block_bytes
+
+
+def proof(secret: bytes, sender: bytes, first: bytes, second: bytes) -> bytes:
+    """The proof that `sender` (b"server" or b"actor") knows the secret, over both greetings."""
+    return hmac.digest(secret, b"flowserve " + sender + first + second, "sha256")
+
+
+def is_proof(found: bytes, secret: bytes, sender: bytes, first: bytes, second: bytes) -> bool:
+    """Whether it is that proof, compared in constant time."""
+    return hmac.compare_digest(found, proof(secret, sender, first, second))
+
+
+class Outgoing:
+    """Tensors on their way into a frame: `buffers` are the block of `nbytes` bytes, padding included. `write` makes it
+    the memory of an `OutputWriter`: nothing is copied.
+    """
+
+    number: Final = BLOCK
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+        self.nbytes = 0
+
+    def add(self, arrays: Sequence[Array]) -> tuple[int, int]:
+        """The bytes of these arrays, one after the other. Returns where they begin, and their number."""
+        start = aligned(self.nbytes)
+        nbytes = self._append(start, arrays)
+        return start, nbytes
+
+    def write(self, start: int, arrays: Sequence[Array]) -> None:
+        """As memory/segment.py's; every write begins behind the last one."""
+        self._append(start, arrays)
+
+    def _append(self, start: int, arrays: Sequence[Array]) -> int:
+        pieces = [flat for array in arrays if (flat := raw.flat_bytes(array)).nbytes]
+        nbytes = sum([piece.nbytes for piece in pieces])
+        if nbytes:
+            if start > self.nbytes:
+                self.buffers.append(bytes(start - self.nbytes))
+            self.buffers += [piece.data for piece in pieces]
+            self.nbytes = start + nbytes
+        return nbytes
+
+    def finish(self, nbytes: int) -> list[Buffer]:
+        """The buffers of a block of so many bytes, as its message says."""
+        if nbytes > self.nbytes:  # the last tensors have no bytes
+            self.buffers.append(bytes(nbytes - self.nbytes))
+            self.nbytes = nbytes
+        return self.buffers
+
+
+class OutgoingArena:
+    """What an `OutputWriter` takes for shared memory: `block` is the block of the next frame."""
+
+    def __init__(self) -> None:
+        self.block = Outgoing()
+
+    def take(self, nbytes: int) -> tuple[Outgoing, int]:
+        """The one block of a frame, from its beginning."""
+        return self.block, 0
+
+    def give_back(self, blocks: object) -> None:
+        """Blocks are not kept."""
+
+
+def add_inputs(work: Work, specs: Sequence[TensorSpec], block: Outgoing) -> tuple[list[ColumnPlace], list[int]]:
+    """Put the inputs of a batch into a block, without a copy of what is contiguous. Returns their places, for
+    `protocol.encode_run`, and the bytes of each.
+    """
+    places: list[ColumnPlace] = []
+    taken: list[int] = []
+    for i, _ in enumerate(specs):
+        column = work.inputs[i]
+        if column.block is None and column.lacks_some:  # then no member has it: the members of a batch are of one kind
+            places.append(None)
+            taken.append(0)
+            continue
+        arrays = column.pieces
+        shape: tuple[int, ...] = arrays[0].shape
+        if len(arrays) > 1:
+            shape = (sum([len(array) for array in arrays]), *shape[1:])
+        start, nbytes = block.add(arrays)
+        places.append((BLOCK, start, nbytes, shape) if nbytes else (0, 0, 0, shape))
+        taken.append(nbytes)
+    return places, taken
+
+
+def read_inputs(
+    places: Sequence[ColumnPlace],
+    specs: Sequence[TensorSpec],
+    rows: Sequence[int],
+    block: Array,
+    model: str,
+    batches: bool,
+) -> list[Column]:
+    """The inputs of a batch: views of its block. Raises Garbled."""
+    if len(places) != len(specs):
+        raise Garbled(f"a batch of {len(places)} inputs for a model of {len(specs)}")
+    inputs: list[Column] = []
+    for spec, place in zip(specs, places, strict=True):
+        if place is None:
+            inputs.append(Column.of([None] * len(rows), rows))
+            continue
+        if type(place) is not tuple:
+            raise Garbled(f"input '{spec.name}' is in pieces")
+        array = _view(spec, place, block, model)
+        if not batches:
+            if len(rows) != 1:
+                raise Garbled(f"input '{spec.name}' has {len(rows)} members without a batch dimension")
+            inputs.append(Column.of([Tensor(array)], rows))
+        elif array.ndim and len(array) == sum(rows):
+            inputs.append(Column(rows, array))
+        else:
+            raise Garbled(f"input '{spec.name}' has another number of rows than its members")
+    return inputs
+
+
+def _view(spec: TensorSpec, place: tuple[int, int, int, Sequence[int]], block: Array, model: str) -> Array:
+    segment, start, nbytes, dims = place
+    shape = tuple(dims)
+    if segment not in (0, BLOCK) or start + nbytes > len(block) or start % 8 or (nbytes and not segment):
+        raise Garbled(f"input '{spec.name}' is not within its block")
+    count = prod(shape)
+    try:
+        if spec.dtype is DType.BYTES:
+            if count * 4 > nbytes:  # before room for so many is made
+                raise Garbled(f"input '{spec.name}' of shape {[*shape]} is said to have {nbytes} bytes")
+            encoded = block.data[start : start + nbytes]
+            return raw.decode_bytes(encoded, count, name=spec.name, model=model).reshape(shape)
+        if count * spec.dtype.itemsize != nbytes:
+            raise Garbled(f"input '{spec.name}' of shape {[*shape]} is said to have {nbytes} bytes")
+        if not nbytes:
+            return np.empty(shape, spec.dtype.numpy)
+        return np.ndarray(shape, spec.dtype.numpy, block, start)
+    except (Invalid, ValueError, OverflowError) as error:  # not strings, or a shape that numpy does not have
+        raise error if isinstance(error, Garbled) else Garbled(f"input '{spec.name}': {error}") from None

@@ -1,0 +1,87 @@
+"""A machine of the local engine: a process that starts actors on this machine, as an agent of another would.
+
+Decides that every actor is a process of its own which ends with this one, and that this one ends with its server. It
+reads requests of the server from standard input and writes its answers to standard output (`agents` has their forms).
+`flowserve run --cluster local:N` starts N of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from typing import Any, BinaryIO
+
+from flowserve.cluster.agents import ENDED, FAILED, KILL, START, STARTED
+from flowserve.cluster.base import ActorJob
+from flowserve.cluster.pipes import pickled, read_pickled
+
+
+class _Machine:
+    def __init__(self, told: int) -> None:
+        self._told = told
+        self._lock = threading.Lock()
+        self._actors: dict[int, subprocess.Popen[bytes]] = {}
+
+    def run(self, source: BinaryIO) -> None:
+        while (request := read_pickled(source)) is not None:
+            kind, number, *arguments = request
+            if kind == START:
+                threading.Thread(target=self._start, args=(number, *arguments), daemon=True).start()
+            elif kind == KILL and number in self._actors:
+                self._actors[number].kill()
+        for actor in [*self._actors.values()]:
+            actor.kill()
+
+    def _start(self, number: int, job: ActorJob, *_: object) -> None:
+        command = [sys.executable, "-m", "flowserve.cluster.actor"]
+        try:
+            actor = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        except OSError as error:
+            return self._tell(FAILED, number, f"a process cannot be started: {error.strerror or error}")
+        self._actors[number] = actor
+        assert actor.stdin is not None
+        assert actor.stdout is not None
+        line = b""
+        try:
+            actor.stdin.write(pickled(job))
+            actor.stdin.flush()  # it stays open: its end is the actor's
+            line = actor.stdout.readline()
+        except OSError:
+            pass  # it has ended, which is told below
+        answer: dict[str, Any] = json.loads(line) if line else {}
+        if "port" in answer:
+            self._tell(STARTED, number, "127.0.0.1", answer["port"], actor.pid)
+        elif "error" in answer:
+            self._tell(FAILED, number, answer["error"][1])
+        status = actor.wait()
+        self._actors.pop(number, None)
+        actor.stdin.close()
+        actor.stdout.close()
+        how = f"ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
+        self._tell(ENDED if "port" in answer else FAILED, number, f"its process {actor.pid} {how}")
+        return None
+
+    def _tell(self, *what: object) -> None:
+        line = json.dumps(what).encode() + b"\n"
+        with self._lock:
+            try:
+                os.write(self._told, line)
+            except OSError:
+                return  # the server is gone
+
+
+def main() -> None:
+    """Serve the requests of standard input until it ends."""
+    told, source = os.dup(1), os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    _Machine(told).run(source)
+
+
+if __name__ == "__main__":
+    main()

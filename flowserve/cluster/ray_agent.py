@@ -1,0 +1,270 @@
+"""The agent of a Ray cluster: a child process of the server, and the only module that imports ray.
+
+Ray starts threads, takes over signals and may abort the process that it is used in, so it has one of its own. Actors
+are started, placed and watched through Ray; batches go over each actor's own socket. Decides how what an instance
+needs is told to Ray, how a model's files are sent to a machine that does not have them (once, through Ray's object
+store), what is said when the cluster cannot place an instance, and how an actor ended: Ray's word about an actor is
+taken where Ray knows; a machine is lost when the process of Ray there does not answer, which Ray itself notices later.
+
+Actors are detached: they go on when this process ends, and end when their server's connection does, or if no server
+comes. Their names begin with the server's own, by which the next agent finds them.
+
+Started by `agents.RayCluster`; requests and answers are described there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, BinaryIO, Final
+
+import ray
+import ray.exceptions
+import ray.util
+
+from flowserve.cluster.actor import Actor
+from flowserve.cluster.agents import ASK, ENDED, FAILED, KILL, READY, START, STARTED
+from flowserve.cluster.base import ActorJob, Needs
+from flowserve.cluster.files import archive_of, files_here
+from flowserve.cluster.pipes import read_pickled
+from flowserve.errors import FlowserveError, Unavailable
+from flowserve.memory.heap import tune_malloc
+
+log = logging.getLogger("flowserve.cluster")
+
+NAMESPACE: Final = "flowserve"
+_PROBE_S: Final = 2.0  # for the process of Ray on a machine to answer
+_KNOWN_S: Final = 2.0  # for Ray to know of the end of an actor
+_CALLS_AT_ONCE: Final = 3  # of one actor: its batches, and short questions
+
+
+class RayActor:
+    """An actor in a process of Ray's."""
+
+    def __init__(self, job: ActorJob) -> None:
+        tune_malloc()
+        self._job = job
+        self._actor = Actor(job, ray.util.get_node_ip_address())
+
+    def where(self) -> tuple[str, int, int, str]:
+        """Its address, its process, and its node."""
+        context = ray.get_runtime_context()
+        return ray.util.get_node_ip_address(), self._actor.port, os.getpid(), context.get_node_id()
+
+    def lacks_files(self) -> bool:
+        """Whether the model's files are not on this machine."""
+        try:
+            files_here(self._job.files, self._job.digest, None)
+        except Unavailable:
+            return True
+        return False
+
+    def take_files(self, pieces: Sequence[Any]) -> None:
+        """Unpack the model's files from these references."""
+        files_here(self._job.files, self._job.digest, lambda: (ray.get(piece) for piece in pieces))
+
+    def serve(self) -> None:
+        """Run batches until the connection ends, and with it this process."""
+        self._actor.serve(lambda: os._exit(1))
+        os._exit(0)
+
+    def ping(self) -> None:
+        """It is there."""
+
+
+class _Agent:
+    def __init__(self, told: int, server: str) -> None:
+        self._told = told
+        self._server = server
+        self._lock = threading.Lock()
+        self._handles: dict[int, Any] = {}
+        self._kept: dict[int, Any] = {}  # the references of calls that have no end
+        self._pieces: dict[str, list[Any]] = {}  # of archives, by digest
+        self._packing = threading.Lock()
+
+    def run(self, source: BinaryIO) -> None:
+        while (request := read_pickled(source)) is not None:
+            kind, number, *arguments = request
+            work = {START: self._start, KILL: self._kill, ASK: self._tell_end}[kind]
+            threading.Thread(target=self._guarded, args=(work, number, arguments), daemon=True).start()
+
+    def _guarded(self, work: Any, number: int, arguments: Sequence[Any]) -> None:
+        try:
+            work(number, *arguments)
+        except Exception as error:
+            log.exception("a request to Ray failed")
+            self._tell(FAILED, number, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+
+    # ------------------------------------------------------------------ starting
+
+    def _start(self, number: int, job: ActorJob, needs: Needs, give_up_s: float) -> None:
+        resources = dict(needs.resources)
+        options: dict[str, Any] = {
+            "num_cpus": resources.pop("CPU", 1),
+            "num_gpus": resources.pop("GPU", 0),
+            "resources": resources,
+            "name": self._name(number),
+            "namespace": NAMESPACE,
+            "lifetime": "detached",
+            "max_restarts": 0,
+            "max_concurrency": _CALLS_AT_ONCE,
+        }
+        if "memory" in resources:
+            options["memory"] = resources.pop("memory")
+        if needs.labels:
+            options["label_selector"] = dict(needs.labels)
+        handle = ray.remote(RayActor).options(**options).remote(job)
+        self._handles[number] = handle
+        try:
+            host, port, process, node = ray.get(handle.where.remote(), timeout=give_up_s)
+            if ray.get(handle.lacks_files.remote(), timeout=give_up_s):
+                ray.get(handle.take_files.remote(self._pieces_of(job)), timeout=None)
+        except ray.exceptions.GetTimeoutError:
+            ray.kill(handle)
+            self._tell(FAILED, number, _shortage(needs, give_up_s))
+            return
+        except ray.exceptions.RayError as error:
+            self._tell(FAILED, number, _reason(error))
+            return
+        self._kept[number] = handle.serve.remote()
+        self._tell(STARTED, number, host, port, process, _label_of(node), node)
+
+    def _pieces_of(self, job: ActorJob) -> list[Any]:
+        with self._packing:
+            if job.digest not in self._pieces:
+                self._pieces[job.digest] = [ray.put(piece) for piece in archive_of(job.files)]
+            return self._pieces[job.digest]
+
+    # ------------------------------------------------------------------ ends
+
+    def _kill(self, number: int) -> None:
+        handle = self._handle(number)
+        if handle is not None:
+            ray.kill(handle)
+        self._forget(number)
+
+    def _tell_end(self, number: int, machine: str, node: str) -> None:
+        text, with_machine = self._end_of(number, machine, node)
+        self._tell(ENDED, number, text, with_machine)
+
+    def _end_of(self, number: int, machine: str, node: str) -> tuple[str, bool]:
+        lost = f"machine '{machine}' is lost"
+        if not _answers(node):
+            return lost, True
+        handle = self._handle(number)
+        if handle is None:
+            return f"its process on machine '{machine}' has ended", False
+        try:
+            ray.get(handle.ping.remote(), timeout=_KNOWN_S)
+        except ray.exceptions.ActorDiedError as error:
+            return f"its process on machine '{machine}' has ended: {_reason(error)}", False
+        except (ray.exceptions.RayError, TimeoutError):
+            if not _answers(node):
+                return lost, True
+            return f"its process on machine '{machine}' cannot be reached", False
+        return f"the connection to its process on machine '{machine}' ended", False
+
+    def _handle(self, number: int) -> Any:
+        handle = self._handles.get(number)
+        if handle is None:  # of a former agent
+            try:
+                handle = ray.get_actor(self._name(number), NAMESPACE)
+            except ValueError:
+                return None
+            self._handles[number] = handle
+        return handle
+
+    def _forget(self, number: int) -> None:
+        self._handles.pop(number, None)
+        self._kept.pop(number, None)
+
+    def _name(self, number: int) -> str:
+        return f"{self._server}-{number}"
+
+    def _tell(self, *what: object) -> None:
+        line = json.dumps(what).encode() + b"\n"
+        with self._lock:
+            try:
+                os.write(self._told, line)
+            except OSError:
+                return  # the server is gone
+
+
+def _answers(node: str) -> bool:
+    """Whether the process of Ray on a node answers. Raises nothing: an unknown node is one that is gone."""
+    for known in ray.nodes():
+        if known["NodeID"] == node:
+            if not known["Alive"]:
+                return False
+            try:
+                address = known["NodeManagerAddress"], known["NodeManagerPort"]
+                socket.create_connection(address, timeout=_PROBE_S).close()
+            except OSError:
+                return False
+            return True
+    return False
+
+
+def _label_of(node: str) -> str:
+    """What the machine of a node is called: its host name, and a part of the node's id, since two may share it."""
+    name = next((one["NodeName"] for one in ray.nodes() if one["NodeID"] == node), "")
+    return f"{name}/{node[:8]}"
+
+
+def _shortage(needs: Needs, give_up_s: float) -> str:
+    free, total = ray.available_resources(), ray.cluster_resources()
+    wanted = {"CPU": 1.0, **needs.resources}
+    asked = ", ".join(f"{name} {amount:g}" for name, amount in wanted.items())
+    found = ", ".join(f"{name} {free.get(name, 0):g} free of {total.get(name, 0):g}" for name in wanted)
+    labels = ", ".join(f"{name}={value}" for name, value in needs.labels.items())
+    where = f" on a machine with {labels}" if labels else ""
+    return f"asks for {asked}{where}, and got no machine within {give_up_s:g} s; the cluster has {found}"
+
+
+def _reason(error: Exception) -> str:
+    """The text of an error of Ray's, without addresses and advice."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, FlowserveError):
+        return str(cause)
+    lines = [line for line in str(error).splitlines() if line and not line.startswith(("\t", " "))]
+    return lines[-1].partition(" Some common causes")[0] if lines else type(error).__name__
+
+
+def main() -> None:
+    """Serve the requests of standard input until it ends. Arguments: the cluster's address, the server's name."""
+    address, server, *switches = sys.argv[1:]
+    told, source = os.dup(1), os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    agent = _Agent(told, server)
+    if "insecure" not in switches and os.environ.get("RAY_AUTH_MODE") != "token":
+        hint = (
+            "set it for the cluster and for this server, or give --cluster-insecure in a network that nobody else uses"
+        )
+        agent._tell(FAILED, 0, f"RAY_AUTH_MODE is not 'token': who reaches Ray's ports runs code there; {hint}")
+        return
+    try:
+        ray.init(address=address, namespace=NAMESPACE, configure_logging=False, log_to_driver=False)
+    except Exception as error:  # ray raises many kinds
+        agent._tell(FAILED, 0, f"no cluster of Ray answers at {address}: {str(error).splitlines()[0]}")
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the server ends this process
+    agent._tell(READY, 0, ray.__version__)
+    agent.run(source)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    # Ray finds the class by the name of its module, and this copy of it has another.
+    from flowserve.cluster import ray_agent
+
+    ray_agent.main()

@@ -1,0 +1,138 @@
+"""The operator's placement file: which models run on other machines, and what they need there.
+
+Decides what the file says (`Placement`), with the place of every mistake in it, and the rules P1 to P5 about the file
+alone. Rule P6 needs the configurations: which models can run on other machines at all (`why_not_placed`). The syntax is
+that of configurations (`syntax`, `build`). Does not know clusters. Callers: cli/, runtime/loading.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from flowserve.config import placement_pb2 as pb
+from flowserve.config.build import PLACEMENT, Builder
+from flowserve.config.parse import SIZE_MAX_BYTES, read_text
+from flowserve.config.suggest import did_you_mean
+from flowserve.config.syntax import Text, parse_pbtxt
+from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
+from flowserve.errors import Place, Problem, Problems
+
+AUTO: Final = "auto"
+COUNT_MAX: Final = 1024
+_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/]+):([0-9]{1,5})")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlace:
+    """Where the instances of one model run. `count` 0: as many as its instance groups say. `path`: in the file."""
+
+    model: str
+    count: int = 0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A placement file. `address` is the cluster's, "" if the file has none; `places` are by model."""
+
+    source: SourceMap
+    address: str = ""
+    places: Mapping[str, ModelPlace] = field(default_factory=dict)
+
+
+def read_placement(path: Path) -> Placement:
+    """The file at `path`. Raises Problems with all mistakes, each with its line and column."""
+    return parse_placement(read_text(path, path.name), path.name)
+
+
+def parse_placement(text: str, file: str) -> Placement:
+    """As `read_placement`, of a file's text."""
+    if len(text) > SIZE_MAX_BYTES:
+        raise Problems([Problem("too large for a placement file", Place(file, 1, 1))])
+    source = Text(text, file)
+    builder = Builder(source, "pbtxt")
+    message = pb.Placement()
+    builder.fill(message, PLACEMENT, parse_pbtxt(source))
+    places = SourceMap(file, builder.places)
+    problems = [*builder.problems, *_violations(message, places)]
+    if problems:
+        raise Problems(sorted(dict.fromkeys(problems), key=lambda problem: problem.place or Place(file)))
+    found = {
+        one.model: ModelPlace(one.model, one.count, dict(one.resources), dict(one.labels), f"place[{i}]")
+        for i, one in enumerate(message.place)
+    }
+    return Placement(places, message.cluster.address, found)
+
+
+def _violations(message: pb.Placement, source: SourceMap) -> Iterator[Problem]:
+    address = message.cluster.address
+    found = _ADDRESS.fullmatch(address)
+    if address and address != AUTO and (found is None or not 0 < int(found[2]) < 65536):
+        hint = f'it is the head node\'s, as "10.0.0.1:6379", or "{AUTO}" for the cluster that runs on this machine'
+        yield Problem(f'the address of the cluster is "{address}"', source.place("cluster.address"), "P1", hint)
+    times = Counter(one.model for one in message.place)
+    for i, one in enumerate(message.place):
+        here = f"place[{i}]"
+        if not one.model:
+            yield Problem("a place without a model", source.place(here), "P2", 'write model: "NAME"')
+        elif times[one.model] > 1 and any(other.model == one.model for other in message.place[:i]):
+            text = f"model '{one.model}' is placed {times[one.model]} times"
+            yield Problem(text, source.place(f"{here}.model"), "P3", "write one place with a count")
+        if one.count > COUNT_MAX:
+            text = f"{one.count} instances of model '{one.model}'"
+            yield Problem(text, source.place(f"{here}.count"), "P4", f"{COUNT_MAX} are the most")
+        for name, amount in one.resources.items():
+            if not (math.isfinite(amount) and amount > 0):
+                text = f"each instance of model '{one.model}' needs {amount:g} of resource '{name}'"
+                yield Problem(text, source.place(f"{here}.resources[{name}]"), "P5", "an amount is more than 0")
+
+
+def misplaced(placement: Placement, configs: Mapping[str, ModelConfig]) -> Iterator[Problem]:
+    """The violations of P6: models that do not exist among these, or cannot run on another machine."""
+    for model, place in placement.places.items():
+        where = placement.source.place(f"{place.path}.model")
+        if model not in configs:
+            yield Problem(f"model '{model}' is not in the repository", where, "P6", did_you_mean(model, configs))
+        elif why := why_not_placed(configs[model]):
+            yield Problem(why, where, "P6")
+
+
+def placed_configs(placement: Placement, configs: Mapping[str, ModelConfig]) -> dict[str, ModelConfig]:
+    """The configurations for pictures: with the number of instances and the place of each model that the file names."""
+    found = dict(configs)
+    for model, place in placement.places.items():
+        config = configs.get(model)
+        if config is None:
+            continue
+        needs = [f"{name} {amount:g}" for name, amount in place.resources.items()]
+        needs += [f"{name}={value}" for name, value in place.labels.items()]
+        where = f"other machines: {', '.join(needs)}" if needs else "other machines"
+        groups = (InstanceGroup(model, count=place.count),) if place.count else config.instance_groups
+        found[model] = replace(config, placed=where, instance_groups=groups)
+    return found
+
+
+def why_not_placed(config: ModelConfig) -> str:
+    """Why a model cannot run on another machine, "" if it can."""
+    what = ""
+    if config.is_ensemble:
+        return f"'{config.name}' is an ensemble, which is not placed itself: place the models of its steps"
+    if config.decoupled:
+        what = "is decoupled"
+    elif config.sequence is not None:
+        what = "is one of sequences"
+    elif config.backend in ("callable", "remote"):
+        what = "runs on another server already" if config.backend == "remote" else "is a function, which has no files"
+    elif ragged := next((spec.name for spec in config.inputs if spec.ragged), ""):
+        what = f"has the ragged input '{ragged}'"
+    elif any(group.rate_limiter.resources for group in config.instance_groups):
+        what = "uses resources of the rate limiter, which are those of this server"
+    return f"model '{config.name}' {what}: it cannot run on another machine" if what else ""

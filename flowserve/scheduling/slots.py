@@ -1,0 +1,76 @@
+"""The free instances of a model whose instances take several batches at once.
+
+Decides which instance is next: one that runs fewest, and among these the one that has waited longest, so that no batch
+waits behind another while an instance is idle. Reads like the deque of free instances of other models (`ModelQueue`),
+and has an entry for each batch that an instance can take. Every call takes the same time for any number of instances.
+
+Does not know batches. Used by `batch.ModelQueue`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+
+class Slots:
+    """`instances` has each instance as often as it takes batches at once; all are free."""
+
+    __slots__ = ("_by_count", "_counts", "_length")
+
+    def __init__(self, instances: Sequence[Any]) -> None:
+        self._counts: Counter[Any] = Counter()
+        # The instances with so many free slots, in the order in which they got there. Index 0 is not used.
+        self._by_count: list[dict[Any, None]] = [{} for _ in range(max(Counter(instances).values(), default=0) + 1)]
+        self._length = 0
+        for instance in instances:
+            self.append(instance)
+
+    def append(self, instance: Any) -> None:
+        """A slot of this instance is free again."""
+        self._move(instance, 1)
+
+    def popleft(self) -> Any:
+        """Take a slot of the next instance. Raises IndexError if there is none."""
+        for waiting in reversed(self._by_count):
+            if waiting:
+                instance = next(iter(waiting))
+                self._move(instance, -1)
+                return instance
+        raise IndexError("no instance is free")
+
+    def remove(self, instance: Any) -> None:
+        """Take a slot of this instance. Raises ValueError if it has none."""
+        if not self._counts[instance]:
+            raise ValueError("the instance is not free")
+        self._move(instance, -1)
+
+    def _move(self, instance: Any, by: int) -> None:
+        count = self._counts[instance]
+        if count:
+            del self._by_count[count][instance]
+        count += by
+        self._counts[instance] = count
+        if count:
+            self._by_count[count][instance] = None
+        self._length += by
+
+    def __getitem__(self, index: int) -> Any:
+        return [*self][index]
+
+    def __contains__(self, instance: object) -> bool:
+        return self._counts[instance] > 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(
+            [
+                instance
+                for waiting in reversed(self._by_count)
+                for instance in waiting
+                for _ in range(self._counts[instance])
+            ]
+        )

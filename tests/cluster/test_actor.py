@@ -1,0 +1,164 @@
+"""The process of an instance on another machine, spoken to directly: who it serves, and what ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowserve.backends.base import ModelFiles
+from flowserve.backends.worker import protocol
+from flowserve.backends.worker.protocol import encode_run, pack, unpack
+from flowserve.cluster import frames
+from flowserve.cluster.actor import Actor
+from flowserve.cluster.base import ActorJob, versions
+from flowserve.cluster.files import digest_of
+from flowserve.cluster.link import Link, greet_actor
+from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
+from flowserve.errors import Unavailable
+from flowserve.memory.pool import HOST
+from flowserve.values import DType, TensorSpec
+from tests.support.clusters import DOUBLE_CODE
+
+SECRET = os.urandom(frames.SECRET_BYTES)
+SPECS = TensorSpec("IN", DType.FP32, (-1,)), TensorSpec("OUT", DType.FP32, (-1,)), TensorSpec("PID", DType.INT32, (1,))
+
+
+class Spoken:
+    """The server's end of a connection, by messages."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+
+    def tell(self, kind: int, words: Sequence[int] = (), text: Any = None) -> None:
+        self.link.send(pack(kind, words, text))
+
+    def hear(self) -> tuple[int, Sequence[int], Any, Any]:
+        message, block = self.link.read(HOST.take, self._silent)
+        kind, words, text = unpack(message)
+        return kind, words, json.loads(text) if text else None, block
+
+    def open(self) -> None:
+        self.tell(frames.HELLO, (), versions())
+        kind, words, text, _ = self.hear()
+        assert (kind, words[1:], text) == (protocol.READY, (0,), None)
+
+    def run(self, number: int, *values: float) -> None:
+        data = np.array([values], np.float32)
+        place = (frames.BLOCK, 0, data.nbytes, data.shape)
+        message = encode_run(number, 0, 0, [1], [(0, 1)], (0, 0), [place])
+        self.link.send(message, [data.tobytes()], data.nbytes)
+
+    def _silent(self) -> None:
+        self.silences = getattr(self, "silences", 0) + 1
+        assert self.silences < 10
+
+
+@contextmanager
+def actor(tmp_path: Path, code: str = DOUBLE_CODE) -> Iterator[tuple[Actor, threading.Thread]]:
+    """An actor of a model, on a thread of this process."""
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / "model.py").write_text(code)
+    files = ModelFiles(tmp_path, tmp_path / "m", 1)
+    config = ModelConfig("m", "python", "", 8, SPECS[:1], SPECS[1:], SourceMap("m/config.pbtxt"))
+    job = ActorJob("m_0", config, InstanceGroup("m"), files, digest_of(files), {}, SECRET)
+    made = Actor(job, "127.0.0.1")
+    thread = threading.Thread(target=made.serve)
+    thread.start()
+    try:
+        yield made, thread
+    finally:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def connected(made: Actor, secret: bytes = SECRET) -> Iterator[Spoken]:
+    link = Link(socket.create_connection(("127.0.0.1", made.port)))
+    try:
+        greet_actor(link, secret)
+        yield Spoken(link)
+    finally:
+        link.discard()
+
+
+def test_batches_run_in_order_and_the_actor_ends_with_the_connection(tmp_path: Path) -> None:
+    with actor(tmp_path) as (made, thread):
+        with connected(made) as server:
+            server.open()
+            for number in (7, 8, 9):
+                server.run(number, -30.0, number)
+            server.tell(frames.PING)
+            heard = [server.hear() for _ in range(4)]
+            assert heard[0][0] == frames.PONG, "while the first batch runs"
+            assert [(kind, words[1]) for kind, words, _, _ in heard[1:]] == [(protocol.DONE, n) for n in (7, 8, 9)]
+            assert [block[:8].view(np.float32)[1] for *_, block in heard[1:]] == [14, 16, 18]
+        thread.join(10)
+
+
+def test_a_connection_that_does_not_know_the_secret_is_refused_and_the_next_one_is_served(tmp_path: Path) -> None:
+    with actor(tmp_path) as (made, _):
+        with pytest.raises(Unavailable), connected(made, b"x" * 32):
+            pass
+        with socket.create_connection(("127.0.0.1", made.port)) as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n".ljust(64))
+            plain.recv(1000)
+        with connected(made) as server:
+            server.open()
+            server.tell(protocol.END)
+            with pytest.raises(EOFError):
+                server.hear()
+
+
+def test_other_versions_are_refused_with_both(tmp_path: Path) -> None:
+    with actor(tmp_path) as (made, _), connected(made) as server:
+        server.tell(frames.HELLO, (), ["9.9", "3.99", "7"])
+        kind, _, (error, text), _ = server.hear()
+        assert (kind, error) == (protocol.BROKEN, "unavailable")
+        assert "the server has flowserve, Python and numpy 9.9, 3.99, 7" in text
+        assert ", ".join(versions()) in text
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pack(99, ()),
+        pack(protocol.RUN, (1, 2)),
+        encode_run(1, 0, 0, [1], [(0,)], (0, 0), [(frames.BLOCK, 0, 4000, (1, 1000))]),
+        encode_run(1, 0, 0, [1], [(0,)], (0, 0), [(frames.BLOCK, 0, 8, (3, 1))]),
+        encode_run(1, 0, 0, [2], [(0,)], (0, 0), [(frames.BLOCK, 0, 8, (1, 2))]),
+        encode_run(1, 0, 0, [1], [(5,)], (0, 0), [(frames.BLOCK, 0, 8, (1, 2))]),
+        encode_run(1, 0, 0, [1], [(0,)], (0, 0), [None, None]),
+        encode_run(1, 0, 2, [1], [(0,)], (0, 0), [(frames.BLOCK, 0, 8, (1, 2))]),
+        b"\x00" * 8,
+    ],
+)
+def test_a_message_that_cannot_be_right_ends_the_actor(tmp_path: Path, message: bytes) -> None:
+    with actor(tmp_path) as (made, _), connected(made) as server:
+        server.open()
+        server.link.send(message, [bytes(8)], 8)
+        with pytest.raises(EOFError):
+            server.hear()
+
+
+def test_an_error_of_the_model_fails_its_batch_and_the_next_one_runs(tmp_path: Path) -> None:
+    with actor(tmp_path) as (made, _), connected(made) as server:
+        server.open()
+        server.run(1, -2.0)
+        kind, words, (_, text), _ = server.hear()
+        assert (kind, words[1]) == (protocol.FAILED, 1)
+        assert "minus two" in text
+        server.run(2, -1.0)
+        kind, _, told, block = server.hear()
+        assert (kind, block) == (protocol.DONE, None)
+        assert "minus one" in told["0"][1]
+        server.run(3, 1.0)
+        assert server.hear()[0] == protocol.DONE

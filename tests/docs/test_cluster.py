@@ -1,0 +1,56 @@
+"""The example of docs/cluster.md is checked and served as the page says."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.http as tritonclient
+
+from flowserve.cli.check import check
+from flowserve.config.placement import parse_placement
+from flowserve.testing.serve import Served
+
+KINDS = ["circle", "square", "triangle", "cross"]
+BLOCK = re.compile(r'```pbtxt title="cluster\.pbtxt"\n(.*?)```', re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def files(root: Path) -> list[str]:
+    """The placement files of the page."""
+    return BLOCK.findall((root / "docs/cluster.md").read_text())
+
+
+def test_every_file_of_the_page_is_valid(files: list[str]) -> None:
+    local, ray = (parse_placement(text, "cluster.pbtxt") for text in files)
+    assert [*local.places] == ["shapes_segment", "shapes_classify"]
+    assert ray.address == "10.0.0.1:6379"
+    assert ray.places["detect"].resources == {"GPU": 1}
+
+
+@pytest.mark.server
+def test_the_example_is_checked_and_answers(
+    root: Path, files: list[str], tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    placement = tmp_path / "cluster.pbtxt"
+    placement.write_text(files[0])
+    out, err = io.StringIO(), io.StringIO()
+    assert check([root / "graphs"], out, err, color=False, placement=placement) == 0, err.getvalue()
+    options = ("--cluster", "local:2", "--placement", str(placement))
+    names = ("shapes", "shapes_preprocess", "shapes_segment", "shapes_classify")
+    chosen = ["--model-control-mode=explicit", *(f"--load-model={name}" for name in names)]
+    served = serve(root / "graphs", *options, *chosen)
+    examples = json.loads((root / "graphs/shapes/held_out.json").read_text())
+    with tritonclient.InferenceServerClient(served.address) as client:
+        assert all(map(client.is_model_ready, names))
+        for example in examples[:5]:
+            pixels = np.array([example["image"]], np.uint8)
+            given = tritonclient.InferInput("IMAGE", list(pixels.shape), "UINT8")
+            given.set_data_from_numpy(pixels)
+            answer = client.infer("shapes", [given])
+            assert KINDS[answer.as_numpy("CLASSIFICATION").argmax()] == example["kind"]
