@@ -248,6 +248,7 @@ class RayCluster:
         self._lock = threading.Lock()
         self._closing = False
         self._agent: Agent | None = None
+        self._starting: Agent | None = None  # until it is ready
         self._current()
 
     def start(self, job: ActorJob, needs: Needs, give_up_s: float) -> Started:
@@ -292,6 +293,9 @@ class RayCluster:
     def close(self) -> None:
         """As `Engine.close`."""
         self._closing = True
+        starting = self._starting
+        if starting is not None:
+            starting.kill()  # else this would wait for a cluster that may not answer
         with self._lock:
             if self._agent is not None:
                 self._agent.close()
@@ -302,12 +306,14 @@ class RayCluster:
             if self._agent is None or self._agent.is_gone.is_set():
                 if self._closing:
                     raise Unavailable("the server ends")
-                agent = Agent("flowserve.cluster.ray_agent", self._arguments, self._ended)
+                agent = self._starting = Agent("flowserve.cluster.ray_agent", self._arguments, self._ended)
                 try:
                     agent.await_ready(self._give_up_s)
                 except Unavailable:
                     agent.kill()
                     raise
+                finally:
+                    self._starting = None
                 self._agent = agent
             return self._agent
 

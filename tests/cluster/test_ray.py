@@ -186,7 +186,7 @@ async def test_no_process_is_left_when_the_server_ends(nodes: Any, tmp_path: Pat
 
 
 async def test_a_node_that_is_lost_fails_nothing_of_a_pure_model(nodes: Any, tmp_path: Path) -> None:
-    """The last test: the cluster has a node less afterwards."""
+    """The last test: the cluster has a node less afterwards, and then no head."""
     write_python(tmp_path, "m", PURE)
     async with serving(nodes, tmp_path, {"m": ModelPlace("m", 4, {"CPU": 1})}) as (engine, _, _):
         machines = {worker.machine for worker in workers_of(engine, "m")}
@@ -204,3 +204,7 @@ async def test_a_node_that_is_lost_fails_nothing_of_a_pure_model(nodes: Any, tmp
                     await trio.to_thread.run_sync(lambda: nodes.remove_node(lost, allow_graceful=False))
                 await trio.sleep(0.02)
         assert sorted(answers) == [2 * number for number in range(150)]
+        # Without Ray's head, connections go on.
+        await trio.to_thread.run_sync(nodes.head_node.kill_gcs_server)
+        for number in range(20):
+            assert (await ask(engine, "m", row(-5.0, number)))["OUT"][0, 1] == 2 * number

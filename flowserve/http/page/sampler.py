@@ -33,7 +33,8 @@ from flowserve.runtime.clock import SECOND_NS, wall_clock_ms
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.group import Group
-from flowserve.scheduling.batch import ModelQueue
+from flowserve.runtime.workers.cluster import ClusterWorker
+from flowserve.scheduling.batch import Batch, ModelQueue
 from flowserve.values import Array
 
 _NS_PER_MS: Final = 1_000_000
@@ -404,11 +405,14 @@ class Sampler:
 
 
 def _now(queue: ModelQueue) -> dict[str, Any]:
-    """The load of a model's queue and instances, which all graphs with the model share. `in_flight`: requests, waiting
-    ones included; requests that run inline are never visible here.
+    """The load of a model's queue and instances, which all graphs with the model share; an instance that takes several
+    batches at once counts as so many. `in_flight`: requests, waiting ones included; requests that run inline are never
+    visible here.
     """
     waiting = len(queue.batcher)
-    running = [worker.running for worker in queue.instances]
+    running: list[Batch | None] = []
+    for worker in dict.fromkeys(queue.instances):  # each once, though it may take several batches
+        running += worker.batches if isinstance(worker, ClusterWorker) else [worker.running]
     return {
         "waiting": waiting,
         "in_flight": waiting + sum(len(batch.tickets) for batch in running if batch is not None),

@@ -148,8 +148,13 @@ class ClusterWorker:
     @property
     def running(self) -> Batch | None:
         """The batch that has been there for the longest time."""
+        return next(iter(self.batches), None)
+
+    @property
+    def batches(self) -> list[Batch]:
+        """All batches that are under way there."""
         connection = self._connection
-        return None if connection is None else next((run.batch for run in [*connection.runs.values()]), None)
+        return [] if connection is None else [run.batch for run in [*connection.runs.values()]]
 
     # ------------------------------------------------------------------ opening and closing, on other threads
 
