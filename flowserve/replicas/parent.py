@@ -220,7 +220,9 @@ class Parent:
             one.process.send_signal(signal.SIGTERM)
         async with trio.open_nursery() as nursery:
             await nursery.start(one.link.run)
-            status = await trio.to_thread.run_sync(one.process.wait, abandon_on_cancel=True)
+            # A thread of its own: all of trio's would wait where there are many workers.
+            own = trio.CapacityLimiter(1)
+            status = await trio.to_thread.run_sync(one.process.wait, abandon_on_cancel=True, limiter=own)
             nursery.cancel_scope.cancel()
         was_ready = self._supervision.state(number) is State.READY
         one.hand_over.close()
