@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from flowserve.cli.cluster import ClusterChoice
 from flowserve.cluster.agents import LocalCluster, RayCluster
 from flowserve.cluster.link import client_context
-from flowserve.config.placement import ModelPlace, Placement, read_placement
+from flowserve.config.placement import ModelPlace, PlacementFile, read_placement
 from flowserve.errors import Invalid, Place, Problem, Problems
 from flowserve.runtime.workers.cluster import ClusterOptions
 
@@ -55,7 +55,7 @@ def cluster_of(arguments: argparse.Namespace) -> Iterator[tuple[ClusterOptions |
         cluster.close()
 
 
-def _check_address(placement: Placement) -> None:
+def _check_address(placement: PlacementFile) -> None:
     if not placement.address:
         hint = 'write cluster { address: "HOST:6379" }, the head node\'s; "auto" for the cluster of this machine'
         where = placement.source.place("cluster") if placement.source.places else Place(placement.source.file)

@@ -69,7 +69,7 @@ from flowserve.memory.heap import tune_malloc
 from flowserve.memory.pool import HOST
 from flowserve.observe.settings import EVERYTHING, LogSettings
 from flowserve.replicas.figures import changes_of, reports_of
-from flowserve.replicas.replica import HTTP, METRICS_PORT, Adopt, Place, Replica
+from flowserve.replicas.replica import HTTP, METRICS_PORT, Adopt, Replica, ReplicaPlace
 from flowserve.repository.layout import not_a_repository
 from flowserve.runtime.budget import Budget
 from flowserve.runtime.engine.engine import Engine, open_engine
@@ -100,7 +100,7 @@ SCRAPERS_MAX: Final = 256  # connections to the metrics port
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a stop signal. Returns the exit status. `arguments` as `options.run_arguments` returns them."""
-    replica = Replica(Place.from_text(arguments.replica)) if arguments.replica else None
+    replica = Replica(ReplicaPlace.from_text(arguments.replica)) if arguments.replica else None
     if replica is not None and replica.place.number:  # the first one reports the loads of all
         arguments.quiet = True
     try:

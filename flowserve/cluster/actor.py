@@ -46,8 +46,8 @@ from flowserve.backends.worker.tensors import OutputWriter, Placed
 from flowserve.cluster import frames
 from flowserve.cluster.base import ActorJob, versions
 from flowserve.cluster.files import Fetch, files_here
-from flowserve.cluster.frames import OutgoingArena, read_inputs
-from flowserve.cluster.link import Link, greet_server, server_context
+from flowserve.cluster.frames import OutgoingArena, inputs_of_block
+from flowserve.cluster.link import ActorLink, greet_server, server_context
 from flowserve.cluster.pipes import read_pickled
 from flowserve.errors import FlowserveError, ModelFailed, Unavailable, Unsupported
 from flowserve.memory.heap import tune_malloc
@@ -99,14 +99,14 @@ class Actor:
         finally:
             session.close()
 
-    def _accept(self) -> Link | None:
+    def _accept(self) -> ActorLink | None:
         self._listener.settimeout(CONNECT_S)
         while True:
             try:
                 sock, _ = self._listener.accept()
             except TimeoutError:
                 return None
-            link = Link(sock, self._tls, is_server=True)
+            link = ActorLink(sock, self._tls, is_server=True)
             if greet_server(link, self._job.secret):
                 return link
             link.discard()
@@ -116,7 +116,9 @@ class Actor:
 class _Session:
     """The batches of one connection."""
 
-    def __init__(self, link: Link, job: ActorJob, fetch: Fetch | None, end_process: Callable[[], None] | None) -> None:
+    def __init__(
+        self, link: ActorLink, job: ActorJob, fetch: Fetch | None, end_process: Callable[[], None] | None
+    ) -> None:
         self._link = link
         self._end_process = end_process
         self._job = job
@@ -278,7 +280,7 @@ class _Session:
             contexts = by_stage[0] if by_stage else None
         config = self._job.config
         held = HOST.take(0) if block is None else block
-        inputs = read_inputs(message.columns, config.inputs, rows, held, config.name, self._batches)
+        inputs = inputs_of_block(message.columns, config.inputs, rows, held, config.name, self._batches)
         may_write = [[True] * count] * len(inputs)  # the block is this batch's own
         return Work(inputs, rows, requests, wanted, may_write, contexts=contexts)
 

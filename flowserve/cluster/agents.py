@@ -31,7 +31,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final
 from uuid import uuid4
 
-from flowserve.cluster.base import ActorJob, End, Needs, Started
+from flowserve.cluster.base import ActorEnd, ActorJob, MachineNeeds, Started
 from flowserve.cluster.pipes import pickled
 from flowserve.errors import Unavailable
 
@@ -77,7 +77,7 @@ class Agent:
             except (OSError, ValueError):
                 return  # what waits for an answer is told that it has ended
 
-    def start(self, number: int, job: ActorJob, needs: Needs, give_up_s: float) -> tuple[Any, ...]:
+    def start(self, number: int, job: ActorJob, needs: MachineNeeds, give_up_s: float) -> tuple[Any, ...]:
         """What it answers to START: the words behind STARTED. Raises Unavailable."""
         answers = self._answers[number] = SimpleQueue()
         self._ends[number] = SimpleQueue()
@@ -175,8 +175,8 @@ class LocalCluster:
             self._agents[name] = Agent("flowserve.cluster.machine", (), self._lost)
             self._on[name] = set()
 
-    def start(self, job: ActorJob, needs: Needs, give_up_s: float) -> Started:
-        """As `Engine.start`."""
+    def start(self, job: ActorJob, needs: MachineNeeds, give_up_s: float) -> Started:
+        """As `ClusterEngine.start`."""
         with self._lock:
             number = next(self._numbers)
             if not self._on:
@@ -190,8 +190,8 @@ class LocalCluster:
             raise Unavailable(f"machine '{name}': {error}") from None
         return Started(number, host, port, name, process)
 
-    def end_of(self, started: Started) -> End:
-        """As `Engine.end_of`."""
+    def end_of(self, started: Started) -> ActorEnd:
+        """As `ClusterEngine.end_of`."""
         agent = self._agents[started.machine]
         words = agent.end_of(started.number)
         if words and words[0]:
@@ -199,15 +199,15 @@ class LocalCluster:
             agent.is_gone.wait(_MACHINE_S if "exit status 0" in words[0] else 0)
         self._forget(started.machine, started.number)
         if agent.is_gone.is_set():
-            return End(f"machine '{started.machine}' is lost", with_machine=True)
-        return End(f"{words[0]} on machine '{started.machine}'" if words else "its connection ended")
+            return ActorEnd(f"machine '{started.machine}' is lost", with_machine=True)
+        return ActorEnd(f"{words[0]} on machine '{started.machine}'" if words else "its connection ended")
 
     def kill(self, started: Started) -> None:
-        """As `Engine.kill`."""
+        """As `ClusterEngine.kill`."""
         self._agents[started.machine].tell(KILL, started.number)
 
     def machines(self) -> Sequence[str]:
-        """As `Engine.machines`."""
+        """As `ClusterEngine.machines`."""
         with self._lock:
             return [*self._on]
 
@@ -216,7 +216,7 @@ class LocalCluster:
         return {name: self._agents[name].process_id for name in self.machines()}
 
     def close(self) -> None:
-        """As `Engine.close`."""
+        """As `ClusterEngine.close`."""
         self._closing = True
         for agent in self._agents.values():
             agent.close()
@@ -251,38 +251,38 @@ class RayCluster:
         self._starting: Agent | None = None  # until it is ready
         self._current()
 
-    def start(self, job: ActorJob, needs: Needs, give_up_s: float) -> Started:
-        """As `Engine.start`."""
+    def start(self, job: ActorJob, needs: MachineNeeds, give_up_s: float) -> Started:
+        """As `ClusterEngine.start`."""
         number = next(self._numbers)
         host, port, process, machine, node = self._current().start(number, job, needs, give_up_s)
         self._nodes[number] = node
         self._names[node] = machine
         return Started(number, host, port, machine, process)
 
-    def end_of(self, started: Started) -> End:
-        """As `Engine.end_of`."""
+    def end_of(self, started: Started) -> ActorEnd:
+        """As `ClusterEngine.end_of`."""
         node = self._nodes.get(started.number, "")
         try:
             agent = self._current()
             agent.tell(ASK, started.number, started.machine, node)
             words = agent.end_of(started.number)
         except Unavailable as error:
-            return End(f"its connection ended, and Ray cannot be asked why: {error}")
+            return ActorEnd(f"its connection ended, and Ray cannot be asked why: {error}")
         if not words:
-            return End(f"its process on machine '{started.machine}' cannot be reached")
+            return ActorEnd(f"its process on machine '{started.machine}' cannot be reached")
         if words[1]:
             self._names.pop(node, None)
-        return End(words[0], with_machine=bool(words[1]))
+        return ActorEnd(words[0], with_machine=bool(words[1]))
 
     def kill(self, started: Started) -> None:
-        """As `Engine.kill`."""
+        """As `ClusterEngine.kill`."""
         self._nodes.pop(started.number, None)
         agent = self._agent
         if agent is not None:
             agent.tell(KILL, started.number)
 
     def machines(self) -> Sequence[str]:
-        """As `Engine.machines`: those that were used."""
+        """As `ClusterEngine.machines`: those that were used."""
         return [*self._names.values()]
 
     @property
@@ -291,7 +291,7 @@ class RayCluster:
         return self._current().process_id
 
     def close(self) -> None:
-        """As `Engine.close`."""
+        """As `ClusterEngine.close`."""
         self._closing = True
         starting = self._starting
         if starting is not None:

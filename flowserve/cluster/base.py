@@ -1,9 +1,9 @@
 """The interface of a cluster's engine: what starts instances on other machines and tells of their ends.
 
-Decides what an instance is started with (`ActorJob`), what it needs (`Needs`), and what is known of one that was
-started (`Started`) or has ended (`End`). A job travels the way of the engine, which is trusted as a process trusts its
-command line, and holds the secret of the connection. Does not know an engine. Callers: `agents`, `actor`, the engines'
-processes, and runtime/.
+Decides what an instance is started with (`ActorJob`), what it needs (`MachineNeeds`), and what is known of one that was
+started (`Started`) or has ended (`ActorEnd`). A job travels the way of the engine, which is trusted as a process trusts
+its command line, and holds the secret of the connection. Does not know an engine. Callers: `agents`, `actor`, the
+engines' processes, and runtime/.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowserve.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class MachineNeeds:
     """What an instance needs of its machine: amounts of resources ("CPU", "GPU") and labels."""
 
     resources: Mapping[str, float] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class ActorEnd:
     """How an actor ended, for the users of its model. `with_machine`: its machine is lost, and with it all its
     actors."""
 
@@ -65,14 +65,14 @@ class End:
     with_machine: bool = False
 
 
-class Engine(Protocol):
+class ClusterEngine(Protocol):
     """Starts actors. All methods block, and are called on any thread."""
 
-    def start(self, job: ActorJob, needs: Needs, give_up_s: float) -> Started:
+    def start(self, job: ActorJob, needs: MachineNeeds, give_up_s: float) -> Started:
         """Start an actor on a machine that has what it needs. Raises Unavailable if there is none within
         `give_up_s`."""
 
-    def end_of(self, started: Started) -> End:
+    def end_of(self, started: Started) -> ActorEnd:
         """How an actor ended whose connection is over. Takes some seconds at most."""
 
     def kill(self, started: Started) -> None:

@@ -157,7 +157,7 @@ def add_inputs(work: Work, specs: Sequence[TensorSpec], block: Outgoing) -> tupl
     return places, taken
 
 
-def read_inputs(
+def inputs_of_block(
     places: Sequence[ColumnPlace],
     specs: Sequence[TensorSpec],
     rows: Sequence[int],

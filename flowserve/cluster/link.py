@@ -46,7 +46,7 @@ Take = Callable[[int], Any]  # a writable uint8 array of so many bytes
 Send = Callable[[], None]  # blocks; raises OSError or EOFError when the connection has ended
 
 
-class Link:
+class ActorLink:
     """A connected socket. `read` is called on one thread, everything else on any."""
 
     def __init__(self, sock: socket.socket, tls: ssl.SSLContext | None = None, *, is_server: bool = False) -> None:
@@ -206,7 +206,7 @@ class Link:
         self._socket.close()
 
 
-def greet_actor(link: Link, secret: bytes) -> None:
+def greet_actor(link: ActorLink, secret: bytes) -> None:
     """The server's part of the greeting. Raises Unavailable if the other end does not know the secret."""
     greeting = os.urandom(GREETING_BYTES)
     try:
@@ -220,7 +220,7 @@ def greet_actor(link: Link, secret: bytes) -> None:
         raise Unavailable(f"the connection failed while it was opened: {error}") from None
 
 
-def greet_server(link: Link, secret: bytes) -> bool:
+def greet_server(link: ActorLink, secret: bytes) -> bool:
     """The actor's part. False if the other end does not know the secret, or takes too long."""
     ours = os.urandom(GREETING_BYTES)
     try:

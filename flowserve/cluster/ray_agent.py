@@ -30,7 +30,7 @@ import ray.util
 
 from flowserve.cluster.actor import Actor
 from flowserve.cluster.agents import ASK, ENDED, FAILED, KILL, READY, START, STARTED
-from flowserve.cluster.base import ActorJob, Needs
+from flowserve.cluster.base import ActorJob, MachineNeeds
 from flowserve.cluster.files import archive_of, files_here
 from flowserve.cluster.pipes import read_pickled
 from flowserve.errors import FlowserveError, Unavailable
@@ -103,7 +103,7 @@ class _Agent:
 
     # ------------------------------------------------------------------ starting
 
-    def _start(self, number: int, job: ActorJob, needs: Needs, give_up_s: float) -> None:
+    def _start(self, number: int, job: ActorJob, needs: MachineNeeds, give_up_s: float) -> None:
         resources = dict(needs.resources)
         options: dict[str, Any] = {
             "num_cpus": resources.pop("CPU", 1),
@@ -217,7 +217,7 @@ def _label_of(node: str) -> str:
     return f"{name}/{node[:8]}"
 
 
-def _shortage(needs: Needs, give_up_s: float) -> str:
+def _shortage(needs: MachineNeeds, give_up_s: float) -> str:
     free, total = ray.available_resources(), ray.cluster_resources()
     wanted = {"CPU": 1.0, **needs.resources}
     asked = ", ".join(f"{name} {amount:g}" for name, amount in wanted.items())

@@ -1,8 +1,8 @@
 """The operator's placement file: which models run on other machines, and what they need there.
 
-Decides what the file says (`Placement`), with the place of every mistake in it, and the rules P1 to P5 about the file
-alone. Rule P6 needs the configurations: which models can run on other machines at all (`why_not_placed`). The syntax is
-that of configurations (`syntax`, `build`). Does not know clusters. Callers: cli/, runtime/loading.
+Decides what the file says (`PlacementFile`), with the place of every mistake in it, and the rules P1 to P5 about the
+file alone. Rule P6 needs the configurations: which models can run on other machines at all (`why_not_placed`). The
+syntax is that of configurations (`syntax`, `build`). Does not know clusters. Callers: cli/, runtime/loading.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ModelPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PlacementFile:
     """A placement file. `address` is the cluster's, "" if the file has none; `places` are by model."""
 
     source: SourceMap
@@ -48,12 +48,12 @@ class Placement:
     places: Mapping[str, ModelPlace] = field(default_factory=dict)
 
 
-def read_placement(path: Path) -> Placement:
+def read_placement(path: Path) -> PlacementFile:
     """The file at `path`. Raises Problems with all mistakes, each with its line and column."""
     return parse_placement(read_text(path, path.name), path.name)
 
 
-def parse_placement(text: str, file: str) -> Placement:
+def parse_placement(text: str, file: str) -> PlacementFile:
     """As `read_placement`, of a file's text."""
     if len(text) > SIZE_MAX_BYTES:
         raise Problems([Problem("too large for a placement file", Place(file, 1, 1))])
@@ -69,7 +69,7 @@ def parse_placement(text: str, file: str) -> Placement:
         one.model: ModelPlace(one.model, one.count, dict(one.resources), dict(one.labels), f"place[{i}]")
         for i, one in enumerate(message.place)
     }
-    return Placement(places, message.cluster.address, found)
+    return PlacementFile(places, message.cluster.address, found)
 
 
 def _violations(message: pb.Placement, source: SourceMap) -> Iterator[Problem]:
@@ -95,7 +95,7 @@ def _violations(message: pb.Placement, source: SourceMap) -> Iterator[Problem]:
                 yield Problem(text, source.place(f"{here}.resources[{name}]"), "P5", "an amount is more than 0")
 
 
-def misplaced(placement: Placement, configs: Mapping[str, ModelConfig]) -> Iterator[Problem]:
+def misplaced(placement: PlacementFile, configs: Mapping[str, ModelConfig]) -> Iterator[Problem]:
     """The violations of P6: models that do not exist among these, or cannot run on another machine."""
     for model, place in placement.places.items():
         where = placement.source.place(f"{place.path}.model")
@@ -105,7 +105,7 @@ def misplaced(placement: Placement, configs: Mapping[str, ModelConfig]) -> Itera
             yield Problem(why, where, "P6")
 
 
-def placed_configs(placement: Placement, configs: Mapping[str, ModelConfig]) -> dict[str, ModelConfig]:
+def placed_configs(placement: PlacementFile, configs: Mapping[str, ModelConfig]) -> dict[str, ModelConfig]:
     """The configurations for pictures: with the number of instances and the place of each model that the file names."""
     found = dict(configs)
     for model, place in placement.places.items():

@@ -37,7 +37,7 @@ _OPTIONS: Final = (("grpc.max_receive_message_length", -1), ("grpc.max_send_mess
 OnMessage = Callable[[bytes | FlowserveError | None, bool], object]
 
 
-class SequenceForwarder:
+class GrpcForwarder:
     """Sends requests to the servers of `group`."""
 
     def __init__(self, access: EngineAccess, group: Group) -> None:
@@ -79,7 +79,7 @@ class SequenceForwarder:
 
 
 class SequenceRelay:
-    """Requests of one sequence, in order, and their responses. Made by `SequenceForwarder.relay`."""
+    """Requests of one sequence, in order, and their responses. Made by `GrpcForwarder.relay`."""
 
     def __init__(self, call: Any) -> None:
         self._call = call

@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from flowserve.errors import Invalid, NotFound, Unavailable
 from flowserve.grpc import service_pb2 as pb
 from flowserve.grpc.decode import ReceivedMessage
-from flowserve.grpc.forward import SequenceForwarder
+from flowserve.grpc.forward import GrpcForwarder
 from flowserve.grpc.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from flowserve.grpc.inference import EngineAccess, trace_context
 from flowserve.grpc.stream import InferStream
@@ -50,7 +50,7 @@ class Service:
         self._log = log
         self._forwarding = forwarding
         group = access.engine.group
-        self._forwarder = None if group is None else SequenceForwarder(access, group)
+        self._forwarder = None if group is None else GrpcForwarder(access, group)
 
     # ------------------------------------------------------------------ inference
 

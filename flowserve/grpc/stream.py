@@ -20,7 +20,7 @@ from grpc.aio import InternalError
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.grpc.decode import ReceivedMessage
 from flowserve.grpc.encode import empty_final_response, stream_error, stream_message
-from flowserve.grpc.forward import ForwardedCall, SequenceForwarder, SequenceRelay
+from flowserve.grpc.forward import ForwardedCall, GrpcForwarder, SequenceRelay
 from flowserve.grpc.inference import STOPPING, STREAMED, CallOutcome, EngineAccess, InferCall, internal_error
 from flowserve.values import Response
 
@@ -62,7 +62,7 @@ class InferStream:
         access: EngineAccess,
         prepare: Callable[[ReceivedMessage], None],
         trace_context: str = "",
-        forwarder: SequenceForwarder | None = None,
+        forwarder: GrpcForwarder | None = None,
         *,
         ends_on_error: bool = False,
     ) -> None:
@@ -169,9 +169,7 @@ class InferStream:
         on_outcome, on_response = partial(self._on_outcome, request), partial(self._on_response, request)
         call.begin(on_outcome, on_response, before, is_accepted=is_accepted)
 
-    async def _forward(
-        self, forwarder: SequenceForwarder, server: int, received: ReceivedMessage, context: Any
-    ) -> None:
+    async def _forward(self, forwarder: GrpcForwarder, server: int, received: ReceivedMessage, context: Any) -> None:
         """Send a request to the server that has its sequence."""
         request = _StreamedRequest(received.request.id, received.target)
         self._requests.add(request)

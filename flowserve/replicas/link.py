@@ -43,7 +43,7 @@ class LinkClosed(Exception):
     """The other process closed the connection, or ended."""
 
 
-class Link:
+class ProcessLink:
     """One end. `handlers` by the names of calls; each gets the arguments and the bytes. For the event loop's thread."""
 
     def __init__(self, stream: trio.abc.Stream, handlers: Mapping[str, Handler]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 import trio
 
 from flowserve.errors import FlowserveError, Internal
-from flowserve.replicas.link import Link, LinkClosed
+from flowserve.replicas.link import LinkClosed, ProcessLink
 
 _log = logging.getLogger("flowserve.replicas")
 
@@ -33,10 +33,10 @@ class Member(Protocol):
     """A replica that takes part."""
 
     number: int
-    link: Link
+    link: ProcessLink
 
 
-class Operations:
+class GroupOperations:
     """`members`: the replicas that serve now."""
 
     def __init__(self, members: Callable[[], Sequence[Member]]) -> None:

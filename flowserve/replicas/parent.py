@@ -29,10 +29,10 @@ import trio
 from flowserve.backends.cores import SHARED_BY
 from flowserve.errors import FlowserveError
 from flowserve.observe.combined import Former, combined
-from flowserve.replicas.link import NOTHING, Handler, Link, LinkClosed, Result
-from flowserve.replicas.operations import Operations
-from flowserve.replicas.replica import HTTP, METRICS_PORT, Place
-from flowserve.replicas.supervision import Ask, Decision, End, Start, State, Supervision
+from flowserve.replicas.link import NOTHING, Handler, LinkClosed, ProcessLink, Result
+from flowserve.replicas.operations import GroupOperations
+from flowserve.replicas.replica import HTTP, METRICS_PORT, ReplicaPlace
+from flowserve.replicas.supervision import Ask, Decision, EndAll, Start, State, Supervision
 from flowserve.runtime.clock import running_clock
 
 _log = logging.getLogger("flowserve.replicas")
@@ -67,7 +67,7 @@ class _Process:
 
     number: int
     process: subprocess.Popen[bytes]
-    link: Link
+    link: ProcessLink
     hand_over: socket.socket
     passed: int = 0
     turn: int = 0
@@ -101,7 +101,7 @@ class Parent:
         self._ended = trio.Event()
         self._sequences: dict[int | str, int] = {}  # the replica on which each is
         self._former: dict[str, Former] = {}  # the figures of replicas that ended, by kind
-        self._operations = Operations(self._serving)
+        self._operations = GroupOperations(self._serving)
         self._is_asked = False
         self._turns = 0
 
@@ -203,7 +203,7 @@ class Parent:
             elif isinstance(decision, Ask):
                 if decision.replica in self._processes:
                     self._processes[decision.replica].process.send_signal(signal.SIGTERM)
-            elif isinstance(decision, End):
+            elif isinstance(decision, EndAll):
                 self._status = decision.status
                 self._ended.set()
         self._has_news.set()
@@ -244,7 +244,7 @@ class Parent:
         hand_over, takes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         hand_over.setblocking(False)
         shown = [*self._ports.http, *self._ports.metrics]
-        place = Place(
+        place = ReplicaPlace(
             number,
             self._count,
             str(self._folder),
@@ -272,7 +272,7 @@ class Parent:
                 hand_over.close()
                 raise
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
-        one = _Process(number, process, Link(stream, self._handlers(number)), hand_over)
+        one = _Process(number, process, ProcessLink(stream, self._handlers(number)), hand_over)
         self._processes[number] = one
         return one
 

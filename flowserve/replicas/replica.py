@@ -21,7 +21,7 @@ import trio
 
 from flowserve import errors
 from flowserve.errors import FlowserveError, Internal, Unavailable
-from flowserve.replicas.link import NOTHING, Handler, Link, LinkClosed, Result
+from flowserve.replicas.link import NOTHING, Handler, LinkClosed, ProcessLink, Result
 from flowserve.replicas.operations import FOLLOW, LOAD, UNLOAD, error_of
 from flowserve.repository.override import Override
 from flowserve.runtime.engine.engine import Engine
@@ -46,7 +46,7 @@ METRICS_PORT: Final = "metrics"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReplicaPlace:
     """Which replica this process is, and what it got from the parent: `link` and `takes` are descriptors of sockets to
     it, `http` and `metrics` those of the listening sockets, which only the parent accepts from. `folder`: with the
     replicas' own sockets. `grpc`: the address and the port of gRPC, None if it is not served.
@@ -65,7 +65,7 @@ class Place:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, text: str) -> Place:
+    def from_text(cls, text: str) -> ReplicaPlace:
         return cls(**json.loads(text))
 
     def listeners(self) -> tuple[list[socket.socket], list[socket.socket]]:
@@ -89,7 +89,7 @@ class _Prepared:
 class Replica:
     """A `Group` as this server sees it. Made before the engine; `run` connects the two."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ReplicaPlace) -> None:
         self.place = place
         self.leads = False
         self._takes = socket.socket(fileno=place.takes)
@@ -101,7 +101,7 @@ class Replica:
         self._quiet: set[int | str] = set()  # those that were not live when they were looked at
         self._changed = trio.Event()
         self._taken = 0
-        self._link: Link
+        self._link: ProcessLink
         self._engine: Engine
         self._control: Control
         self._nursery: trio.Nursery
@@ -132,7 +132,7 @@ class Replica:
             "lead": self._lead,
             "ended": self._ended,
         }
-        self._link = Link(stream, handlers)
+        self._link = ProcessLink(stream, handlers)
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._until_the_parent_ends)

@@ -45,13 +45,13 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndAll:
     """Every replica has ended: the parent ends with this exit status."""
 
     status: int
 
 
-Decision = Start | Ask | End
+Decision = Start | Ask | EndAll
 
 
 class _Replica:
@@ -139,4 +139,4 @@ class Supervision:
         return [Start(replica)]
 
     def _end_if_over(self) -> Sequence[Decision]:
-        return [End(self._status)] if all(one.state is State.GONE for one in self._replicas) else ()
+        return [EndAll(self._status)] if all(one.state is State.GONE for one in self._replicas) else ()

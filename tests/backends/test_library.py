@@ -590,9 +590,9 @@ def test_the_error_of_a_shared_file_that_cannot_be_opened_is_told(tmp_path: Path
 @pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
 def test_only_processes_that_know_the_secret_are_taken() -> None:
     secret = "a secret"
-    listener = sharing.claim(secret)
+    listener = sharing.claim_host(secret)
     assert listener is not None
-    assert sharing.claim(secret) is None
+    assert sharing.claim_host(secret) is None
     served: list[bytes] = []
 
     def serve(socket_fd: int, arguments: bytes) -> None:

@@ -21,7 +21,7 @@ from flowserve.cluster import frames
 from flowserve.cluster.actor import Actor
 from flowserve.cluster.base import ActorJob, versions
 from flowserve.cluster.files import digest_of
-from flowserve.cluster.link import Link, greet_actor
+from flowserve.cluster.link import ActorLink, greet_actor
 from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
 from flowserve.errors import Unavailable
 from flowserve.memory.pool import HOST
@@ -35,7 +35,7 @@ SPECS = TensorSpec("IN", DType.FP32, (-1,)), TensorSpec("OUT", DType.FP32, (-1,)
 class Spoken:
     """The server's end of a connection, by messages."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: ActorLink) -> None:
         self.link = link
 
     def tell(self, kind: int, words: Sequence[int] = (), text: Any = None) -> None:
@@ -82,7 +82,7 @@ def actor(tmp_path: Path, code: str = DOUBLE_CODE) -> Iterator[tuple[Actor, thre
 
 @contextmanager
 def connected(made: Actor, secret: bytes = SECRET) -> Iterator[Spoken]:
-    link = Link(socket.create_connection(("127.0.0.1", made.port)))
+    link = ActorLink(socket.create_connection(("127.0.0.1", made.port)))
     try:
         greet_actor(link, secret)
         yield Spoken(link)

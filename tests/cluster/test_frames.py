@@ -19,9 +19,9 @@ from flowserve.cluster.frames import (
     add_inputs,
     decode_head,
     encode_head,
+    inputs_of_block,
     is_proof,
     proof,
-    read_inputs,
 )
 from flowserve.errors import Invalid
 from flowserve.memory.column import Column
@@ -66,7 +66,7 @@ def packed(rows: list[int], inputs: Sequence[list[Array] | None]) -> tuple[bytes
 def read(message: bytes, block: bytes) -> list[Column]:
     _, words, text = unpack(message)
     run = decode_run(words, text)
-    return read_inputs(run.columns, SPECS, run.rows, np.frombuffer(block, np.uint8), "m", batches=True)
+    return inputs_of_block(run.columns, SPECS, run.rows, np.frombuffer(block, np.uint8), "m", batches=True)
 
 
 @given(batches())

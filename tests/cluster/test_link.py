@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from flowserve.backends.worker.protocol import Garbled
-from flowserve.cluster.link import Link, Tls, client_context, greet_actor, greet_server, server_context
+from flowserve.cluster.link import ActorLink, Tls, client_context, greet_actor, greet_server, server_context
 from flowserve.errors import Unavailable
 from flowserve.memory.pool import HOST
 
@@ -22,13 +22,13 @@ SECRET = b"k" * 32
 
 
 @contextmanager
-def linked(client_tls: Tls | None = None, server_tls: Tls | None = None) -> Iterator[tuple[Link, Link]]:
+def linked(client_tls: Tls | None = None, server_tls: Tls | None = None) -> Iterator[tuple[ActorLink, ActorLink]]:
     """The server's end and the actor's, of a connection over loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
-    ours = Link(near, None if client_tls is None else client_context(client_tls))
-    theirs = Link(far, None if server_tls is None else server_context(server_tls), is_server=True)
+    ours = ActorLink(near, None if client_tls is None else client_context(client_tls))
+    theirs = ActorLink(far, None if server_tls is None else server_context(server_tls), is_server=True)
     try:
         yield ours, theirs
     finally:
@@ -74,13 +74,13 @@ def test_frames_arrive_whole_in_both_directions_at_once(tmp_path: Path, is_secur
     with linked(tls, tls) as (ours, theirs):
         assert together(lambda: greet_actor(ours, SECRET), lambda: greet_server(theirs, SECRET)) == [None, True]
 
-        def send(link: Link) -> None:
+        def send(link: ActorLink) -> None:
             for size in sizes:
                 data = np.frombuffer(os.urandom(size), np.uint8)
                 message = bytes(8) + data.tobytes()[:100]
                 link.send(message, [data[: size // 3].data, data[size // 3 :].data], size)
 
-        def read(link: Link) -> list[int]:
+        def read(link: ActorLink) -> list[int]:
             found = []
             for _ in sizes:
                 message, block = link.read(HOST.take, silent)

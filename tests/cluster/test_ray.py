@@ -17,7 +17,7 @@ import trio
 
 from flowserve.backends.base import ModelFiles
 from flowserve.cluster.agents import RayCluster
-from flowserve.cluster.base import ActorJob, Needs
+from flowserve.cluster.base import ActorJob, MachineNeeds
 from flowserve.cluster.files import digest_of
 from flowserve.config.placement import ModelPlace
 from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
@@ -172,7 +172,7 @@ async def test_files_that_a_machine_does_not_have_are_sent_to_it_and_compared(no
     (folder / "big.bin").write_bytes(bytes(9_000_001))  # neither this machine nor the archive has what was announced
     try:
         with pytest.raises(Unavailable, match="the files changed while they were sent"):
-            await trio.to_thread.run_sync(cluster.start, job, Needs(), 20.0)
+            await trio.to_thread.run_sync(cluster.start, job, MachineNeeds(), 20.0)
     finally:
         cluster.close()
 

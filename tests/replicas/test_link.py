@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from trio.testing import memory_stream_pair
 
 from flowserve.errors import Invalid, NotFound
-from flowserve.replicas.link import NOTHING, Handler, Link, LinkClosed, Result
+from flowserve.replicas.link import NOTHING, Handler, LinkClosed, ProcessLink, Result
 
 NONE: Mapping[str, Handler] = {}
 
 
 @asynccontextmanager
-async def linked(handlers: Mapping[str, Handler], others: Mapping[str, Handler] = NONE) -> AsyncIterator[Link]:
+async def linked(handlers: Mapping[str, Handler], others: Mapping[str, Handler] = NONE) -> AsyncIterator[ProcessLink]:
     """The end that calls `handlers`; `others` are its own."""
     here, there = memory_stream_pair()
-    one, other = Link(here, others), Link(there, handlers)
+    one, other = ProcessLink(here, others), ProcessLink(there, handlers)
     async with trio.open_nursery() as nursery:
         await nursery.start(one.run)
         await nursery.start(other.run)
@@ -70,7 +70,7 @@ async def test_many_calls_at_once_in_both_directions_get_their_own_results() -> 
 
     found: dict[int, Any] = {}
 
-    async def ask(link: Link, number: int) -> None:
+    async def ask(link: ProcessLink, number: int) -> None:
         found[number] = (await link.call("slow", number))[0]
 
     async with linked({"slow": slow}) as link:
@@ -100,10 +100,10 @@ async def test_the_end_of_the_connection_ends_open_calls() -> None:
         return NOTHING
 
     here, there = memory_stream_pair()
-    link = Link(here, {})
+    link = ProcessLink(here, {})
     async with trio.open_nursery() as nursery:
         await nursery.start(link.run)
-        other = Link(there, {"never": never})
+        other = ProcessLink(there, {"never": never})
         nursery.start_soon(other.run)
 
         async def ask() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flowserve.errors import FlowserveError, Invalid, Unavailable
 from flowserve.replicas.link import NOTHING, LinkClosed, Result
-from flowserve.replicas.operations import FOLLOW, LOAD, UNLOAD, Operations
+from flowserve.replicas.operations import FOLLOW, LOAD, UNLOAD, GroupOperations
 
 FINE, FAILS, RAISES, ENDS, ENDS_LATER = "fine", "fails", "raises", "ends", "ends later"
 
@@ -104,7 +104,7 @@ def load(name: str) -> dict[str, Any]:
 def test_all_replicas_that_live_have_the_same_in_force(steps: list[tuple[str, str, list[str]]]) -> None:
     async def main() -> None:
         links = [FakeLink(number) for number in range(3)]
-        operations = Operations(lambda: [FakeMember(one.number, one) for one in links if one.is_alive])
+        operations = GroupOperations(lambda: [FakeMember(one.number, one) for one in links if one.is_alive])
         for name, kind, plans in steps:
             living = [one for one in links if one.is_alive]
             before = [{*one.in_force} for one in living]
@@ -145,7 +145,7 @@ async def test_loads_follow_each_other_and_an_unload_waits_for_none() -> None:
             return await super().call(name, arguments, data)
 
     link = Slow(0)
-    operations = Operations(lambda: [FakeMember(0, link)])
+    operations = GroupOperations(lambda: [FakeMember(0, link)])
     async with trio.open_nursery() as nursery:
         nursery.start_soon(operations.operate, load("hangs"), b"")
         await trio.testing.wait_all_tasks_blocked()
@@ -158,7 +158,7 @@ async def test_loads_follow_each_other_and_an_unload_waits_for_none() -> None:
 
 async def test_a_change_that_one_replica_refuses_is_taken_back_by_the_others() -> None:
     links = [FakeLink(0), FakeLink(1), FakeLink(2, [FAILS])]
-    operations = Operations(lambda: [FakeMember(one.number, one) for one in links])
+    operations = GroupOperations(lambda: [FakeMember(one.number, one) for one in links])
     with pytest.raises(Invalid, match="2 has no such memory"):
         await operations.change(0, "register", ["region", "/key"])
     assert [one.settings for one in links] == [{}, {}, {}]
@@ -172,7 +172,7 @@ async def test_a_change_that_one_replica_refuses_is_taken_back_by_the_others() -
 
 
 async def test_settings_are_remembered_as_they_are() -> None:
-    operations = Operations(list)
+    operations = GroupOperations(list)
     await operations.change(0, "log", [{"log_info": False, "log_format": "json"}])
     await operations.change(1, "log", [{"log_info": True}])
     await operations.change(1, "trace", [{"trace_rate": "5"}, "model"])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flowserve.replicas.supervision import Ask, Decision, End, Start, State, Supervision
+from flowserve.replicas.supervision import Ask, Decision, EndAll, Start, State, Supervision
 from flowserve.runtime.clock import SECOND_NS
 from flowserve.runtime.workers.supervisor import DELAYS
 
@@ -23,7 +23,7 @@ def test_the_first_replica_loads_alone_and_the_others_follow() -> None:
 def test_a_first_replica_that_cannot_serve_ends_the_server_with_its_status() -> None:
     replicas = Supervision(3)
     replicas.begin(0)
-    assert replicas.ended(0, 1, 9) == [End(1)]
+    assert replicas.ended(0, 1, 9) == [EndAll(1)]
     assert replicas.next_ns() is None
 
 
@@ -62,7 +62,7 @@ def test_the_server_ends_with_the_worst_status(statuses: list[int]) -> None:
     replicas.ready(0, 0)
     assert replicas.stop(1) == [Ask(0), Ask(1)]
     assert replicas.ended(0, statuses[0], 2) == ()
-    assert replicas.ended(1, statuses[1], 3) == [End(max(map(abs, statuses)))]
+    assert replicas.ended(1, statuses[1], 3) == [EndAll(max(map(abs, statuses)))]
 
 
 class Lives(RuleBasedStateMachine):
@@ -94,7 +94,7 @@ class Lives(RuleBasedStateMachine):
                     assert replica in self.running
                     assert replica not in self.asked
                     self.asked.add(replica)
-                case End(status):
+                case EndAll(status):
                     assert not self.running
                     self.status = status
 

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, Final
 
 from flowserve.backends.base import ClockNs, Results, Sender, Sent, Work
-from flowserve.backends.continuous.interface import Call, ContinuousLibrary, Engine
+from flowserve.backends.continuous.interface import ContinuousCall, ContinuousEngine, ContinuousLibrary
 from flowserve.backends.library.interface import ModelSource
 from flowserve.config.types import InstanceGroup
 from flowserve.errors import Cancelled, FlowserveError, Invalid, ModelFailed
@@ -84,7 +84,7 @@ class ContinuousInstance:
         self._outputs = [spec.name for spec in source.config.outputs]
         self._running: set[Running] = set()  # requests with responses to come; used on the engine's thread
         self._ended = ""  # why the engine computes nothing any more
-        self._engine: Engine[Any]
+        self._engine: ContinuousEngine[Any]
         self._loop: asyncio.AbstractEventLoop
         self._closing: asyncio.Event
         self._seats: Seats
@@ -244,7 +244,7 @@ class Running:
 
     task: asyncio.Task[None]
 
-    def __init__(self, call: Call, sender: Sender, outputs: list[str], clock: ClockNs) -> None:
+    def __init__(self, call: ContinuousCall, sender: Sender, outputs: list[str], clock: ClockNs) -> None:
         self.call = call
         self.sender = sender
         self.has_more = False

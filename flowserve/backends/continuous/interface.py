@@ -1,9 +1,9 @@
 """What an engine with continuous batching provides, so that backend.py can make a backend of it.
 
 A `ContinuousLibrary` is known without importing the engine's package: `start` imports it, in the process that runs the
-engine. An object of such a class is pickled into worker processes: it has no state of its own. An `Engine` is used on
-the thread of its asyncio loop, except for `read`. What a request is and what its responses contain is the engine's
-matter (`Call`).
+engine. An object of such a class is pickled into worker processes: it has no state of its own. A `ContinuousEngine` is
+used on the thread of its asyncio loop, except for `read`. What a request is and what its responses contain is the
+engine's matter (`ContinuousCall`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flowserve.config.types import InstanceGroup
 from flowserve.values import Array, Request, TensorSpec
 
 
-class Call(Protocol):
+class ContinuousCall(Protocol):
     """One request of an engine. `seats`: the number of sequences that it occupies there, at least 1. `is_streaming`:
     whether it gets a response as soon as there is something to send, else one at its end.
     """
@@ -25,16 +25,16 @@ class Call(Protocol):
     is_streaming: bool
 
     def add(self, output: Any) -> None:
-        """Take one item of `Engine.generate`."""
+        """Take one item of `ContinuousEngine.generate`."""
 
     def response(self) -> Mapping[str, Array]:
         """The outputs by name, with all that was added since the last response."""
 
 
-C = TypeVar("C", bound=Call)
+C = TypeVar("C", bound=ContinuousCall)
 
 
-class Engine(Protocol[C]):
+class ContinuousEngine(Protocol[C]):
     """A running engine. `seats`: the number of sequences that it computes at the same time."""
 
     seats: int
@@ -75,7 +75,7 @@ class ContinuousLibrary(Protocol):
     def check(self, source: ModelSource) -> None:
         """Read the model's file without the package. Raises Problems."""
 
-    async def start(self, source: ModelSource, group: InstanceGroup, *, owns_process: bool) -> Engine[Any]:
+    async def start(self, source: ModelSource, group: InstanceGroup, *, owns_process: bool) -> ContinuousEngine[Any]:
         """Start an engine for an instance of this group. `owns_process`: nothing else runs in this process. Raises
         anything.
         """

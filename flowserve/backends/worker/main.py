@@ -23,7 +23,7 @@ from flowserve.backends.base import CallsModels, Instance, Remote
 from flowserve.backends.worker.bls_client import WorkerBlsClient
 from flowserve.backends.worker.driver import Driver, RouteGuard
 from flowserve.backends.worker.protocol import BROKEN, MESSAGE_BYTES_MAX, Garbled, Job, encode_error, pack
-from flowserve.backends.worker.sharing import Host, claim, hand_over
+from flowserve.backends.worker.sharing import Host, claim_host, hand_over
 from flowserve.backends.worker.streaming import StreamDriver
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.heap import tune_malloc
@@ -43,7 +43,7 @@ def serve(socket_fd: int, arguments: bytes) -> None:
         number_segments_from((job.number << 32) + 1)
         _serve(socket_fd, job)
         return
-    while (listener := claim(shared)) is None:
+    while (listener := claim_host(shared)) is None:
         if hand_over(socket_fd, arguments, shared):
             return
     number_segments_from((job.number << 32) + 1)

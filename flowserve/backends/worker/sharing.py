@@ -42,7 +42,7 @@ _RETRY_S: Final = 0.01
 _END_S_MAX: Final = 1.0  # for the seat of a process that has ended
 
 
-def claim(secret: str) -> socket.socket | None:
+def claim_host(secret: str) -> socket.socket | None:
     """The socket on which this process takes other instances, None if another process has it already."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -33,7 +33,7 @@ _TOGETHER_BYTES_MAX: Final = 1 << 14  # of a body that is sent in one piece with
 Forwarded = tuple[int, HeaderTuple, list[Any]]  # as the response to the client
 
 
-class SequenceForwarder:
+class HttpForwarder:
     """Sends requests to the servers of `group`."""
 
     def __init__(self, group: Group) -> None:

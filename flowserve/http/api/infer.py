@@ -25,7 +25,7 @@ from flowserve.http.api.compression import CONTENT_ENCODING, Headers, compress, 
 from flowserve.http.api.decode import Decoder, LargeBody, decode_raw, no_pause
 from flowserve.http.api.encode import JSON_HEADERS, Encoder, encode_large
 from flowserve.http.api.form import ALL_JSON, decode_form
-from flowserve.http.api.forward import SequenceForwarder
+from flowserve.http.api.forward import HttpForwarder
 from flowserve.http.api.json_bodies import status_of
 from flowserve.http.api.request_json import AnswerForm
 from flowserve.http.api.request_target import TARGET, RequestTarget, request_target
@@ -96,7 +96,7 @@ class InferRoute:
         self.forwarding = options.forwarding
         self.begin_events, self.end_events = engine.begin_events, engine.end_events
         self.max_body_bytes = options.max_body_bytes
-        self.forwarder = None if engine.group is None else SequenceForwarder(engine.group)
+        self.forwarder = None if engine.group is None else HttpForwarder(engine.group)
         self._access = Access(options.access)
         self._guard = Guard(options.restrictions) if options.restrictions else None
 

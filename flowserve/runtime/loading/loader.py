@@ -23,7 +23,7 @@ import trio
 
 from flowserve.backends import registry
 from flowserve.backends.base import LoadedModel, ModelFiles
-from flowserve.cluster.base import Needs
+from flowserve.cluster.base import MachineNeeds
 from flowserve.config.placement import ModelPlace, why_not_placed
 from flowserve.config.types import ASSUMED, InstanceGroup, ModelConfig, instances_of
 from flowserve.config.unsupported import unused_cache, unused_environment
@@ -234,7 +234,7 @@ class Loader:
         assert cluster is not None
         if why := why_not_placed(config):
             raise Invalid(why)
-        needs = Needs(place.resources, place.labels)
+        needs = MachineNeeds(place.resources, place.labels)
         there = {**options, "execution": "thread", "runs_at_once": "1"}
         model = await self._in_thread(lambda: ClusterModel(config, files, there, needs, cluster))
         loaded = Loaded(model)

@@ -45,10 +45,10 @@ from flowserve.backends.worker.protocol import (
     unpack,
 )
 from flowserve.cluster import frames
-from flowserve.cluster.base import ActorJob, End, Engine, Needs, Started, versions
+from flowserve.cluster.base import ActorEnd, ActorJob, ClusterEngine, MachineNeeds, Started, versions
 from flowserve.cluster.files import digest_of
 from flowserve.cluster.frames import Outgoing, add_inputs
-from flowserve.cluster.link import Link, Send, Tls, client_context, greet_actor
+from flowserve.cluster.link import ActorLink, Send, Tls, client_context, greet_actor
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError, InstanceDied, MachineLost, ModelFailed, Unavailable
 from flowserve.memory.arena import Arena
@@ -75,7 +75,7 @@ _NONE: Final[Mapping[int, Any]] = {}
 class ClusterOptions:
     """A server's cluster. `give_up_s`: how long an instance may wait for a machine that has what it needs."""
 
-    engine: Engine
+    engine: ClusterEngine
     give_up_s: float = 60.0
     tls: Tls | None = None
 
@@ -86,7 +86,12 @@ class ClusterModel:
     may_run_inline = False
 
     def __init__(
-        self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str], needs: Needs, cluster: ClusterOptions
+        self,
+        config: ModelConfig,
+        files: ModelFiles,
+        options: Mapping[str, str],
+        needs: MachineNeeds,
+        cluster: ClusterOptions,
     ) -> None:
         """Reads all files, for their digest; blocks."""
         self.config = config
@@ -299,7 +304,7 @@ class ClusterWorker:
         if self.on_end is not None:
             self.on_end()
 
-    def fail(self, connection: _Connection, end: End) -> None:
+    def fail(self, connection: _Connection, end: ActorEnd) -> None:
         """Fail the batches of a connection that has ended."""
         kind = MachineLost if end.with_machine else InstanceDied
         error = kind(f"{self._where}: {end.text}")
@@ -344,7 +349,7 @@ class _Connection:
             sock = socket.create_connection((started.host, started.port), timeout=CONNECT_S)
         except OSError as error:
             raise Unavailable(f"cannot connect to {address}: {error.strerror or error}") from None
-        self.link = Link(sock, tls)
+        self.link = ActorLink(sock, tls)
         try:
             greet_actor(self.link, job.secret)
             self.link.send(pack(frames.HELLO, (), versions()))
@@ -449,7 +454,7 @@ class _Connection:
         self._tell(self._worker.lost, self._why or f"its connection to machine '{machine}' ended: {ended}")
         self._stop()
         self._ended.set()
-        self._tell(self._worker.fail, End(self._why) if self._why else self._how_it_ended(ended))
+        self._tell(self._worker.fail, ActorEnd(self._why) if self._why else self._how_it_ended(ended))
 
     def _tell(self, what: Callable[[_Connection, Any], None], about: object) -> None:
         """Call it on the event loop, where there still is one."""
@@ -457,11 +462,11 @@ class _Connection:
         with suppress(trio.RunFinishedError):
             self._context.token.run_sync_soon(what, self, about)
 
-    def _how_it_ended(self, error: EOFError | None) -> End:
+    def _how_it_ended(self, error: EOFError | None) -> ActorEnd:
         end = self._engine.end_of(self._started)
         self._engine.kill(self._started)  # an actor that lives without its connection is of no use
         if isinstance(error, _Silent) and not end.with_machine:
-            end = End(f"machine '{self._started.machine}' does not answer ({error})", with_machine=True)
+            end = ActorEnd(f"machine '{self._started.machine}' does not answer ({error})", with_machine=True)
         log.error("%s: %s", self._worker.name, end.text)
         return end
 
