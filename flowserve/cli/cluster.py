@@ -35,7 +35,7 @@ def add_cluster_options(group: argparse._ActionsContainer) -> None:
     add_option(group, "--cluster-timeout SECONDS", text, whole_number(1), _TIMEOUT_S)
     text = "files on this and on every other machine, for the connections between them"
     add_option(group, "--cluster-tls CERT,KEY,CA", text, _tls)
-    text = "use a cluster of Ray without tokens (RAY_AUTH_MODE=token), where anybody who reaches it runs code"
+    text = "use a cluster of Ray without tokens (RAY_AUTH_MODE=token), where every program that reaches it can run code"
     group.add_argument("--cluster-insecure", action="store_true", help=text)
 
 

@@ -8,7 +8,6 @@ reads requests of the server from standard input and writes its answers to stand
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -16,13 +15,12 @@ from typing import Any, BinaryIO
 
 from flowserve.cluster.agents import ENDED, FAILED, KILL, START, STARTED
 from flowserve.cluster.base import ActorJob
-from flowserve.cluster.pipes import pickled, read_pickled
+from flowserve.cluster.pipes import Answers, pickled, read_pickled, standard_pipes
 
 
 class _Machine:
-    def __init__(self, told: int) -> None:
-        self._told = told
-        self._lock = threading.Lock()
+    def __init__(self, answers: Answers) -> None:
+        self._tell = answers.tell
         self._actors: dict[int, subprocess.Popen[bytes]] = {}
 
     def run(self, source: BinaryIO) -> None:
@@ -64,23 +62,11 @@ class _Machine:
         self._tell(ENDED if "port" in answer else FAILED, number, f"its process {actor.pid} {how}")
         return None
 
-    def _tell(self, *what: object) -> None:
-        line = json.dumps(what).encode() + b"\n"
-        with self._lock:
-            try:
-                os.write(self._told, line)
-            except OSError:
-                return  # the server is gone
-
 
 def main() -> None:
     """Serve the requests of standard input until it ends."""
-    told, source = os.dup(1), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    _Machine(told).run(source)
+    source, answers = standard_pipes()
+    _Machine(answers).run(source)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""Objects that a process gets from the process that has started it, by its standard input.
+"""Objects that a process gets from the process that has started it, by its standard input, and its answers.
 
-Decides their form: pickled, behind their length. Only a server, or the process of a machine that it has started, writes
-them, and the reader trusts it as it trusts its own command line; nothing is unpickled in the other direction, nor from
-a socket (`frames`). Callers: `agents` and `machine` write; `actor`, `machine` and `ray_agent` read.
+Decides their form: objects are pickled, behind their length; an answer is a line of JSON on the standard output. Only a
+server, or the process of a machine that it has started, writes objects, and the reader trusts it as it trusts its own
+command line; nothing is unpickled in the other direction, nor from a socket (`frames`). Callers: `agents` and `machine`
+write; `actor`, `machine` and `ray_agent` read.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
 import struct
+import threading
 from typing import Any, BinaryIO, Final
 
 _LENGTH: Final = struct.Struct("<Q")
@@ -26,3 +30,32 @@ def pickled(thing: object) -> bytes:
     """As `read_pickled` reads it."""
     data = pickle.dumps(thing)
     return _LENGTH.pack(len(data)) + data
+
+
+class Answers:
+    """The answers of this process to the one that has started it, from any thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+
+    def tell(self, *what: object) -> None:
+        """Write one answer. Nothing happens once the other process has ended."""
+        line = json.dumps(what).encode() + b"\n"
+        with self._lock:
+            try:
+                os.write(self._descriptor, line)
+            except OSError:
+                return
+
+
+def standard_pipes() -> tuple[BinaryIO, Answers]:
+    """The requests to this process, and what takes its answers. From now on the standard input of this process is
+    empty, and its standard output is its standard error, so that no library reads requests or writes between answers.
+    """
+    answers, source = Answers(os.dup(1)), os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return source, answers

@@ -14,7 +14,6 @@ Started by `agents.RayCluster`; requests and answers are described there.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -32,7 +31,7 @@ from flowserve.cluster.actor import Actor
 from flowserve.cluster.agents import ASK, ENDED, FAILED, KILL, READY, START, STARTED
 from flowserve.cluster.base import ActorJob, MachineNeeds
 from flowserve.cluster.files import archive_of, files_here
-from flowserve.cluster.pipes import read_pickled
+from flowserve.cluster.pipes import Answers, read_pickled, standard_pipes
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.memory.heap import tune_malloc
 
@@ -41,6 +40,7 @@ log = logging.getLogger("flowserve.cluster")
 NAMESPACE: Final = "flowserve"
 _PROBE_S: Final = 2.0  # for the process of Ray on a machine to answer
 _KNOWN_S: Final = 2.0  # for Ray to know of the end of an actor
+_UNUSED_S_MAX: Final = 600.0  # how long an actor waits for the call that makes it serve; files may take minutes
 _CALLS_AT_ONCE: Final = 3  # of one actor: its batches, and short questions
 
 
@@ -49,6 +49,10 @@ class RayActor:
 
     def __init__(self, job: ActorJob) -> None:
         tune_malloc()
+        # Its agent may end before it has told its server of this actor.
+        self._unused = threading.Timer(_UNUSED_S_MAX, os._exit, (1,))
+        self._unused.daemon = True
+        self._unused.start()
         self._job = job
         self._actor = Actor(job, ray.util.get_node_ip_address())
 
@@ -71,6 +75,7 @@ class RayActor:
 
     def serve(self) -> None:
         """Run batches until the connection ends, and with it this process."""
+        self._unused.cancel()
         self._actor.serve(lambda: os._exit(1))
         os._exit(0)
 
@@ -79,10 +84,9 @@ class RayActor:
 
 
 class _Agent:
-    def __init__(self, told: int, server: str) -> None:
-        self._told = told
+    def __init__(self, answers: Answers, server: str) -> None:
+        self._tell = answers.tell
         self._server = server
-        self._lock = threading.Lock()
         self._handles: dict[int, Any] = {}
         self._kept: dict[int, Any] = {}  # the references of calls that have no end
         self._pieces: dict[str, list[Any]] = {}  # of archives, by digest
@@ -130,6 +134,7 @@ class _Agent:
             self._tell(FAILED, number, _shortage(needs, give_up_s))
             return
         except ray.exceptions.RayError as error:
+            ray.kill(handle)
             self._tell(FAILED, number, _reason(error))
             return
         self._kept[number] = handle.serve.remote()
@@ -187,14 +192,6 @@ class _Agent:
     def _name(self, number: int) -> str:
         return f"{self._server}-{number}"
 
-    def _tell(self, *what: object) -> None:
-        line = json.dumps(what).encode() + b"\n"
-        with self._lock:
-            try:
-                os.write(self._told, line)
-            except OSError:
-                return  # the server is gone
-
 
 def _answers(node: str) -> bool:
     """Whether the process of Ray on a node answers. Raises nothing: an unknown node is one that is gone."""
@@ -239,26 +236,21 @@ def _reason(error: Exception) -> str:
 def main() -> None:
     """Serve the requests of standard input until it ends. Arguments: the cluster's address, the server's name."""
     address, server, *switches = sys.argv[1:]
-    told, source = os.dup(1), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    agent = _Agent(told, server)
+    source, answers = standard_pipes()
+    agent = _Agent(answers, server)
     if "insecure" not in switches and os.environ.get("RAY_AUTH_MODE") != "token":
-        hint = (
-            "set it for the cluster and for this server, or give --cluster-insecure in a network that nobody else uses"
-        )
-        agent._tell(FAILED, 0, f"RAY_AUTH_MODE is not 'token': who reaches Ray's ports runs code there; {hint}")
+        hint = "set it for the cluster and for this server, or give --cluster-insecure in a private network"
+        danger = "every program that reaches Ray's ports can run code there"
+        answers.tell(FAILED, 0, f"RAY_AUTH_MODE is not 'token': {danger}; {hint}")
         return
     try:
         ray.init(address=address, namespace=NAMESPACE, configure_logging=False, log_to_driver=False)
     except Exception as error:  # ray raises many kinds
-        agent._tell(FAILED, 0, f"no cluster of Ray answers at {address}: {str(error).splitlines()[0]}")
+        answers.tell(FAILED, 0, f"no cluster of Ray answers at {address}: {str(error).splitlines()[0]}")
         return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the server ends this process
-    agent._tell(READY, 0, ray.__version__)
+    answers.tell(READY, 0, ray.__version__)
     agent.run(source)
     ray.shutdown()
 

@@ -23,14 +23,10 @@ from flowserve.grpc import service_pb2 as pb
 from flowserve.grpc.decode import EMPTY_FINAL, ReceivedMessage
 from flowserve.grpc.encode import ERRORS, FINAL
 from flowserve.grpc.inference import EngineAccess
-from flowserve.runtime.group import Group
+from flowserve.runtime.group import FORWARDED, FORWARDS_MAX, LOST, Group
 
-HEADER: Final = "flowserve-forwarded"  # how often this request was sent on
-# A sequence may move while a request is on its way, but no request goes round in circles.
-FORWARDS_MAX: Final = 3
-LOST: Final = "the worker that has this sequence has ended, and the sequence with it"
 _SERVICE: Final = "/inference.GRPCInferenceService/"
-_OF_CALL: Final = ("user-agent", "content-type", "te", HEADER)
+_OF_CALL: Final = ("user-agent", "content-type", "te", FORWARDED)
 _OPTIONS: Final = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 # A message for the client, None for none, and whether it is the last of its request.
@@ -161,14 +157,14 @@ def _with_final(data: bytes) -> bytes:
 
 
 def _count(context: Any) -> int:
-    value = dict(context.invocation_metadata() or ()).get(HEADER, "0")
+    value = dict(context.invocation_metadata() or ()).get(FORWARDED, "0")
     return int(value) if value in ("0", "1", "2") else FORWARDS_MAX
 
 
 def _metadata(context: Any) -> list[tuple[str, Any]]:
     given = context.invocation_metadata() or ()
     kept = [(name, value) for name, value in given if name not in _OF_CALL and not name.startswith(("grpc-", ":"))]
-    return [*kept, (HEADER, str(_count(context) + 1))]
+    return [*kept, (FORWARDED, str(_count(context) + 1))]
 
 
 def _error(error: grpc.aio.AioRpcError) -> FlowserveError:

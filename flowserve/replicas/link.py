@@ -25,7 +25,7 @@ from flowserve.errors import FlowserveError, Internal
 
 _log = logging.getLogger("flowserve.replicas")
 
-# The kind of the frame, the number of the call (0: nobody waits for its end), the bytes of JSON, the bytes after it.
+# The kind of the frame, the number of the call (0: it has no result), the bytes of JSON, the bytes after it.
 _HEAD: Final = struct.Struct("<BQIQ")
 _CALL, _RESULT, _ERROR, _CANCEL = range(4)
 _RECEIVED_BYTES: Final = 1 << 16
@@ -37,6 +37,11 @@ _CLASSES: Final = {
 Result = tuple[Any, bytes]  # a value that JSON can hold, and bytes
 Handler = Callable[[Any, bytes], Result | Awaitable[Result]]
 NOTHING: Final[Result] = (None, b"")
+
+
+def error_of(name: str, text: str) -> FlowserveError:
+    """The error of this class, with this text; Internal if there is no such class."""
+    return _CLASSES.get(name, Internal)(text)
 
 
 class LinkClosed(Exception):
@@ -148,7 +153,7 @@ class ProcessLink:
             if number in self._running:
                 self._running[number].cancel()
         elif number in self._open:
-            self._open[number].end((value, data) if kind == _RESULT else _error(*value))
+            self._open[number].end((value, data) if kind == _RESULT else error_of(*value))
 
     # ------------------------------------------------------------------ calls of the other end
 
@@ -190,7 +195,3 @@ class _OpenCall:
     def end(self, outcome: Result | BaseException) -> None:
         self.outcome = outcome
         self.ended.set()
-
-
-def _error(name: str, text: str) -> FlowserveError:
-    return _CLASSES.get(name, Internal)(text)

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 import trio
 
-from flowserve.errors import FlowserveError, Internal
+from flowserve.errors import FlowserveError
 from flowserve.replicas.link import LinkClosed, ProcessLink
 
 _log = logging.getLogger("flowserve.replicas")
@@ -156,8 +156,3 @@ class GroupOperations:
             _, before, _ = self._remembered.get(key, (0, {"arguments": [{}]}, b""))
             merged = [{**before["arguments"][0], **arguments[0]}, *arguments[1:]]
             self._remember(*key, {"kind": "change", "name": name, "arguments": merged}, b"")
-
-
-def error_of(pair: Sequence[str], classes: dict[str, type[FlowserveError]]) -> FlowserveError:
-    """The error whose class and text these are."""
-    return classes.get(pair[0], Internal)(pair[1])

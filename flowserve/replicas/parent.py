@@ -27,7 +27,7 @@ from typing import Any, Final
 import trio
 
 from flowserve.backends.cores import SHARED_BY
-from flowserve.errors import FlowserveError
+from flowserve.errors import FlowserveError, Invalid
 from flowserve.observe.combined import Former, combined
 from flowserve.replicas.link import NOTHING, Handler, LinkClosed, ProcessLink, Result
 from flowserve.replicas.operations import GroupOperations
@@ -45,6 +45,8 @@ _CODE: Final = (
     "import sys; sys.path[:] = sys.argv.pop(1).split('{sep}'); "
     "from flowserve.cli.main import main; sys.exit(main(sys.argv[2:], replica=sys.argv[1]))"
 )
+_SOCKET_PATH_BYTES_MAX: Final = 107  # unix(7): sun_path, without its zero
+_SOCKET_NAME_BYTES: Final = len("/http-255")
 _FEW_SOCKETS: Final = "no file descriptors left: connections wait"
 
 
@@ -384,5 +386,14 @@ def _ending(status: int) -> str:
 
 
 def private_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for the sockets between the processes of one server, accessible to this user only."""
-    return tempfile.TemporaryDirectory(prefix="flowserve-", ignore_cleanup_errors=True)
+    """A folder for the sockets between the processes of one server, accessible to this user only. Raises Invalid if it
+    cannot be created, or its path is too long for a socket's.
+    """
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="flowserve-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise Invalid(f"no folder for temporary files can be created: {error.strerror}; set TMPDIR") from None
+    if len(os.fsencode(folder.name)) + _SOCKET_NAME_BYTES > _SOCKET_PATH_BYTES_MAX:
+        folder.cleanup()
+        raise Invalid(f"the path of the folder for temporary files is too long for sockets: {folder.name}; set TMPDIR")
+    return folder

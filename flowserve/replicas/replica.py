@@ -19,10 +19,9 @@ from typing import Any, Final
 
 import trio
 
-from flowserve import errors
 from flowserve.errors import FlowserveError, Internal, Unavailable
-from flowserve.replicas.link import NOTHING, Handler, LinkClosed, ProcessLink, Result
-from flowserve.replicas.operations import FOLLOW, LOAD, UNLOAD, error_of
+from flowserve.replicas.link import NOTHING, Handler, LinkClosed, ProcessLink, Result, error_of
+from flowserve.replicas.operations import FOLLOW, LOAD, UNLOAD
 from flowserve.repository.override import Override
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.group import Errors
@@ -35,9 +34,6 @@ _RELEASED_EVERY_S: Final = 1.0  # how often ended sequences are told
 _KIND_BYTES: Final = 16
 _ELSEWHERE_MAX: Final = 10_000
 _WITHOUT_PARENT: Final = "the parent process of the workers has ended"
-_CLASSES: Final = {
-    name: one for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, FlowserveError)
-}
 
 Adopt = Callable[[socket.socket], None]
 # Kinds of ports.
@@ -255,8 +251,11 @@ class Replica:
         while True:
             await self._changed.wait()
             await trio.sleep(_TOLD_AFTER_S)
-            self._changed = trio.Event()
-            self._link.tell("connections", [self._open_connections(), self._taken])
+            self._tell_connections_now()
+
+    def _tell_connections_now(self) -> None:
+        self._changed = trio.Event()
+        self._link.tell("connections", [self._open_connections(), self._taken])
 
     async def _tell_ended_sequences(self) -> None:
         while True:
@@ -277,6 +276,7 @@ class Replica:
 
     async def _report(self, kind: str, _: bytes) -> Result:
         report = await self._reports[kind]()
+        self._tell_connections_now()  # a number of connections in a report is also the one that the parent goes by
         return (None, report) if isinstance(report, bytes) else (report, b"")
 
     def _change(self, change: Sequence[Any], _: bytes) -> Result:
@@ -308,7 +308,7 @@ class Replica:
         """Put a prepared load in force without the models that failed anywhere; drop it if it `is_dropped`."""
         number, failed, is_dropped = arguments
         one = self._prepared.pop(number)
-        one.verdict = {name: error_of(pair, _CLASSES) for name, pair in failed.items()}
+        one.verdict = {name: error_of(*pair) for name, pair in failed.items()}
         one.is_dropped = is_dropped
         one.decided.set()
         await one.ended.wait()

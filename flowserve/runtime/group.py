@@ -1,16 +1,23 @@
 """What a server that is one of several behind a port asks of the others.
 
-Decides the interface between an engine with its front ends and the processes around it (`replicas/`), and that an
-engine alone asks nobody. Does not know how others are reached. Callers: http, grpc, loading.
+Decides the interface between an engine with its front ends and the processes around it (`replicas/`), that an engine
+alone has no group, and how a request that is sent on is marked. Does not know how others are reached. Callers: http,
+grpc, loading.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from flowserve.errors import FlowserveError
 from flowserve.repository.override import Override
+
+# The name of the header, or of gRPC's metadata, with which a request is sent on, and how often one may be: its sequence
+# may move while it is on its way, but no request goes round in circles.
+FORWARDED: Final = "flowserve-forwarded"
+FORWARDS_MAX: Final = 3
+LOST: Final = "the worker that has this sequence has ended, and the sequence with it"
 
 Errors = Mapping[str, FlowserveError]  # by the name of the model
 # Told this server's errors when everything is prepared; returns those of all servers, which are then dropped.

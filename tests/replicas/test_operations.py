@@ -11,7 +11,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.errors import FlowserveError, Invalid, Unavailable
+from flowserve.errors import FlowserveError, Invalid
 from flowserve.replicas.link import NOTHING, LinkClosed, Result
 from flowserve.replicas.operations import FOLLOW, LOAD, UNLOAD, GroupOperations
 
@@ -186,9 +186,3 @@ async def test_settings_are_remembered_as_they_are() -> None:
     ]
     assert (found[-1][2], data) == (4, b"file")
     assert operations.after(found[1][0])[0] == found[2:]
-
-
-def test_errors_arrive_as_their_class() -> None:
-    from flowserve.replicas.operations import error_of
-
-    assert isinstance(error_of(["Unavailable", "text"], {"Unavailable": Unavailable}), Unavailable)

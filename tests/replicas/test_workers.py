@@ -13,7 +13,6 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -130,14 +129,18 @@ def ask(client: Any, name: str, number: int = 0, **more: Any) -> int:
 
 
 class Connections:
-    """Clients of one server, each with a connection of its own."""
+    """Clients of one server, each with a connection of its own. They are opened one after the other, so that they are
+    spread over the workers as the parent says: a connection for a look at the server, between two of them, could take
+    the turn of the second.
+    """
 
     def __init__(self, served: Served, count: int) -> None:
         self._stack = ExitStack()
-        self.clients = [
-            self._stack.enter_context(triton.InferenceServerClient(served.address, network_timeout=60.0))
-            for _ in range(count)
-        ]
+        self.clients: list[Any] = []
+        for _ in range(count):
+            client = triton.InferenceServerClient(served.address, network_timeout=60.0)
+            self.clients.append(self._stack.enter_context(client))
+            assert client.is_server_live()
 
     def __enter__(self) -> list[Any]:
         return self.clients
@@ -244,11 +247,10 @@ def test_a_killed_worker_is_started_again_while_the_other_serves(repository: Pat
 def test_requests_under_way_are_answered_after_a_stop_signal(repository: Path) -> None:
     options = "--python-execution", "thread", "--exit-timeout-secs", "30"
     with workers(repository, *options) as served, Connections(served, 2) as clients:
-        with ThreadPoolExecutor(2) as threads:
-            answers = [threads.submit(ask, one, "pid", -1500) for one in clients]
-            until(lambda: first_frame(served, "pid")["server"]["in_flight"] == 2)
-            assert served.stop() == 0
-        assert len({one.result() for one in answers}) == 2
+        answers = [one.async_infer("pid", [tensor(-1500)]) for one in clients]
+        until(lambda: first_frame(served, "pid")["server"]["in_flight"] == 2)
+        assert served.stop() == 0
+        assert len({int(one.get_result().as_numpy("OUT")[0, 0]) for one in answers}) == 2
     assert not workers_of(served)
 
 
@@ -303,6 +305,16 @@ def test_a_port_in_use_ends_the_start(repository: Path) -> None:
         with pytest.raises(DidNotServe) as ended, serving(repository, "--workers", "2", *grpc):
             pass
         assert "address already in use" in ended.value.log.lower()
+
+
+def test_a_folder_for_temporary_files_that_is_too_deep_ends_the_start(repository: Path, tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    environment = {"TMPDIR": str(deep)}
+    with pytest.raises(DidNotServe) as ended, serving(repository, "--workers", "2", environment=environment):
+        pass
+    assert f"too long for sockets: {deep}" in ended.value.log
+    assert not [*deep.iterdir()]
 
 
 # ---------------------------------------------------------------------------------------------- figures

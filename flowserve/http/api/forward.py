@@ -19,13 +19,10 @@ from flowserve.errors import Unavailable
 from flowserve.http.api.compression import CONTENT_ENCODING, Headers
 from flowserve.http.api.request_target import PREFIX, SUFFIX, RequestTarget
 from flowserve.http.server.connection import HeaderTuple
-from flowserve.runtime.group import Group
+from flowserve.runtime.group import FORWARDED, FORWARDS_MAX, LOST, Group
 from flowserve.values import BytesLike
 
-HEADER: Final = b"flowserve-forwarded"  # how often this request was sent on
-# A sequence may move while a request is on its way, but no request goes round in circles.
-FORWARDS_MAX: Final = 3
-_LOST: Final = "the worker that has this sequence has ended, and the sequence with it"
+_HEADER: Final = FORWARDED.encode()
 _OF_CONNECTION: Final = frozenset({b"connection", b"keep-alive", b"content-length", b"transfer-encoding", b"expect"})
 _RECEIVED_BYTES: Final = 1 << 16
 _TOGETHER_BYTES_MAX: Final = 1 << 14  # of a body that is sent in one piece with its head
@@ -62,7 +59,7 @@ class HttpForwarder:
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 await trio.aclose_forcefully(stream)
                 if is_new:
-                    raise Unavailable(_LOST) from None
+                    raise Unavailable(LOST) from None
                 continue  # it was closed while idle
             except BaseException:
                 await trio.aclose_forcefully(stream)
@@ -81,12 +78,12 @@ class HttpForwarder:
             return await trio.open_unix_socket(path), True
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
-                raise Unavailable(_LOST) from None
+                raise Unavailable(LOST) from None
             raise Unavailable(f"the worker that has this sequence cannot be reached: {error.strerror}") from None
 
 
 def _count(headers: Headers) -> int:
-    value = next((value for name, value in headers if name == HEADER), b"0")
+    value = next((value for name, value in headers if name == _HEADER), b"0")
     return int(value) if value.isdigit() and len(value) == 1 else FORWARDS_MAX
 
 
@@ -94,9 +91,9 @@ def _head(target: RequestTarget, length: int) -> bytes:
     version = f"/versions/{target.version}" if target.version else ""
     path = f"{PREFIX}{quote(target.name, safe='')}{version}{SUFFIX}"
     lines = [f"POST {path} HTTP/1.1".encode()]
-    dropped = {*_OF_CONNECTION, CONTENT_ENCODING, HEADER}
+    dropped = {*_OF_CONNECTION, CONTENT_ENCODING, _HEADER}
     lines += [b"%b: %b" % pair for pair in target.headers if pair[0] not in dropped]
-    lines += [b"%b: %d" % (HEADER, _count(target.headers) + 1), b"content-length: %d" % length, b"\r\n"]
+    lines += [b"%b: %d" % (_HEADER, _count(target.headers) + 1), b"content-length: %d" % length, b"\r\n"]
     return b"\r\n".join(lines)
 
 

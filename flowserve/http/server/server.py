@@ -303,7 +303,7 @@ class _Episode:
 
 
 def _ignore() -> None:
-    """No request is started directly, or nobody counts connections."""
+    """Where no request is started directly, or connections are not counted."""
 
 
 def _sweep_interval(limits: Limits) -> float:
@@ -314,28 +314,17 @@ def _sweep_interval(limits: Limits) -> float:
 def open_listeners(host: str, port: int) -> list[socket.socket]:
     """Listening sockets for every address of `host`; `port` 0 picks one, the same for all. Raises OSError if one
     cannot be opened."""
-    listeners: list[socket.socket] = []
-    try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
-            listener = socket.socket(family, kind, protocol)
-            listeners.append(listener)
-            listener.setblocking(False)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            chosen = port or listeners[0].getsockname()[1]
-            listener.bind((address[0], chosen, *address[2:]))
-            listener.listen(_BACKLOG)
-    except OSError:
-        close_listeners(listeners)
-        raise
-    return listeners
+    return _bound_sockets(host, port, socket.SO_REUSEADDR, listens=True)
 
 
 def shared_sockets(host: str, port: int) -> list[socket.socket]:
-    """Sockets that do not listen and keep the port for those of other processes that share it. Raises OSError."""
+    """Sockets that do not listen and keep the port for those of other processes that share it; `port` as for
+    `open_listeners`. Raises OSError.
+    """
+    return _bound_sockets(host, port, socket.SO_REUSEPORT, listens=False)
+
+
+def _bound_sockets(host: str, port: int, option: int, *, listens: bool) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(
@@ -343,10 +332,14 @@ def shared_sockets(host: str, port: int) -> list[socket.socket]:
         ):
             sock = socket.socket(family, kind, protocol)
             sockets.append(sock)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, option, 1)
             if family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind(address)
+            chosen = port or sockets[0].getsockname()[1]
+            sock.bind((address[0], chosen, *address[2:]))
+            if listens:
+                sock.listen(_BACKLOG)
     except OSError:
         close_listeners(sockets)
         raise
