@@ -32,8 +32,8 @@ from flowserve.observe.combined import Former, combined
 from flowserve.replicas.link import NOTHING, Handler, LinkClosed, ProcessLink, Result
 from flowserve.replicas.operations import GroupOperations
 from flowserve.replicas.replica import HTTP, METRICS_PORT, ReplicaPlace
-from flowserve.replicas.supervision import Ask, Decision, EndAll, Start, State, Supervision
-from flowserve.runtime.clock import running_clock
+from flowserve.replicas.supervision import Ask, Check, Decision, EndAll, Kill, Start, State, Supervision
+from flowserve.runtime.clock import SECOND_NS, running_clock
 
 _log = logging.getLogger("flowserve.replicas")
 
@@ -84,10 +84,19 @@ class _Process:
 
 
 class Parent:
-    """`words`: the command line of a replica. `on_ready` is called when the first replica serves."""
+    """`words`: the command line of a replica. `on_ready` is called when the first replica serves. A replica whose event
+    loop does not answer for `silence_s` is killed; 0: never.
+    """
 
     def __init__(
-        self, count: int, words: Sequence[str], ports: Ports, exit_timeout_s: float, on_ready: Callable[[], None]
+        self,
+        count: int,
+        words: Sequence[str],
+        ports: Ports,
+        exit_timeout_s: float,
+        on_ready: Callable[[], None],
+        *,
+        silence_s: float = 0,
     ) -> None:
         self._count = count
         self._words = [*words]
@@ -95,7 +104,8 @@ class Parent:
         self._exit_timeout_s = exit_timeout_s
         self._on_ready = on_ready
         self._clock = running_clock()
-        self._supervision = Supervision(count)
+        self._silence_s = silence_s
+        self._supervision = Supervision(count, round(silence_s * SECOND_NS))
         self._processes: dict[int, _Process] = {}
         self._has_news = trio.Event()  # the next restart may be due at another time
         self._can_pass = trio.Event()  # set while a replica takes connections
@@ -205,10 +215,20 @@ class Parent:
             elif isinstance(decision, Ask):
                 if decision.replica in self._processes:
                     self._processes[decision.replica].process.send_signal(signal.SIGTERM)
+            elif isinstance(decision, Check):
+                self._nursery.start_soon(self._check, decision.replica)
+            elif isinstance(decision, Kill):
+                _log.error("worker %d has not answered for %g s: it is killed", decision.replica + 1, self._silence_s)
+                self._processes[decision.replica].process.kill()
             elif isinstance(decision, EndAll):
                 self._status = decision.status
                 self._ended.set()
         self._has_news.set()
+
+    async def _check(self, number: int) -> None:
+        with suppress(LinkClosed):
+            await self._processes[number].link.call("check")
+            self._supervision.answered(number)
 
     async def _live(self, number: int) -> None:
         """Run one replica from its start to its end."""

@@ -120,6 +120,7 @@ class Replica:
         self._open_connections = open_connections
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(self._socket))
         handlers: dict[str, Handler] = {
+            "check": self._check,
             "report": self._report,
             "change": self._change,
             "prepare": self._prepare,
@@ -278,6 +279,10 @@ class Replica:
         report = await self._reports[kind]()
         self._tell_connections_now()  # a number of connections in a report is also the one that the parent goes by
         return (None, report) if isinstance(report, bytes) else (report, b"")
+
+    def _check(self, _: Any, __: bytes) -> Result:
+        """The event loop goes on."""
+        return NOTHING
 
     def _change(self, change: Sequence[Any], _: bytes) -> Result:
         name, arguments = change

@@ -66,6 +66,7 @@ async def _run(arguments: argparse.Namespace) -> int:
             Ports(http, metrics, grpc),
             arguments.exit_timeout_secs + arguments.drain_delay_secs,
             lambda: say(f"listening on {where}"),
+            silence_s=arguments.worker_timeout_secs,
         )
         folder = Path(stack.enter_context(private_folder()))
         return await _run_until_stopped(parent, folder)
