@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -38,7 +38,7 @@ from flowserve.memory.devices import devices
 from flowserve.partition.costs import MachineKind
 from flowserve.values import Array
 
-KIB = 1024
+KIB: Final = 1024
 
 
 def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -177,7 +177,7 @@ def _print(proposal: Proposal, results: Mapping[str, Expected], text: str) -> No
     console.print(_models(proposal))
     hops = sum(one.hops for one in proposal.models)
     crossing = sum(one.crossing_bytes for one in proposal.models)
-    console.print(f"a request makes {hops:.2g} hops, and {crossing / KIB:.1f} KiB of it cross\n")
+    console.print(f"hops of a request: {hops:.3g}, with {crossing / KIB:.1f} KiB\n")
     console.print(_expected(results))
     if text:
         console.print(text, end="", soft_wrap=True)
@@ -195,7 +195,8 @@ def _models(proposal: Proposal) -> Table:
 def _expected(results: Mapping[str, Expected]) -> Table:
     table = Table("", "requests/s", "p50 ms", "p99 ms", box=SIMPLE)
     for label, one in results.items():
-        table.add_row(label, f"{one.requests_per_s:.1f}", f"{one.p50_ms:.2f}", f"{one.p99_ms:.2f}")
+        latencies = ("grows" if one.is_behind else f"{ms:.2f}" for ms in (one.p50_ms, one.p99_ms))
+        table.add_row(label, f"{one.requests_per_s:.1f}", *latencies)
     return table
 
 

@@ -51,8 +51,8 @@ class LinkTimes:
 
 @dataclass(frozen=True, slots=True)
 class ModelProposal:
-    """Where one model runs. `where`: "server", or the kind of machine; `on_gpu`: on a GPU of it. `instances`: how many it
-    needs there at the rate; `has`: how many it will have. `takes`: the time of a batch, with the way there and back.
+    """Where one model runs. `where`: "server", or the kind of machine; `on_gpu`: on a GPU of it. `instances`: how many
+    it needs there at the rate; `has`: how many it will have. `takes`: the time of a batch, with the way there and back.
     `row_bytes`: in and out, of a row. `hops`, `crossing_bytes`: for a request, of a placed model.
     """
 

@@ -107,6 +107,11 @@ class MeasuredGraph:
         return len(next(iter(self.inputs.values()))) if self.graph.max_batch_size and self.inputs else 1
 
     @property
+    def times(self) -> int:
+        """How many times the rows the larger requests have. A request of a sequence has one row."""
+        return 1 if self.make_id else max(1, min(ROWS_MAX, self.graph.max_batch_size // self.rows))
+
+    @property
     def make_id(self) -> MakeId | None:
         """Makes the id of a sequence; None if no model has sequences."""
         configs = (self.configs[node.model.name].json for node in self.graph.nodes)
@@ -132,7 +137,7 @@ async def _measure(subject: MeasuredGraph, seconds: float, concurrency: int) -> 
         sender = _Sender(engine, subject)
         await sender.send(subject.repeated(1), has_tensors=False)  # the first one is slow
         few = await sender.send_many(subject.repeated(1), seconds)
-        times = max(1, min(ROWS_MAX, subject.graph.max_batch_size // subject.rows))
+        times = subject.times
         many = await sender.send_many(subject.repeated(times), seconds) if times > 1 else []
         before = _counted(engine, subject.graph)
         measured = await load.measure([sender.send_untraced] * concurrency, seconds)

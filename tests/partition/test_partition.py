@@ -63,6 +63,17 @@ def test_with_room_everywhere_the_search_finds_the_cheapest_of_all(task: Partiti
     assert cost(task, partition(task, restarts=0)) == pytest.approx(least, abs=1e-6)
 
 
+@given(tasks(), st.integers(0, 4))
+def test_the_relieving_cut_leaves_the_server_enough_cores_if_all_may_leave(task: PartitionTask, cores: int) -> None:
+    models = tuple(replace(one, allowed=frozenset({0, 1}), on_gpu=False) for one in task.models)
+    task = replace(task, models=models, kinds=(MachineKind("server", 1, cores), task.kinds[1]))
+    found = relieving_cut(task)
+    assert (
+        task.rate * sum(one.server_s for one, kind in zip(models, found, strict=True) if not kind) <= 0.7 * cores + 1e-9
+    )
+    assert found == minimum_cut(task) or loads(task, minimum_cut(task))[0].overload > 0
+
+
 @given(tasks(kinds=3))
 def test_the_search_is_never_worse_than_the_server_alone_than_the_cut_or_than_two_moves_away(
     task: PartitionTask,
@@ -105,6 +116,18 @@ def test_models_stay_while_the_server_has_room_and_the_heavy_one_leaves_when_it_
     models = Candidate("light", 0.001, 0.001, BOTH), Candidate("heavy", 0.02, 0.02, BOTH)
     assert partition(task_of(*models, rate=60)) == (0, 0)
     assert partition(task_of(*models, rate=100)) == (0, 1)
+    assert relieving_cut(task_of(*models, rate=100)) == (0, 1)  # no more leaves than must
+
+
+def test_two_models_are_exchanged_where_neither_has_room_beside_the_other() -> None:
+    """Each belongs beside a model that stays, and one of the first moves puts both on the wrong side."""
+    b, a, c, d = (
+        Candidate(name, 0.001, 0.001, frozenset(allowed))
+        for name, allowed in zip("bacd", ({1, 2}, {1, 2}, {1}, {2}), strict=True)
+    )
+    crossings = Crossing(0, frozenset({2}), 0.01), Crossing(1, frozenset({3}), 0.01)
+    kinds = tuple(MachineKind(name, 1, 2) for name in ("server", "cpu", "gpu"))
+    assert partition(PartitionTask((b, a, c, d), kinds, crossings, rate=1), restarts=0) == (1, 2, 1, 2)
 
 
 def test_instances_are_used_to_seven_tenths() -> None:
