@@ -23,11 +23,11 @@ from flowserve.partition.costs import (
     AT_SERVER,
     SERVER,
     Assignment,
-    Candidate,
     Crossing,
     MachineKind,
     MachineLoad,
     PartitionTask,
+    PlaceableModel,
     crossing_s,
     instances_needed,
     loads,
@@ -93,7 +93,7 @@ def propose(
     return _Draft(subject, figures, link, task, partition(task)).proposal()
 
 
-def _candidate(config: ModelConfig, figures: StepFigures, kinds: Sequence[MachineKind]) -> Candidate:
+def _candidate(config: ModelConfig, figures: StepFigures, kinds: Sequence[MachineKind]) -> PlaceableModel:
     on_gpu = needs_gpu(config)
     allowed = {number for number, kind in enumerate(kinds) if kind.gpus or not on_gpu}
     stays = _why_it_stays(config, figures)
@@ -106,7 +106,7 @@ def _candidate(config: ModelConfig, figures: StepFigures, kinds: Sequence[Machin
         raise Problems([Problem(f"model '{config.name}' needs a GPU: {text}", where, hint=hint)])
     share = figures.rows / figures.batch_rows  # batches of a request, under load
     here, away = (time.of(figures.batch_rows) * share for time in (figures.here, figures.compute))
-    return Candidate(config.name, here, away, frozenset(allowed), on_gpu)
+    return PlaceableModel(config.name, here, away, frozenset(allowed), on_gpu)
 
 
 def _why_it_stays(config: ModelConfig, figures: StepFigures) -> str:

@@ -38,7 +38,7 @@ class MachineKind:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PlaceableModel:
     """A model that may be placed. `server_s`, `remote_s`: how long an instance is busy for a request, in the server and
     on another machine, without crossings. `allowed`: the kinds of machines that can run it, at least one.
     """
@@ -65,7 +65,7 @@ class Crossing:
 class PartitionTask:
     """`kinds[SERVER]` is the server's machine. `rate`: requests per second."""
 
-    models: tuple[Candidate, ...]
+    models: tuple[PlaceableModel, ...]
     kinds: tuple[MachineKind, ...]
     crossings: tuple[Crossing, ...]
     rate: float
@@ -124,7 +124,7 @@ def _used(task: PartitionTask, kind: int, members: Sequence[int]) -> float:
     return float(sum(instances_needed(task, i) for i in members))
 
 
-def cost(task: PartitionTask, assignment: Assignment) -> float:
+def assignment_cost(task: PartitionTask, assignment: Assignment) -> float:
     """The seconds of latency that all requests of a second add up to if none waits, and OVERLOAD for each machine's
     capacity that is missing.
     """

@@ -20,9 +20,9 @@ from flowserve.partition.costs import (
     AT_SERVER,
     SERVER,
     Assignment,
-    Candidate,
     PartitionTask,
-    cost,
+    PlaceableModel,
+    assignment_cost,
     loads,
 )
 
@@ -41,7 +41,7 @@ def partition(task: PartitionTask, seed: int = 0, restarts: int = RESTARTS) -> A
     starts = [tuple(min(one.allowed) for one in task.models), relieving_cut(task)]
     starts += [tuple(random.choice(sorted(one.allowed)) for one in task.models) for _ in range(restarts)]
     ends = [_improved(task, start) for start in dict.fromkeys(starts)]
-    return min(ends, key=partial(cost, task))  # of equal ones the first, which is the one that moved least
+    return min(ends, key=partial(assignment_cost, task))  # of equal ones the first, which is the one that moved least
 
 
 def relieving_cut(task: PartitionTask) -> Assignment:
@@ -88,7 +88,7 @@ def _capacity(seconds: float, *, is_possible: bool = True) -> dict[str, int]:
     return {"capacity": round(seconds * _UNITS)} if is_possible else {}
 
 
-def _elsewhere(model: Candidate) -> int:
+def _elsewhere(model: PlaceableModel) -> int:
     return min(model.allowed - {SERVER}, default=SERVER)
 
 
@@ -98,12 +98,12 @@ def _is_overloaded(task: PartitionTask, assignment: Assignment) -> bool:
 
 def _improved(task: PartitionTask, start: Assignment) -> Assignment:
     """Where no move of one or two models makes it cheaper."""
-    best, least = start, cost(task, start)
+    best, least = start, assignment_cost(task, start)
     is_better = True
     while is_better:
         is_better = False
         for tried in _moves(task, best):
-            found = cost(task, tried)
+            found = assignment_cost(task, tried)
             if found < least - _NOTHING:
                 best, least, is_better = tried, found, True
                 break

@@ -98,12 +98,12 @@ def subject_of(repository: Path) -> MeasuredGraph:
     return MeasuredGraph(repository, graph, reading.configs, generated_inputs(described_inputs(graph)))
 
 
-def figures_of(prepare_s: float, heavy_s: float, **heavy: bool) -> GraphFigures:
+def figures_of(prepare_s: float, heavy_s: float, *, calls: bool = False) -> GraphFigures:
     """One row and one batch of each model for a request; a thousand bytes in and out of each."""
     one = StepFigures(1.0, 1.0, BatchTime(0, 0), BatchTime(0, 0), 1.0, 1, calls=False)
     times = {"prepare": BatchTime(0.0, prepare_s), "heavy": BatchTime(0.0, heavy_s)}
     models = {name: replace(one, here=time, compute=time) for name, time in times.items()}
-    models["heavy"] = replace(models["heavy"], **heavy)
+    models["heavy"] = replace(models["heavy"], calls=calls)
     nbytes = {(0, 0): 1000.0, (1, 0): 1000.0}
     return GraphFigures(1, models, nbytes, nbytes, {}, Measured(8, 50.0, 1.0, 1.0, 1.0, 0))
 

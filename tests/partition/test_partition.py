@@ -14,11 +14,11 @@ from flowserve.partition.costs import (
     AT_SERVER,
     SERVER,
     Assignment,
-    Candidate,
     Crossing,
     MachineKind,
     PartitionTask,
-    cost,
+    PlaceableModel,
+    assignment_cost,
     crossing_s,
     instances_needed,
     loads,
@@ -37,7 +37,7 @@ def tasks(draw: st.DrawFn, kinds: int = 2, most: int = 7, room: st.SearchStrateg
     count = draw(st.integers(1, most))
     some_kinds = st.frozensets(st.integers(0, kinds - 1), min_size=1)
     models = tuple(
-        Candidate(f"m{i}", draw(TIMES), draw(TIMES), draw(some_kinds), draw(st.booleans())) for i in range(count)
+        PlaceableModel(f"m{i}", draw(TIMES), draw(TIMES), draw(some_kinds), draw(st.booleans())) for i in range(count)
     )
     ends = st.frozensets(st.integers(AT_SERVER, count - 1), min_size=1, max_size=3)
     crossings = draw(st.lists(st.builds(Crossing, st.integers(0, count - 1), ends, TIMES), max_size=2 * count))
@@ -59,8 +59,8 @@ def test_a_cut_is_the_cheapest_of_all_assignments_to_two_kinds(task: PartitionTa
 
 @given(tasks(room=HUGE))
 def test_with_room_everywhere_the_search_finds_the_cheapest_of_all(task: PartitionTask) -> None:
-    least = min(cost(task, one) for one in every(task))
-    assert cost(task, partition(task, restarts=0)) == pytest.approx(least, abs=1e-6)
+    least = min(assignment_cost(task, one) for one in every(task))
+    assert assignment_cost(task, partition(task, restarts=0)) == pytest.approx(least, abs=1e-6)
 
 
 @given(tasks(), st.integers(0, 4))
@@ -83,7 +83,7 @@ def test_the_search_is_never_worse_than_the_server_alone_than_the_cut_or_than_tw
     alone = tuple(min(one.allowed) for one in task.models)
     near = [one for one in every(task) if sum(a != b for a, b in zip(one, found, strict=True)) <= 2]
     for other in (alone, relieving_cut(task), *near):
-        assert cost(task, found) <= cost(task, other) + 1e-9
+        assert assignment_cost(task, found) <= assignment_cost(task, other) + 1e-9
     assert partition(task, restarts=2) == found
 
 
@@ -102,7 +102,7 @@ def test_machines_have_room_unless_an_overload_is_stated(task: PartitionTask) ->
 
 
 def task_of(
-    *models: Candidate, rate: float, cores: int = 2, machines: int = 4, link_s: float = 0.0004
+    *models: PlaceableModel, rate: float, cores: int = 2, machines: int = 4, link_s: float = 0.0004
 ) -> PartitionTask:
     crossings = tuple(Crossing(i, frozenset({AT_SERVER}), link_s) for i in range(len(models)))
     kinds = (MachineKind("server", 1, cores), MachineKind("cpu", machines, 2))
@@ -113,7 +113,7 @@ BOTH = frozenset({0, 1})
 
 
 def test_models_stay_while_the_server_has_room_and_the_heavy_one_leaves_when_it_has_not() -> None:
-    models = Candidate("light", 0.001, 0.001, BOTH), Candidate("heavy", 0.02, 0.02, BOTH)
+    models = PlaceableModel("light", 0.001, 0.001, BOTH), PlaceableModel("heavy", 0.02, 0.02, BOTH)
     assert partition(task_of(*models, rate=60)) == (0, 0)
     assert partition(task_of(*models, rate=100)) == (0, 1)
     assert relieving_cut(task_of(*models, rate=100)) == (0, 1)  # no more leaves than must
@@ -122,7 +122,7 @@ def test_models_stay_while_the_server_has_room_and_the_heavy_one_leaves_when_it_
 def test_two_models_are_exchanged_where_neither_has_room_beside_the_other() -> None:
     """Each belongs beside a model that stays, and one of the first moves puts both on the wrong side."""
     b, a, c, d = (
-        Candidate(name, 0.001, 0.001, frozenset(allowed))
+        PlaceableModel(name, 0.001, 0.001, frozenset(allowed))
         for name, allowed in zip("bacd", ({1, 2}, {1, 2}, {1}, {2}), strict=True)
     )
     crossings = Crossing(0, frozenset({2}), 0.01), Crossing(1, frozenset({3}), 0.01)
@@ -131,7 +131,7 @@ def test_two_models_are_exchanged_where_neither_has_room_beside_the_other() -> N
 
 
 def test_instances_are_used_to_seven_tenths() -> None:
-    task = task_of(Candidate("heavy", 0.02, 0.007, BOTH), rate=100)
+    task = task_of(PlaceableModel("heavy", 0.02, 0.007, BOTH), rate=100)
     assert instances_needed(task, 0) == 1
     assert instances_needed(task, 0, in_server=True) == 3
     assert instances_needed(replace(task, rate=0.001), 0) == 1
@@ -139,14 +139,14 @@ def test_instances_are_used_to_seven_tenths() -> None:
 
 def test_a_crossing_between_neighbours_on_one_kind_of_machine_takes_no_time() -> None:
     task = replace(
-        task_of(*(Candidate(name, 0.01, 0.01, BOTH) for name in "ab"), rate=1),
+        task_of(*(PlaceableModel(name, 0.01, 0.01, BOTH) for name in "ab"), rate=1),
         crossings=(Crossing(0, frozenset({AT_SERVER}), 0.001), Crossing(0, frozenset({1}), 0.004)),
     )
     assert [crossing_s(task, one) for one in ((0, 0), (1, 0), (1, 1))] == [0, pytest.approx(0.005), 0.001]
 
 
 def test_thirty_models_find_room_on_machines_that_have_just_enough() -> None:
-    models = [Candidate(f"m{i}", 0.004, 0.004, frozenset({0, 1, 2}), on_gpu=False) for i in range(30)]
+    models = [PlaceableModel(f"m{i}", 0.004, 0.004, frozenset({0, 1, 2}), on_gpu=False) for i in range(30)]
     task = task_of(*models, rate=25)
     task = replace(task, kinds=(*task.kinds, MachineKind("gpu", 2, 4, 1)))
     found = partition(task)
