@@ -47,9 +47,9 @@ def expect(
     concurrency: int,
     rate: float = 0.0,
 ) -> Expected:
-    """`takes`: the time of a batch of each model where it runs. `placed`: the instances of each model on other
-    machines. `concurrency` requests at a time; with a `rate`, they arrive at random instead, so many per second. Raises
-    Unsupported for models of iterative sequences.
+    """`takes`: the time of a batch of each model where it runs. `placed`: of each model on other machines, how many
+    batches it works on at a time. `concurrency` requests at a time; with a `rate`, they arrive at random instead, so
+    many per second. Raises Unsupported for models of iterative sequences.
     """
     configs = {name: _as_placed(config, placed.get(name, 0)) for name, config in subject.configs.items()}
     answers = {name: one.answers for name, one in figures.models.items()}

@@ -137,7 +137,7 @@ def _results(
     """The measured result, and those that are expected, by what they are of."""
     here = {name: one.here for name, one in figures.models.items()}
     there = {one.model: one.takes for one in proposal.models}
-    placed = {one.model: one.instances for one in proposal.models if one.is_placed}
+    placed = {one.model: one.at_once for one in proposal.models if one.is_placed}
     at_a_time, measured = arguments.concurrency, figures.measured
     load = f"{at_a_time} at a time"
     found = {f"measured here, {load}": Expected(measured.requests_per_s, measured.p50_ms, measured.p99_ms)}

@@ -34,9 +34,11 @@ from flowserve.partition.costs import (
 )
 from flowserve.partition.groups import convex_groups
 from flowserve.partition.search import partition
+from flowserve.runtime.workers.cluster import DEPTH
 
 KIND_LABEL: Final = "kind"  # of machines, where there are several kinds that could run a model
 ON_SERVER: Final = "server"
+_NO_TIME: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,9 @@ class LinkTimes:
 @dataclass(frozen=True, slots=True)
 class ModelProposal:
     """Where one model runs. `where`: "server", or the kind of machine; `on_gpu`: on a GPU of it. `instances`: how many
-    it needs there at the rate; `has`: how many it will have. `takes`: the time of a batch, with the way there and back.
-    `row_bytes`: in and out, of a row. `hops`, `crossing_bytes`: for a request, of a placed model.
+    it needs there at the rate; `has`: how many it will have. `at_once`: how many batches those work on at a time; one
+    travels while another is computed. `takes`: the time of a batch, with the way there and back. `row_bytes`: in and
+    out, of a row. `hops`, `crossing_bytes`: for a request, of a placed model.
     """
 
     model: str
@@ -61,6 +64,7 @@ class ModelProposal:
     on_gpu: bool
     instances: int
     has: int
+    at_once: int
     takes: BatchTime
     row_bytes: float
     hops: float
@@ -88,13 +92,28 @@ def propose(
     """The cheapest placement found at `rate` requests per second. `kinds[0]` is the server. Raises Problems if a model
     can run nowhere, Invalid if one needs more instances than a placement file may ask for.
     """
-    models = tuple(_candidate(subject.configs[name], one, kinds) for name, one in figures.models.items())
+    models = tuple(_placeable(subject, figures, link, name, kinds) for name in figures.models)
     task = PartitionTask(models, tuple(kinds), tuple(_crossings(subject.graph, figures, link)), rate)
     return _Draft(subject, figures, link, task, partition(task)).proposal()
 
 
-def _candidate(config: ModelConfig, figures: StepFigures, kinds: Sequence[MachineKind]) -> PlaceableModel:
+def _placeable(
+    subject: MeasuredGraph, figures: GraphFigures, link: LinkTimes, name: str, kinds: Sequence[MachineKind]
+) -> PlaceableModel:
+    config, one = subject.configs[name], figures.models[name]
+    batches = one.rows / one.batch_rows  # of a request, under load
+    here_s, remote_s = (time.of(one.batch_rows) * batches for time in (one.here, one.compute))
+    way_s = batches * link.each_s + _bytes_of(subject, figures, name) / link.bytes_per_s
+    taken_s = max(remote_s, (remote_s + way_s) / DEPTH)
+    carry_s = batches * link.each_s / 2
     on_gpu = needs_gpu(config)
+    return PlaceableModel(name, here_s, remote_s, taken_s, carry_s, _allowed(config, one, kinds, on_gpu=on_gpu), on_gpu)
+
+
+def _allowed(
+    config: ModelConfig, figures: StepFigures, kinds: Sequence[MachineKind], *, on_gpu: bool
+) -> frozenset[int]:
+    """The kinds of machines that can run a model. Raises Problems if none can."""
     allowed = {number for number, kind in enumerate(kinds) if kind.gpus or not on_gpu}
     stays = _why_it_stays(config, figures)
     if stays:
@@ -104,9 +123,14 @@ def _candidate(config: ModelConfig, figures: StepFigures, kinds: Sequence[Machin
         where = config.source.place("instance_group[0].kind")
         hint = "" if stays else f"name machines with a GPU, such as --machines {GPU}*1"
         raise Problems([Problem(f"model '{config.name}' needs a GPU: {text}", where, hint=hint)])
-    share = figures.rows / figures.batch_rows  # batches of a request, under load
-    here, away = (time.of(figures.batch_rows) * share for time in (figures.here, figures.compute))
-    return PlaceableModel(config.name, here, away, frozenset(allowed), on_gpu)
+    return frozenset(allowed)
+
+
+def _bytes_of(subject: MeasuredGraph, figures: GraphFigures, name: str) -> float:
+    """Of all inputs and outputs of a model, for a request."""
+    nodes = {node.index for node in subject.graph.nodes if node.model.name == name}
+    sides = figures.input_bytes, figures.output_bytes
+    return sum(nbytes for side in sides for (node, _), nbytes in side.items() if node in nodes)
 
 
 def _why_it_stays(config: ModelConfig, figures: StepFigures) -> str:
@@ -168,24 +192,23 @@ class _Draft:
     def _model(self, number: int) -> ModelProposal:
         model, kind = self.task.models[number], self.assignment[number]
         one, config = self.figures.models[model.name], self.subject.configs[model.name]
-        row_bytes = (nbytes := self._bytes_of(model.name)) / max(one.rows, 1)
+        nbytes = _bytes_of(self.subject, self.figures, model.name)
+        row_bytes = nbytes / max(one.rows, 1)
         needed = instances_needed(self.task, number, in_server=kind == SERVER)
-        where, has, takes = ON_SERVER, _instances_of(config), one.here
-        hops = 0.0
-        if kind == SERVER:
-            nbytes = 0.0
-        else:
-            where, has, hops = self.task.kinds[kind].name, needed, one.batches
-            per_row_s = one.compute.row_s + row_bytes / self.link.bytes_per_s
-            takes = BatchTime(one.compute.fixed_s + self.link.each_s, per_row_s)
         why = self._why(number)
-        return ModelProposal(model.name, where, model.on_gpu, needed, has, takes, row_bytes, hops, nbytes, why)
-
-    def _bytes_of(self, name: str) -> float:
-        """Of all inputs and outputs of a model, for a request."""
-        nodes = {node.index for node in self.subject.graph.nodes if node.model.name == name}
-        sides = self.figures.input_bytes, self.figures.output_bytes
-        return sum(nbytes for side in sides for (node, _), nbytes in side.items() if node in nodes)
+        if kind == SERVER:
+            has = sum(group.count * max(1, len(group.gpus)) for group in config.active_groups)
+            return ModelProposal(
+                model.name, ON_SERVER, model.on_gpu, needed, has, has, one.here, row_bytes, 0.0, 0.0, why
+            )
+        per_row_s = one.compute.row_s + row_bytes / self.link.bytes_per_s
+        takes = BatchTime(one.compute.fixed_s + self.link.each_s, per_row_s)
+        longer = takes.of(one.batch_rows) / max(one.compute.of(one.batch_rows), _NO_TIME)
+        at_once = int(needed * min(DEPTH, longer))
+        where = self.task.kinds[kind].name
+        return ModelProposal(
+            model.name, where, model.on_gpu, needed, needed, at_once, takes, row_bytes, one.batches, nbytes, why
+        )
 
     def _why(self, number: int) -> str:
         model = self.task.models[number]
@@ -200,6 +223,8 @@ class _Draft:
         if len(model.allowed) == 1:
             stays = _why_it_stays(self.subject.configs[model.name], self.figures.models[model.name])
             return stays or "no other machine is of a kind that it can run on"
+        if model.carry_s >= model.server_s:
+            return "the server would be as busy with sending its tensors away"
         if self._server_load(self.assignment, of_gpus=model.on_gpu).overload:
             return "the other machines have no room for it"
         way_ms = 1000 * sum(one.seconds for one in self.task.crossings if one.model == number)
@@ -233,10 +258,6 @@ class _Draft:
             members = tuple(graph.nodes[index].model.name for index in group)
             joined = tuple(len(names) + 1 if name in members else kind for name, kind in zip(names, apart, strict=True))
             yield members, crossing_s(task, apart) - crossing_s(task, joined)
-
-
-def _instances_of(config: ModelConfig) -> int:
-    return sum(group.count * max(1, len(group.gpus)) for group in config.active_groups)
 
 
 def _use_text(load: MachineLoad) -> str:

@@ -9,7 +9,6 @@ there. Times are seconds, per request unless said otherwise. Callers: `search`, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Final
@@ -39,13 +38,17 @@ class MachineKind:
 
 @dataclass(frozen=True, slots=True)
 class PlaceableModel:
-    """A model that may be placed. `server_s`, `remote_s`: how long an instance is busy for a request, in the server and
-    on another machine, without crossings. `allowed`: the kinds of machines that can run it, at least one.
+    """A model that may be placed. `server_s`, `remote_s`: how long an instance works on a request, in the server and on
+    another machine, without crossings. `taken_s`: how long one on another machine cannot take other work for it.
+    `carry_s`: how long the server's cores then are busy with sending and receiving. `allowed`: the kinds of machines
+    that can run it, at least one.
     """
 
     name: str
     server_s: float
     remote_s: float
+    taken_s: float
+    carry_s: float
     allowed: frozenset[int]
     on_gpu: bool = False
 
@@ -92,7 +95,7 @@ class MachineLoad:
 def instances_needed(task: PartitionTask, model: int, *, in_server: bool = False) -> int:
     """How many instances of a model are used up to UTILISATION at the task's rate; at least 1."""
     one = task.models[model]
-    busy = task.rate * (one.server_s if in_server else one.remote_s)
+    busy = task.rate * (one.server_s if in_server else one.taken_s)
     return max(1, ceil(busy / UTILISATION - _ROUNDING))
 
 
@@ -113,15 +116,19 @@ def loads(task: PartitionTask, assignment: Assignment) -> list[MachineLoad]:
     for kind, machines in enumerate(task.kinds):
         share = UTILISATION if kind == SERVER else 1.0
         for of_gpus in (False, True):
-            members = [i for i, one in enumerate(task.models) if assignment[i] == kind and one.on_gpu == of_gpus]
-            found.append(MachineLoad(kind, of_gpus, _used(task, kind, members), share * machines.room(of_gpus=of_gpus)))
+            here = [i for i, one in enumerate(task.models) if assignment[i] == kind and one.on_gpu == of_gpus]
+            if kind == SERVER:
+                carried_s = 0.0 if of_gpus else _carried_s(task, assignment)
+                used = task.rate * (sum(task.models[i].server_s for i in here) + carried_s)
+            else:
+                used = float(sum(instances_needed(task, i) for i in here))
+            found.append(MachineLoad(kind, of_gpus, used, share * machines.room(of_gpus=of_gpus)))
     return found
 
 
-def _used(task: PartitionTask, kind: int, members: Sequence[int]) -> float:
-    if kind == SERVER:
-        return task.rate * sum(task.models[i].server_s for i in members)
-    return float(sum(instances_needed(task, i) for i in members))
+def _carried_s(task: PartitionTask, assignment: Assignment) -> float:
+    """How long the server is busy with the tensors of models on other machines, for a request."""
+    return sum(one.carry_s for one, kind in zip(task.models, assignment, strict=True) if kind != SERVER)
 
 
 def assignment_cost(task: PartitionTask, assignment: Assignment) -> float:
@@ -135,8 +142,18 @@ def unloaded_cost(task: PartitionTask, assignment: Assignment, core_price: float
     """The part of the cost that does not depend on the room of machines. `core_price`: what a busy second of the
     server's cores costs more.
     """
-    busy_s = sum(
-        one.server_s * (1 + (0 if one.on_gpu else core_price)) if kind == SERVER else one.remote_s
+    seconds = sum(
+        price_here(one, core_price) if kind == SERVER else price_elsewhere(one, core_price)
         for one, kind in zip(task.models, assignment, strict=True)
     )
-    return task.rate * (busy_s + crossing_s(task, assignment))
+    return task.rate * (seconds + crossing_s(task, assignment))
+
+
+def price_here(model: PlaceableModel, core_price: float) -> float:
+    """What a model in the server costs for a request, in seconds."""
+    return model.server_s * (1 + (0 if model.on_gpu else core_price))
+
+
+def price_elsewhere(model: PlaceableModel, core_price: float) -> float:
+    """What a model on another machine costs for a request, in seconds, without crossings."""
+    return model.remote_s + core_price * model.carry_s

@@ -24,6 +24,8 @@ from flowserve.partition.costs import (
     PlaceableModel,
     assignment_cost,
     loads,
+    price_elsewhere,
+    price_here,
 )
 
 RESTARTS: Final = 20
@@ -72,9 +74,9 @@ def minimum_cut(task: PartitionTask, core_price: float = 0.0) -> Assignment:
     graph.add_nodes_from((_SOURCE, _SINK))
     names = {AT_SERVER: _SOURCE} | {i: f"model {i}" for i in range(len(task.models))}
     for i, model in enumerate(task.models):
-        server_s = model.server_s * (1 + core_price * (not model.on_gpu))
-        graph.add_edge(_SOURCE, names[i], **_capacity(model.remote_s, is_possible=_elsewhere(model) != SERVER))
-        graph.add_edge(names[i], _SINK, **_capacity(server_s, is_possible=SERVER in model.allowed))
+        here, elsewhere = price_here(model, core_price), price_elsewhere(model, core_price)
+        graph.add_edge(_SOURCE, names[i], **_capacity(elsewhere, is_possible=_elsewhere(model) != SERVER))
+        graph.add_edge(names[i], _SINK, **_capacity(here, is_possible=SERVER in model.allowed))
     for number, crossing in enumerate(task.crossings):
         # On the server's side as soon as one of the others is.
         name = f"crossing {number}"

@@ -155,6 +155,15 @@ def test_the_heavy_model_leaves_a_server_that_has_too_few_cores(repository: Path
     assert not found.overloads
 
 
+def test_an_instance_elsewhere_has_two_batches_if_the_way_takes_as_long_as_the_batch(repository: Path) -> None:
+    link = LinkTimes(0.02, 1e9)
+    found = propose(subject_of(repository), figures_of(0.0001, 0.02), (SERVER, CPUS), link, 100).models[1]
+    assert (found.instances, found.at_once) == (3, 6)
+    slow = LinkTimes(0.06, 1e9)
+    found = propose(subject_of(repository), figures_of(0.0001, 0.04), (SERVER, CPUS), slow, 100).models[1]
+    assert (found.instances, found.at_once) == (8, 16)  # (40 + 60) / 2 ms, 100 times, to seven tenths
+
+
 def test_a_model_that_stays_has_the_instances_of_its_configuration(repository: Path) -> None:
     stays = proposed(repository, figures_of(0.0001, 0.02), 60, CPUS).models[1]
     assert (stays.where, stays.has, stays.instances) == ("server", 1, 2)
@@ -181,7 +190,8 @@ def test_a_model_that_cannot_be_placed_stays_and_the_reason_is_told(repository: 
     calls = proposed(repository, figures_of(0.0001, 0.02, calls=True), 100, CPUS)
     assert calls.models[1].where == "server"
     assert "calls other models" in calls.models[1].why
-    assert calls.overloads == ("the server would need 2.00 cores, and 1.40 may be busy",)  # and prepare has left
+    assert calls.models[0].why == "the server would be as busy with sending its tensors away"
+    assert calls.overloads == ("the server would need 2.01 cores, and 1.40 may be busy",)
     ragged = HEAVY.replace("dims: 1 }\noutput", "dims: 1 allow_ragged_batch: true }\noutput")
     stays = proposed(write_repository(tmp_path / "ragged", heavy=ragged), figures_of(0.0001, 0.02), 100, CPUS).models[1]
     assert (stays.where, "ragged" in stays.why) == ("server", True)
