@@ -252,6 +252,7 @@ def test_a_worker_that_does_not_answer_is_killed_and_started_again(repository: P
         until(lambda: served.log.count("is ready") >= 3, served)
         assert ask(client, "pid") == lives
         until(lambda: len(workers_of(served)) == 2 and hangs not in workers_of(served))
+        assert served.log.count("it is killed") == 1
         with Connections(served, 2) as more:
             assert {ask(one, "pid") for one in more} == set(workers_of(served))
 
