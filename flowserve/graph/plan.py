@@ -282,7 +282,8 @@ class _Wires:
                 self.output_slots[edge.input] = slot
             elif (edge.consumer, edge.input) not in self.fed:
                 self._add_input(graph, edge, slot, own.get((edge.consumer, edge.input), slot))
-        for n in dict.fromkeys(edge.producer for edge in edges if edge.producer != GRAPH):
+        # Among the nodes of these edges are those whose outputs only decide which rows a space has.
+        for n in dict.fromkeys(n for edge in edges for n in (edge.producer, edge.consumer) if n != GRAPH):
             if space_index := graph.nodes[n].space:
                 self._refs[_SPREAD, space_index] = None
                 slot = self.slot_of[_SPREAD, space_index]
