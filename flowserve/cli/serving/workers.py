@@ -81,7 +81,7 @@ async def _run_until_stopped(parent: Parent, folder: Path) -> int:
         if not stop.is_set():
             stop.set()
         elif number != HANG_UP:  # a terminal that is closed may send two
-            parent.signal_all(signal.SIGTERM)
+            parent.end_all_at_once()
 
     def handle(number: int, _: FrameType | None) -> None:
         token.run_sync_soon(asked, number)
