@@ -16,9 +16,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from flowserve.replicas.operations import GroupOperations
 from flowserve.replicas.replica import HTTP, METRICS_PORT, ReplicaPlace
 from flowserve.replicas.supervision import Ask, Check, Decision, EndAll, Kill, Start, State, Supervision
 from flowserve.runtime.clock import SECOND_NS, running_clock
+from flowserve.temporary import WORKERS, claim, give_up
 
 _log = logging.getLogger("flowserve.replicas")
 
@@ -436,15 +436,18 @@ def _ending(status: int) -> str:
     return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
 
 
-def private_folder() -> tempfile.TemporaryDirectory[str]:
+@contextmanager
+def private_folder() -> Iterator[Path]:
     """A folder for the sockets between the processes of one server, accessible to this user only. Raises Invalid if it
     cannot be created, or its path is too long for a socket's.
     """
     try:
-        folder = tempfile.TemporaryDirectory(prefix="flowserve-", ignore_cleanup_errors=True)
+        folder, lock = claim(WORKERS)
     except OSError as error:
         raise Invalid(f"no folder for temporary files can be created: {error.strerror}; set TMPDIR") from None
-    if len(os.fsencode(folder.name)) + _SOCKET_NAME_BYTES > _SOCKET_PATH_BYTES_MAX:
-        folder.cleanup()
-        raise Invalid(f"the path of the folder for temporary files is too long for sockets: {folder.name}; set TMPDIR")
-    return folder
+    try:
+        if len(os.fsencode(folder)) + _SOCKET_NAME_BYTES > _SOCKET_PATH_BYTES_MAX:
+            raise Invalid(f"the path of the folder for temporary files is too long for sockets: {folder}; set TMPDIR")
+        yield Path(folder)
+    finally:
+        give_up(folder, lock)

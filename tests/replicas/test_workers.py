@@ -10,9 +10,10 @@ import re
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -103,10 +104,12 @@ def model(folder: Path, name: str, code: str, more: str = "", *, batch: int = 4)
 
 
 @contextmanager
-def workers(folder: Path, *options: str, count: int = 2) -> Iterator[Served]:
+def workers(
+    folder: Path, *options: str, count: int = 2, environment: Mapping[str, str] | None = None
+) -> Iterator[Served]:
     """A server with all of its workers ready."""
     given = ("--workers", str(count), "--python-execution", "inline", "--exit-timeout-secs", "2", *options)
-    with serving(folder, *given) as served:
+    with serving(folder, *given, environment=environment) as served:
         until(lambda: served.log.count("is ready") >= count, served)
         yield served
 
@@ -268,12 +271,15 @@ def test_requests_under_way_are_answered_after_a_stop_signal(repository: Path) -
 
 
 # Waits in `execute`, or while it is loaded, until FOLDER/go exists; FOLDER has a file for each process that waits.
-HELD = PID + """
+HELD = (
+    PID
+    + """
     def hold(self):
         open(os.path.join(FOLDER, str(os.getpid())), "w").close()
         while not os.path.exists(os.path.join(FOLDER, "go")):
             time.sleep(0.01)
 """
+)
 HELD_IN_EXECUTE = HELD.replace("execute(self, requests):", "execute(self, requests):\n        self.hold()")
 HELD_IN_LOADING = HELD + "\n    def initialize(self, args):\n        self.hold()\n"
 
@@ -343,6 +349,16 @@ def test_workers_end_when_their_parent_is_killed(repository: Path) -> None:
         served.process.kill()
         served.process.wait()
         until(lambda: not any(map(is_alive, processes)))
+
+
+def test_a_folder_that_a_killed_parent_left_is_removed_by_the_next_server(repository: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # a short path, as sockets need
+        with workers(repository, environment={"TMPDIR": folder}) as served:
+            (left,) = Path(folder).glob("flowserve-workers-*")
+            served.process.kill()
+        with workers(repository, environment={"TMPDIR": folder}) as served:
+            until(lambda: not left.exists(), served)
+        until(lambda: not [*Path(folder).glob("flowserve-workers-*")])
 
 
 def is_alive(pid: int) -> bool:

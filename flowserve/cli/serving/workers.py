@@ -68,7 +68,7 @@ async def _run(arguments: argparse.Namespace) -> int:
             lambda: say(f"listening on {where}"),
             silence_s=arguments.worker_timeout_secs,
         )
-        folder = Path(stack.enter_context(private_folder()))
+        folder = stack.enter_context(private_folder())
         return await _run_until_stopped(parent, folder)
 
 

@@ -421,9 +421,7 @@ class _Vote:
     is prepared and not put in force, by name. `errors`: this server's.
     """
 
-    def __init__(
-        self, groups: Sequence[Collection[str]], errors: dict[str, FlowserveError], agree: Agree
-    ) -> None:
+    def __init__(self, groups: Sequence[Collection[str]], errors: dict[str, FlowserveError], agree: Agree) -> None:
         self.built: dict[str, Built] = {}
         self._names = frozenset().union(*groups)
         self._missing = len(groups)
