@@ -16,9 +16,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from flowserve.replicas.operations import GroupOperations
 from flowserve.replicas.replica import HTTP, METRICS_PORT, ReplicaPlace
 from flowserve.replicas.supervision import Ask, Check, Decision, EndAll, Kill, Start, State, Supervision
 from flowserve.runtime.clock import SECOND_NS, running_clock
+from flowserve.temporary import WORKERS, claim, give_up
 
 _log = logging.getLogger("flowserve.replicas")
 
@@ -76,6 +76,7 @@ class _Process:
     taken: int = 0
     open_here: int = 0
     is_serving: bool = False  # it takes connections
+    is_stopping: bool = False  # it refuses new requests
     reports: dict[str, Any] = field(default_factory=dict)  # its last ones, by kind
 
     @property
@@ -172,10 +173,12 @@ class Parent:
             await trio.sleep(_ACCEPT_PAUSE_S)
 
     def _serving(self) -> list[_Process]:
-        """The replicas that are ready; before the first is, those that only answer health checks."""
+        """The replicas that are ready and stay. If none does, those that stop; before the first is ready, those that
+        only answer health checks.
+        """
         serving = [one for one in self._processes.values() if one.is_serving]
         ready = [one for one in serving if self._supervision.state(one.number) is State.READY]
-        return ready or serving
+        return [one for one in ready if not one.is_stopping] or ready or serving
 
     def _look_who_serves(self) -> None:
         if self._serving():
@@ -203,10 +206,10 @@ class Parent:
             _log.error("worker %d did not end within the exit timeout: it is killed", one.number + 1)
             one.process.kill()
 
-    def signal_all(self, number: int) -> None:
-        """Send a signal to every replica: a second stop signal ends them at once."""
+    def end_all_at_once(self) -> None:
+        """As a second stop signal does."""
         for one in self._processes.values():
-            one.process.send_signal(number)
+            one.process.send_signal(signal.SIGINT)
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
@@ -226,8 +229,11 @@ class Parent:
         self._has_news.set()
 
     async def _check(self, number: int) -> None:
+        one = self._processes.get(number)
+        if one is None:  # it ended meanwhile
+            return
         with suppress(LinkClosed):
-            await self._processes[number].link.call("check")
+            await one.link.call("check")
             self._supervision.answered(number)
 
     async def _live(self, number: int) -> None:
@@ -303,6 +309,7 @@ class Parent:
     def _handlers(self, number: int) -> Mapping[str, Handler]:
         named: dict[str, Callable[[int, Any, bytes], Any]] = {
             "serving": self._on_serving,
+            "stopping": self._on_stopping,
             "leaving": self._on_leaving,
             "ready": self._on_ready_replica,
             "connections": self._on_connections,
@@ -317,6 +324,11 @@ class Parent:
     def _on_serving(self, number: int, _: Any, __: bytes) -> Result:
         self._processes[number].is_serving = True
         self._look_who_serves()
+        return NOTHING
+
+    def _on_stopping(self, number: int, _: Any, __: bytes) -> Result:
+        """It was asked to stop, perhaps it alone: the others get what is new."""
+        self._processes[number].is_stopping = True
         return NOTHING
 
     def _on_leaving(self, number: int, _: Any, __: bytes) -> Result:
@@ -387,11 +399,30 @@ class Parent:
         return NOTHING
 
     async def _on_change(self, number: int, change: Sequence[Any], _: bytes) -> Result:
-        await self._operations.change(number, *change)
-        return NOTHING
+        return await self._to_its_end(self._operations.change, number, *change)
 
     async def _on_operate(self, number: int, operation: Any, data: bytes) -> Result:
-        await self._operations.operate(operation, data)
+        return await self._to_its_end(self._operations.operate, operation, data)
+
+    async def _to_its_end(self, carry_out: Callable[..., Awaitable[None]], *arguments: Any) -> Result:
+        """Carry out what concerns all replicas, although the one that asks may end meanwhile: the others would wait
+        for the decision. Raises its error.
+        """
+        failures: list[Exception] = []
+        ended = trio.Event()
+
+        async def run() -> None:
+            try:
+                await carry_out(*arguments)
+            except Exception as error:  # also one that is not expected goes to the replica that asks
+                failures.append(error)
+            finally:
+                ended.set()
+
+        self._nursery.start_soon(run)
+        await ended.wait()
+        if failures:
+            raise failures[0]
         return NOTHING
 
     def _choose_leader(self) -> None:
@@ -405,15 +436,18 @@ def _ending(status: int) -> str:
     return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
 
 
-def private_folder() -> tempfile.TemporaryDirectory[str]:
+@contextmanager
+def private_folder() -> Iterator[Path]:
     """A folder for the sockets between the processes of one server, accessible to this user only. Raises Invalid if it
     cannot be created, or its path is too long for a socket's.
     """
     try:
-        folder = tempfile.TemporaryDirectory(prefix="flowserve-", ignore_cleanup_errors=True)
+        folder, lock = claim(WORKERS)
     except OSError as error:
         raise Invalid(f"no folder for temporary files can be created: {error.strerror}; set TMPDIR") from None
-    if len(os.fsencode(folder.name)) + _SOCKET_NAME_BYTES > _SOCKET_PATH_BYTES_MAX:
-        folder.cleanup()
-        raise Invalid(f"the path of the folder for temporary files is too long for sockets: {folder.name}; set TMPDIR")
-    return folder
+    try:
+        if len(os.fsencode(folder)) + _SOCKET_NAME_BYTES > _SOCKET_PATH_BYTES_MAX:
+            raise Invalid(f"the path of the folder for temporary files is too long for sockets: {folder}; set TMPDIR")
+        yield Path(folder)
+    finally:
+        give_up(folder, lock)

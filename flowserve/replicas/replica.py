@@ -157,6 +157,10 @@ class Replica:
                     _log.error("an operation that the other workers carried out failed here: %s", error)
                 at, done = at + nbytes, number
 
+    def stops(self) -> None:
+        """New requests are refused from now on."""
+        self._link.tell("stopping")
+
     async def leave(self, adopt: Mapping[str, Adopt]) -> None:
         """Take no more connections, except those that were handed over already."""
         with suppress(LinkClosed):

@@ -10,6 +10,7 @@ neither processes nor clocks, gets the time in nanoseconds with each event, and 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -123,8 +124,10 @@ class Supervision:
         """The process of a replica ended with an exit status; negative: by a signal of this number."""
         one = self._replicas[replica]
         if self._is_ending or not self._has_served:
+            was_asked_early = self._is_ending and one.state is State.STARTING and status == -signal.SIGTERM
             one.state = State.GONE
-            self._status = max(self._status, abs(status))
+            if not was_asked_early:  # before it could receive the signal
+                self._status = max(self._status, abs(status))
             if not self._is_ending:  # the first replica could not serve
                 return self.stop(now_ns)
             return self._end_if_over()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -83,9 +85,22 @@ def test_the_server_ends_with_the_worst_status(statuses: list[int]) -> None:
     replicas = Supervision(2)
     replicas.begin(0)
     replicas.ready(0, 0)
+    replicas.ready(1, 0)
     assert replicas.stop(1) == [Ask(0), Ask(1)]
     assert replicas.ended(0, statuses[0], 2) == ()
     assert replicas.ended(1, statuses[1], 3) == [EndAll(max(map(abs, statuses)))]
+
+
+@pytest.mark.parametrize(("status", "ends_with"), [(-signal.SIGTERM, 0), (-signal.SIGSEGV, 11), (1, 1)])
+def test_a_replica_that_was_asked_to_end_before_it_had_started_does_not_fail_the_server(
+    status: int, ends_with: int
+) -> None:
+    replicas = Supervision(2)
+    replicas.begin(0)
+    replicas.ready(0, 0)
+    replicas.stop(1)
+    replicas.ended(0, 0, 2)
+    assert replicas.ended(1, status, 3) == [EndAll(ends_with)]
 
 
 class Lives(RuleBasedStateMachine):
