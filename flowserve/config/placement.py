@@ -30,13 +30,16 @@ _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/]+):([0-9]{1,5})")
 
 @dataclass(frozen=True, slots=True)
 class ModelPlace:
-    """Where the instances of one model run. `count` 0: as many as its instance groups say. `path`: in the file."""
+    """Where the instances of one model run. `count` 0: as many as its instance groups say. `path`: of its name in the
+    file. `segment`: what it shares its actors with, "" for none; they have the same count and needs.
+    """
 
     model: str
     count: int = 0
     resources: Mapping[str, float] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     path: str = ""
+    segment: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import encode_run, pack, unpack
 from flowserve.cluster import frames
 from flowserve.cluster.actor import Actor
-from flowserve.cluster.base import ActorJob, versions
+from flowserve.cluster.base import ActorJob, InstanceJob, versions
 from flowserve.cluster.files import digest_of
 from flowserve.cluster.link import ActorLink, greet_actor
 from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
@@ -37,12 +37,13 @@ class Spoken:
 
     def __init__(self, link: ActorLink) -> None:
         self.link = link
+        self.heard_of = 0  # the instance of the last message
 
-    def tell(self, kind: int, words: Sequence[int] = (), text: Any = None) -> None:
-        self.link.send(pack(kind, words, text))
+    def tell(self, kind: int, words: Sequence[int] = (), text: Any = None, instance: int = 0) -> None:
+        self.link.send(instance, pack(kind, words, text))
 
     def hear(self) -> tuple[int, Sequence[int], Any, Any]:
-        message, block = self.link.read(HOST.take, self._silent)
+        self.heard_of, message, block = self.link.read(HOST.take, self._silent)
         kind, words, text = unpack(message)
         return kind, words, json.loads(text) if text else None, block
 
@@ -55,7 +56,7 @@ class Spoken:
         data = np.array([values], np.float32)
         place = (frames.BLOCK, 0, data.nbytes, data.shape)
         message = encode_run(number, 0, 0, [1], [(0, 1)], (0, 0), [place])
-        self.link.send(message, [data.tobytes()], data.nbytes)
+        self.link.send(1, message, [data.tobytes()], data.nbytes)
 
     def _silent(self) -> None:
         self.silences = getattr(self, "silences", 0) + 1
@@ -69,8 +70,8 @@ def actor(tmp_path: Path, code: str = DOUBLE_CODE) -> Iterator[tuple[Actor, thre
     (tmp_path / "m" / "1" / "model.py").write_text(code)
     files = ModelFiles(tmp_path, tmp_path / "m", 1)
     config = ModelConfig("m", "python", "", 8, SPECS[:1], SPECS[1:], SourceMap("m/config.pbtxt"))
-    job = ActorJob("m_0", config, InstanceGroup("m"), files, digest_of(files), {}, SECRET)
-    made = Actor(job, "127.0.0.1")
+    made = Actor(ActorJob("m_0", SECRET), "127.0.0.1")
+    made.add(InstanceJob(1, "m_0", config, InstanceGroup("m"), files, digest_of(files), {}))
     thread = threading.Thread(target=made.serve)
     thread.start()
     try:
@@ -114,6 +115,7 @@ def test_a_connection_that_does_not_know_the_secret_is_refused_and_the_next_one_
         with connected(made) as server:
             server.open()
             server.tell(protocol.END)
+            assert (server.hear()[0], server.heard_of) == (frames.CLOSED, 1)
             with pytest.raises(EOFError):
                 server.hear()
 
@@ -144,7 +146,7 @@ def test_other_versions_are_refused_with_both(tmp_path: Path) -> None:
 def test_a_message_that_cannot_be_right_ends_the_actor(tmp_path: Path, message: bytes) -> None:
     with actor(tmp_path) as (made, _), connected(made) as server:
         server.open()
-        server.link.send(message, [bytes(8)], 8)
+        server.link.send(1, message, [bytes(8)], 8)
         with pytest.raises(EOFError):
             server.hear()
 

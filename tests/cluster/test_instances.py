@@ -207,6 +207,7 @@ async def test_a_machine_that_falls_silent_is_lost(tmp_path: Path) -> None:
         async with serving(tmp_path, cluster, {"m": ModelPlace("m", count=1)}) as (engine, _):
             pid = int((await ask(engine, "m", row(1.0)))["PID"].item())
             os.kill(pid, signal.SIGSTOP)
+            await until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
             with trio.fail_after(15), pytest.raises(MachineLost, match="does not answer"):
                 await ask(engine, "m", row(2.0))
             await until(lambda: is_served(engine, "m"))

@@ -17,7 +17,7 @@ import trio
 
 from flowserve.backends.base import ModelFiles
 from flowserve.cluster.agents import RayCluster
-from flowserve.cluster.base import ActorJob, MachineNeeds
+from flowserve.cluster.base import ActorJob, InstanceJob, MachineNeeds
 from flowserve.cluster.files import digest_of
 from flowserve.config.placement import ModelPlace
 from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
@@ -168,11 +168,14 @@ async def test_files_that_a_machine_does_not_have_are_sent_to_it_and_compared(no
     files = ModelFiles(tmp_path, folder, 1)
     cluster = RayCluster(nodes.address)
     config = ModelConfig("m", "python", "", 8, (), (), SourceMap("m"))
-    job = ActorJob("m_0", config, InstanceGroup("m"), files, digest_of(files), {}, bytes(32))
+    job = InstanceJob(1, "m_0", config, InstanceGroup("m"), files, digest_of(files), {})
     (folder / "big.bin").write_bytes(bytes(9_000_001))  # neither this machine nor the archive has what was announced
     try:
+        actor = ActorJob("m_0", bytes(32))
+        started = await trio.to_thread.run_sync(cluster.start, actor, MachineNeeds(), 20.0)
         with pytest.raises(Unavailable, match="the files changed while they were sent"):
-            await trio.to_thread.run_sync(cluster.start, job, MachineNeeds(), 20.0)
+            await trio.to_thread.run_sync(cluster.add, started, job)
+        await trio.to_thread.run_sync(cluster.kill, started)
     finally:
         cluster.close()
 
