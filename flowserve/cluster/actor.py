@@ -4,8 +4,8 @@ Decides the order of its life: open a socket on the machine's address, wait for 
 secret, open instances as their jobs come, and end with the connection. Each instance has a thread, where its model is
 loaded and its batches run one after the other in the order in which they come. The same backends run here as in the
 server and its worker processes, and their exceptions become the same messages. Another thread reads messages, and
-batches into memory, and answers pings. An actor that hears nothing of its server for `SERVER_SILENCES_MAX` seconds ends:
-so none is left behind when a server or its machine is lost.
+batches into memory, and answers pings. An actor that hears nothing of its server for `SERVER_SILENCES_MAX` seconds
+ends: so none is left behind when a server or its machine is lost.
 
 Decides how a batch passes its route (`scheduling/batch.py`), all of whose stages are instances here: each thread gives
 it to the next one with the outputs where they are, and the last replies. A batch returns earlier, with the outputs of
@@ -421,8 +421,8 @@ class _Instance:
         return Work(inputs, rows, requests, wanted, may_write, contexts=contexts)
 
     def _hand_on(self, run: _Run, results: Results) -> bool:
-        """Give a batch to the instance of the next stage. False if it returns to the server instead: it was recalled, or
-        an output is no tensor of the whole batch that the next model takes.
+        """Give a batch to the instance of the next stage. False if it returns to the server instead: it was recalled,
+        or an output is no tensor of the whole batch that the next model takes.
         """
         hop = self.routes.get(run.route)
         following = None if hop is None else self._session.instance(hop.peer)

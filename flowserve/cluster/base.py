@@ -1,8 +1,9 @@
 """The interface of a cluster's engine: what starts instances on other machines and tells of their ends.
 
 Decides what an actor is started with (`ActorJob`) and what its instances are (`InstanceJob`), what it needs
-(`MachineNeeds`), and what is known of one that was started (`Started`) or has ended (`ActorEnd`). A job travels the way of the engine, which is trusted as a process trusts
-its command line, and holds the secret of the connection. Does not know an engine. Callers: `agents`, `actor`, the
+(`MachineNeeds`), and what is known of one that was started (`Started`) or has ended (`ActorEnd`). Jobs travel the way
+of the engine, which is trusted as a process trusts its command line; that of an actor holds the secret of the
+connection. Does not know an engine. Callers: `agents`, `actor`, the
 engines' processes, and runtime/.
 """
 
@@ -41,8 +42,8 @@ class ActorJob:
 @dataclass(frozen=True, slots=True)
 class InstanceJob:
     """What an actor is to run: the instance `name` of one version of a model, from `files` whose contents have this
-    `digest`. `number` is its own in that actor, from 1. `options` are those of `Backend.load`. `is_alone`: the actor has
-    no other instance.
+    `digest`. `number` is its own in that actor, from 1. `options` are those of `Backend.load`. `is_alone`: the actor
+    has no other instance.
     """
 
     number: int

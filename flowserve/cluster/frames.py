@@ -3,8 +3,9 @@
 Decides their form: a head of fixed size with the number of an instance and the lengths of the two parts, a message of
 worker processes (backends/worker/protocol.py), and a block of bytes, in which the message says where each tensor is. A
 message is to that instance of the actor, or from it; 0 is the actor itself. The segment of every tensor with bytes is
-`BLOCK`. A tensor that a stage of a route made and that was not sent has its bytes and no shape in PASSED. Every length is checked before memory is taken for it, and every position before a
-view is made. Nothing is decoded by `pickle` or `marshal`.
+`BLOCK`. A tensor that a stage of a route made and that was not sent has its bytes and no shape in PASSED. Every length
+is checked before memory is taken for it, and every position before a view is made. Nothing is decoded by `pickle` or
+`marshal`.
 
 Decides too how the two ends recognise each other: both know 32 random bytes, which went another way (`base.ActorJob`).
 Each sends 32 random bytes and proves that it knows the secret by a code over both, so that the secret never travels and

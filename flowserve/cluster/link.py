@@ -122,8 +122,8 @@ class ActorLink:
     # ------------------------------------------------------------------ reading
 
     def read(self, take: Take, on_silence: Callable[[], None]) -> tuple[int, bytes, Array | None]:
-        """The next frame: its instance, its message, and its block, None without one. Blocks. `take` provides the block's memory.
-        Raises EOFError at the end, Garbled, and what `on_silence` raises.
+        """The next frame: its instance, its message, and its block, None without one. Blocks. `take` provides the
+        block's memory. Raises EOFError at the end, Garbled, and what `on_silence` raises.
         """
         self._fill(memoryview(self._head), on_silence)
         instance, message_bytes, nbytes = decode_head(self._head)

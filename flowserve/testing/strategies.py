@@ -130,8 +130,8 @@ class SimRequest:
 @dataclass(frozen=True)
 class World:
     """Models, the graphs over them, and the requests. `overtaken_max`: of the rate limiter, None without one.
-    `ends_ns`: when the server stops, None if it does not. `is_divided`: only instances of one number, one of each model,
-    pass batches to each other.
+    `ends_ns`: when the server stops, None if it does not. `is_divided`: only instances of one number, one of each
+    model, pass batches to each other.
     """
 
     models: tuple[SimModel, ...]

@@ -1,5 +1,5 @@
-"""Segments in simulated time: actors with an instance of each model of a chain, which end as a whole. No request is lost,
-doubled or answered twice, no slot is lost, and a route stays in its actor.
+"""Segments in simulated time: actors with an instance of each model of a chain, which end as a whole. No request is
+lost, doubled or answered twice, no slot is lost, and a route stays in its actor.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def test_a_batch_on_a_route_in_a_lost_machine_runs_once_more_if_all_its_models_a
 
 
 class Actors:
-    """`actors` of a segment, each on a machine of its own, in simulated time; some end, alone or with their machine, and
-    their instances come back one by one.
+    """`actors` of a segment, each on a machine of its own, in simulated time; some end, alone or with their machine,
+    and their instances come back one by one.
     """
 
     def __init__(self, seed: int, actors: int, requests: int, deaths: int, pure: Sequence[bool]) -> None:
@@ -122,7 +122,7 @@ class Actors:
         self.pure = pure
         self.starts: Counter[tuple[object, str]] = Counter()
         self.died: set[object] = set()
-        self.lost: Counter[object] = Counter()
+        self.lost: Counter[tuple[object, str]] = Counter()
         self.routed = self.recalled = 0
         self.now = 0
         self._random = Random(seed)
@@ -216,7 +216,7 @@ def check_laws(world: Actors, requests: int) -> None:
     failed = {one[0] for one in answers if isinstance(one, tuple)}
     answered = [one[0] if isinstance(one, tuple) else one for one in answers]
     assert sorted(map(int, map(str, answered))) == [*range(requests)], "each request has one answer"
-    twice = {request for (request, _), times in world.lost.items() if times > 1}
+    twice = {step[0] for step, times in world.lost.items() if times > 1}
     assert failed == world.died | twice, "those fail whose batch died, or was lost again"
     for (request, name), times in world.starts.items():
         if not world.pure["abc".index(name)]:

@@ -74,8 +74,8 @@ class Recorder:
         is_divided: bool = False,
     ) -> ModelQueue:
         """`is_cached`: its steps in ensembles are looked up in a response cache, which has none and takes all for
-        equal. `depth`: the batches that an instance takes at once. `is_divided`: it passes batches to instances of other
-        such models that have its number.
+        equal. `depth`: the batches that an instance takes at once. `is_divided`: it passes batches to instances of
+        other such models that have its number.
         """
         chosen = model.batcher() if batcher is None else batcher  # an empty batcher is falsy
         cache = self if is_cached else None

@@ -1,7 +1,7 @@
 """A worker whose instance runs on another machine, in an actor (cluster/) that is reached by a connection.
 
-An actor (`ClusterActor`) has the instance of one worker, or one of each model of a segment: then workers share it, and a
-batch on a route passes it as one message and one reply, with only the outputs of the last stage.
+An actor (`ClusterActor`) has the instance of one worker, or one of each model of a segment: then workers share it, and
+a batch on a route passes it as one message and one reply, with only the outputs of the last stage.
 
 Decides that whole batches cross, and that an instance is given up to `DEPTH` of them: while one computes there, the
 next is on its way, and the instance is that many times in its queue (`base.slots_of`). A small batch is sent on the
@@ -10,9 +10,9 @@ sent from where they are. Another thread reads the replies into memory of the po
 in a process reads them next, and hands them to the engine.
 
 Decides when an actor is lost: its connection has ended, or it has been silent for some seconds, although it was pinged
-every second. Then the instances in it end together, its batches fail and are not run again, since one of them may be the reason (`InstanceDied`); only if
-the machine as a whole is lost, the scheduler may run them once more (`MachineLost`). supervisor.py decides when the
-next actor is started.
+every second. Then the instances in it end together, its batches fail and are not run again, since one of them may be
+the reason (`InstanceDied`); only if the machine as a whole is lost, the scheduler may run them once more
+(`MachineLost`). supervisor.py decides when the next actor is started.
 
 cluster/ decides the form of what travels, and how actors are started. Does not know queues or callers. Made by
 loading/, driven by the engine on the event loop.
@@ -58,7 +58,7 @@ from flowserve.cluster.files import digest_of
 from flowserve.cluster.frames import Outgoing, add_inputs
 from flowserve.cluster.link import ActorLink, Send, Tls, client_context, greet_actor
 from flowserve.config.types import InstanceGroup, ModelConfig
-from flowserve.errors import FlowserveError, InstanceDied, MachineLost, ModelFailed, Unavailable
+from flowserve.errors import FlowserveError, InstanceDied, MachineLost, Unavailable
 from flowserve.memory.arena import Arena
 from flowserve.memory.pool import HOST
 from flowserve.runtime.clock import ClockNs
@@ -136,7 +136,7 @@ class ClusterActor:
     # ------------------------------------------------------------------ blocking, on other threads
 
     def join(self, worker: ClusterWorker, context: WorkerContext) -> tuple[_Connection, int]:
-        """Have it open a worker's instance: its connection, and the number of the instance there. Raises Unavailable."""
+        """Have it open a worker's instance: its connection, and the instance's number there. Raises Unavailable."""
         with self._lock:
             connection = self._connection
             if connection is None or connection.is_over:
@@ -178,8 +178,8 @@ class ClusterActor:
 
 
 class ClusterWorker:
-    """One instance on another machine, in an actor. While there is none, `ended` is how the last one ended. `on_end`: as
-    of a `ProcessWorker`. `machine`: where it is, or was last.
+    """One instance on another machine, in an actor. While there is none, `ended` is how the last one ended. `on_end`:
+    as of a `ProcessWorker`. `machine`: where it is, or was last.
     """
 
     _context: WorkerContext  # of the last `open`
@@ -592,19 +592,24 @@ class _Connection:
         """One message, on the reading thread. Raises Garbled."""
         if kind in (protocol.DONE, protocol.FAILED):
             self._reply(number, kind, words, text, block)
-        elif kind == protocol.READY and len(words) == 2 and number in self._opening:
-            self._opening[number].put(bool(words[1]))
+        elif kind == protocol.READY and len(words) == 2:
+            self._answer(number, bool(words[1]))
         elif kind == protocol.BROKEN:
             error = decode_error(json.loads(text))
-            for waiting in [*self._opening.values()] if not number else [self._opening.get(number)]:
-                if waiting is not None:
-                    waiting.put(error)
+            for one in [number] if number else [*self._opening]:  # the actor as a whole
+                self._answer(one, error)
         elif kind == frames.CLOSED and number in self._closing:
             self._closing[number].set()
         elif kind == frames.RECALLED and len(words) == 3:
             self.tell(self._release, *words[1:])
         elif kind != frames.PONG:
             raise Garbled(f"a message of kind {kind}")
+
+    def _answer(self, number: int, answer: bool | FlowserveError) -> None:
+        """Tell how the opening of an instance went, unless it was given up."""
+        waiting = self._opening.get(number)
+        if waiting is not None:
+            waiting.put(answer)
 
     def tell(self, what: Callable[..., None], *about: object) -> None:
         """Call it on the event loop, where there still is one."""
