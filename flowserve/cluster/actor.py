@@ -193,6 +193,7 @@ class _Session:
         self._end_process = end_process
         self._hello: SimpleQueue[bytes | None] = SimpleQueue()
         self._instances: dict[int, _Instance] = {}
+        self._given_up: set[int] = set()  # instances that ended before their jobs came
         self._runs: dict[int, _Run] = {}  # those on a route
         self._lock = threading.Lock()
         self._silences = 0
@@ -211,7 +212,10 @@ class _Session:
             self.tell(0, pack(protocol.BROKEN, (), encode_error(error)))
             return
         while (job := self._jobs.get()) is not None:
-            one = self._instances[job.number] = _Instance(job, self)
+            with self._lock:
+                if job.number in self._given_up:
+                    continue
+                one = self._instances[job.number] = _Instance(job, self)
             one.thread.start()
         for one in [*self._instances.values()]:
             one.work.put(None)
@@ -281,6 +285,13 @@ class _Session:
             self._recall(words[1])
         elif kind == protocol.END and not number:
             self._jobs.put(None)
+        elif kind == protocol.END:
+            with self._lock:
+                ending = self._instances.pop(number, None)
+                if ending is None:
+                    self._given_up.add(number)
+                else:
+                    ending.work.put(None)
         elif (instance := self._instances.get(number)) is None:
             raise Garbled(f"a message of kind {kind} to instance {number}")
         elif kind == protocol.RUN:
@@ -294,10 +305,6 @@ class _Session:
             except (LookupError, ValueError):
                 raise Garbled("a route that is cut off") from None
             instance.routes[route] = hop
-        elif kind == protocol.END:
-            with self._lock:
-                del self._instances[number]
-            instance.work.put(None)
         else:
             raise Garbled(f"a message of kind {kind}")
 

@@ -65,6 +65,7 @@ import time
 
 class TritonPythonModel:
     def initialize(self, args):
+        open("BEGUN", "w").close()
         while not os.path.exists("GATE"):
             time.sleep(0.01)
 
@@ -315,7 +316,10 @@ async def test_a_model_is_reloaded_in_its_actor_which_ends_with_its_last_model(t
             )
             with pytest.raises(FlowserveError, match="no licence"):
                 await control.load("second")
-            code.write_text(SLOW.replace("GATE", str(tmp_path / "gate")).replace("ENDED", str(tmp_path / "ended")))
+            slow = SLOW
+            for name in ("begun", "gate", "ended"):
+                slow = slow.replace(name.upper(), str(tmp_path / name))
+            code.write_text(slow)
             async with trio.open_nursery() as nursery:
 
                 async def load() -> None:
@@ -323,10 +327,7 @@ async def test_a_model_is_reloaded_in_its_actor_which_ends_with_its_last_model(t
                         await control.load("second")
 
                 nursery.start_soon(load)
-                (worker,) = workers(engine, "first")
-                connection = worker._connection
-                assert connection is not None
-                await until(lambda: connection._opening)
+                await until((tmp_path / "begun").exists)
                 assert (await ask(engine, "first", row(1, 9, 0)))["PID"].item() == pid
                 await control.unload("second")
             (tmp_path / "gate").touch()  # what was given up ends its initialization all the same
