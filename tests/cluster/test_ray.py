@@ -119,6 +119,25 @@ async def test_instances_are_where_their_labels_say_and_an_actor_that_is_killed_
         assert pid not in {int((await ask(engine, "m", row(1.0)))["PID"].item()) for _ in range(6)}
 
 
+async def test_a_segment_is_one_actor_with_what_all_its_models_need(nodes: Any, tmp_path: Path) -> None:
+    names = ("one", "two", "three")
+    for name in names:
+        write_python(tmp_path, name)
+    places = {name: ModelPlace(name, 2, {"CPU": 3}, {}, segment="text") for name in names}  # two nodes have three each
+    async with serving(nodes, tmp_path, places) as (engine, control, _):
+        for index in (0, 1):
+            assert len({workers_of(engine, name)[index].machine for name in names}) == 1
+        assert len({worker.machine for worker in workers_of(engine, "one")}) == 2
+        pids = {name: {int((await ask(engine, name, row(1.0)))["PID"].item()) for _ in range(4)} for name in names}
+        assert pids["one"] == pids["two"] == pids["three"]
+        with pytest.raises(InstanceDied):
+            await ask(engine, "two", row(-3.0))
+        await until(lambda: all(one._connection for name in names for one in workers_of(engine, name)), 60)
+        for name in names:
+            await control.unload(name)
+        await until(lambda: not any(map(is_running, pids["one"])))
+
+
 async def test_the_agent_that_is_killed_under_load_fails_nothing(nodes: Any, tmp_path: Path) -> None:
     write_python(tmp_path, "m")
     async with serving(nodes, tmp_path, {"m": ModelPlace("m", 2)}) as (engine, _, cluster):
