@@ -323,8 +323,11 @@ class ClusterWorker:
     def recall(self, batch: Batch) -> None:
         """The batch is to return from its route after its current stage."""
         connection = self._connection
-        for number, run in [] if connection is None else [*connection.runs.items()]:
-            if run.batch is batch and connection is not None:
+        if connection is None:
+            return
+        for number in [*connection.runs]:
+            run = connection.runs.get(number)  # it may come back at this moment
+            if run is not None and run.batch is batch:
                 connection.later(partial(connection.link.send, 0, pack(protocol.CANCEL, (number,))))
 
     def kill(self, why: str) -> None:
@@ -458,6 +461,7 @@ class _Connection:
         self._instance_numbers = count(1)
         self._opening: dict[int, SimpleQueue[bool | FlowserveError]] = {}
         self._closing: dict[int, threading.Event] = {}
+        self._refused: FlowserveError | None = None  # why the actor opens nothing
         self._killed = ""  # the server's own reason for the end
         self._silences = 0
         self._sent = 0
@@ -492,8 +496,8 @@ class _Connection:
             self._engine.add(self._started, worker.job(number))
         except Unavailable as error:
             self._opening[number].put(error)
-        if self.is_over:  # perhaps before the instance was known
-            self._opening[number].put(Unavailable(self.why))
+        if self.is_over or self._refused is not None:  # perhaps before the instance was known
+            self._opening[number].put(self._refused or Unavailable(self.why))
         return number
 
     def wait_until_open(self, number: int) -> bool:
@@ -582,7 +586,7 @@ class _Connection:
         self.link.discard()
         end = ActorEnd(self._killed) if self._killed else self._how_it_ended(ended)
         for waiting in [*self._opening.values()]:
-            waiting.put(Unavailable(f"{end.text} while its instance was opened ({ended})"))
+            waiting.put(self._refused or Unavailable(f"{end.text} while its instance was opened ({ended})"))
         for closed in [*self._closing.values()]:
             closed.set()
         self._ended.set()
@@ -596,8 +600,9 @@ class _Connection:
             self._answer(number, bool(words[1]))
         elif kind == protocol.BROKEN:
             error = decode_error(json.loads(text))
-            for one in [number] if number else [*self._opening]:  # the actor as a whole
-                self._answer(one, error)
+            self._answer(number, error)
+            if not number:  # the actor as a whole, which ends now
+                self._refused = error
         elif kind == frames.CLOSED and number in self._closing:
             self._closing[number].set()
         elif kind == frames.RECALLED and len(words) == 3:
