@@ -2,7 +2,8 @@
 
 A `model.py` returns its input. One instance in a process of the server and one in an actor of a local cluster are
 asked in turns, one request at a time, in one engine; then 32 callers ask three instances that take 5 ms a batch, and
-one actor is killed. The machine of the actor is this one: what a network adds comes on top.
+one actor is killed. A chain of three such models, each in an actor of its own, is compared with the same chain as a
+segment, one request at a time. The machine of the actors is this one: what a network adds comes on top.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from flowserve.values import Array, DType, Request, TensorSpec
 SIZES: Final = {"256 B": 64, "96 KB": 24_576, "602 KB": 150_528, "9.6 MB": 2_408_448}
 CALLERS: Final = 32
 _BATCH, _BATCHES = 8, 3000
+_CHAINS: Final = ("single", "segment")
+_STEPS: Final = 3
 _SPEC: Final = TensorSpec("X", DType.FP32, (-1,))
 _CONFIG: Final = """
 backend: "python" max_batch_size: 16 dynamic_batching {}
@@ -68,11 +71,16 @@ class TritonPythonModel:
 def measure_cluster(rounds: int, seconds: float, say: Callable[[str], None]) -> Iterator[str]:
     """Lines of a table, and of what followed the end of an actor."""
     with tempfile.TemporaryDirectory(prefix="bench-cluster-") as folder:
-        for name, pause in (("here", 0.0), ("there", 0.0), ("slow", 0.005)):
+        models = [("here", 0.0), ("there", 0.0), ("slow", 0.005)]
+        for name, pause in [*models, *[(f"{chain}{i}", 0.0) for chain in _CHAINS for i in range(_STEPS)]]:
             version = Path(folder) / name / "1"
             version.mkdir(parents=True)
             (version / "model.py").write_text(_ECHO.replace("SECONDS", str(pause)))
             (version.parent / "config.pbtxt").write_text(_CONFIG)
+        for chain in _CHAINS:
+            version = Path(folder) / chain / "1"
+            version.mkdir(parents=True)
+            (version.parent / "config.pbtxt").write_text(_chain(chain))
         cluster = LocalCluster(3)
         try:
             yield from trio.run(_measure, Path(folder), cluster, rounds, seconds, say)
@@ -80,6 +88,18 @@ def measure_cluster(rounds: int, seconds: float, say: Callable[[str], None]) -> 
             cluster.close()
     few, many = (min(_scheduling_us(count) for _ in range(rounds)) for count in (20, 2000))
     yield f"\nscheduling, a batch of {_BATCH}: {few:.0f} us with 20 instances, {many:.0f} us with 2,000"
+
+
+def _chain(name: str) -> str:
+    """An ensemble of `_STEPS` models, one after the other."""
+    steps = ""
+    for i in range(_STEPS):
+        read, made = f"t{i}" if i else "X", f"t{i + 1}" if i < _STEPS - 1 else "Y"
+        last = 'output_map { key: "PID" value: "PID" }' if made == "Y" else ""
+        maps = f'input_map {{ key: "X" value: "{read}" }} output_map {{ key: "Y" value: "{made}" }} {last}'
+        steps += f'step {{ model_name: "{name}{i}" model_version: -1 {maps} }}\n'
+    config = _CONFIG.replace('backend: "python"', 'platform: "ensemble"').replace("dynamic_batching {}", "")
+    return f"{config} ensemble_scheduling {{ {steps} }}"
 
 
 def _scheduling_us(instances: int) -> float:
@@ -117,6 +137,9 @@ async def _measure(
     folder: Path, cluster: LocalCluster, rounds: int, seconds: float, say: Callable[[str], None]
 ) -> list[str]:
     places = {"there": ModelPlace("there", 1), "slow": ModelPlace("slow", 3)}
+    for i in range(_STEPS):
+        places[f"single{i}"] = ModelPlace(f"single{i}", 1)
+        places[f"segment{i}"] = ModelPlace(f"segment{i}", 1, segment="segment")
     options = EngineOptions(cluster=ClusterOptions(cluster), places=places)
     lines = ["| in and out | in a process, ms | on another machine, ms | difference, ms |", "|---|---|---|---|"]
     async with (
@@ -134,6 +157,8 @@ async def _measure(
                     times[name].append(await _median_ms(engine, name, x, seconds))
             here, there = median(times["here"]), median(times["there"])
             lines.append(f"| {title} | {_range(times['here'])} | {_range(times['there'])} | {there - here:+.2f} |")
+        say("a chain of three models")
+        lines += await _compare_chains(engine, rounds, seconds)
         say("an actor is killed")
         lines += await _kill(engine)
     return lines
@@ -157,6 +182,34 @@ async def _median_ms(engine: Engine, name: str, x: Array, seconds: float) -> flo
         await _ask(engine, name, x)
         times.append(time.perf_counter() - began)
     return median(times) * 1000
+
+
+async def _compare_chains(engine: Engine, rounds: int, seconds: float) -> list[str]:
+    """Requests/s of three steps on other machines one by one, and as a segment, one request at a time."""
+    head = f"| in and out | {_STEPS} single steps, requests/s | a segment of {_STEPS}, requests/s | ratio |"
+    lines = ["", head, "|---|---|---|---|"]
+    for title, length in SIZES.items():
+        x = np.ones((1, length), np.float32)
+        rates: dict[str, list[float]] = {name: [] for name in _CHAINS}
+        for _ in range(rounds):
+            for name in _CHAINS:
+                rates[name].append(1000 / await _mean_ms(engine, name, x, seconds))
+        single, segment = (
+            f"{median(one):,.0f} ({min(one):,.0f} to {max(one):,.0f})" for one in (rates[name] for name in _CHAINS)
+        )
+        ratio = median(rates["segment"]) / median(rates["single"])
+        lines.append(f"| {title} | {single} | {segment} | {ratio:.2f} |")
+    return lines
+
+
+async def _mean_ms(engine: Engine, name: str, x: Array, seconds: float) -> float:
+    for _ in range(20):
+        await _ask(engine, name, x)
+    began, count = time.perf_counter(), 0
+    while (now := time.perf_counter()) < began + seconds:
+        await _ask(engine, name, x)
+        count += 1
+    return (now - began) * 1000 / count
 
 
 async def _kill(engine: Engine) -> list[str]:

@@ -19,9 +19,10 @@ from typing import Any, Final, Literal, TextIO
 from flowserve.cli.logs import escape
 from flowserve.cli.stores import open_mirrors
 from flowserve.cli.target import find_graph, is_target, refuse_among
-from flowserve.config.placement import misplaced, read_placement
+from flowserve.config.placement import PlacementFile, misplaced, read_placement
 from flowserve.errors import FlowserveError, Place, Problem, Problems, problems_of
 from flowserve.graph.advice import advise
+from flowserve.graph.segments import broken_segments
 from flowserve.render.text import render_text
 from flowserve.repository.layout import is_model_folder
 from flowserve.repository.mirror.mirror import RepositoryMirror
@@ -134,10 +135,16 @@ def _findings(reading: Reading) -> Iterator[Finding]:
         yield from _failures(name, resolution.failed, shown)
 
 
+def placement_problems(placement: PlacementFile, reading: Reading) -> list[Problem]:
+    """What a placement file says that is impossible with these models and graphs."""
+    graphs = [versions[max(versions)] for versions in reading.resolution.graphs.values()]
+    return [*misplaced(placement, reading.configs), *broken_segments(placement, graphs)]
+
+
 def _placement_findings(path: Path, reading: Reading) -> Iterator[Finding]:
     """The problems of a placement file; those of models with problems of their own are not known."""
     try:
-        problems = [*misplaced(read_placement(path), reading.configs)]
+        problems = placement_problems(read_placement(path), reading)
     except Problems as error:
         problems = [*error.problems]
     for problem in problems:

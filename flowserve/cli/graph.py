@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from flowserve.cli.check import print_failure
+from flowserve.cli.check import placement_problems, print_failure
 from flowserve.cli.logs import escape
 from flowserve.cli.target import find_graph, is_target
-from flowserve.config.placement import misplaced, placed_configs, read_placement
+from flowserve.config.placement import placed_configs, read_placement
 from flowserve.config.suggest import did_you_mean
 from flowserve.errors import FlowserveError, Invalid, NotFound, Problems
 from flowserve.graph.types import Graph
@@ -65,7 +65,7 @@ def _read(given: Path, model: str) -> tuple[Reading, str]:
 def _placed(reading: Reading, path: Path) -> Reading:
     """With the places of its models. Raises Problems."""
     placement = read_placement(path)
-    if problems := [*misplaced(placement, reading.configs)]:
+    if problems := placement_problems(placement, reading):
         raise Problems(problems)
     return replace(reading, configs=placed_configs(placement, reading.configs))
 

@@ -5,6 +5,7 @@ line of JSON each, which may be wrong and is then ignored), and that an agent en
 
   START number job needs seconds    answered by STARTED number host port process, or FAILED number text; Ray's agent
                                     adds the name of the machine, and of Ray's node
+  ADD number job                    that actor is to open an instance; answered by ADDED number, or FAILED
   KILL number                       end that actor at once
   ASK number machine node           to Ray's agent: how did this actor end? Answered by ENDED
   ENDED number text [with_machine]  an actor has ended
@@ -31,22 +32,25 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final
 from uuid import uuid4
 
-from flowserve.cluster.base import ActorEnd, ActorJob, MachineNeeds, Started
+from flowserve.cluster.base import ActorEnd, ActorJob, InstanceJob, MachineNeeds, Started
 from flowserve.cluster.pipes import pickled
 from flowserve.errors import Unavailable
 
 log = logging.getLogger("flowserve.cluster")
 
 START: Final = "start"
+ADD: Final = "add"
 KILL: Final = "kill"
 ASK: Final = "ask"
 STARTED: Final = "started"
+ADDED: Final = "added"
 FAILED: Final = "failed"
 ENDED: Final = "ended"
 READY: Final = "ready"
 
 _END_S: Final = 5.0  # for an agent to tell how an actor ended
 _MACHINE_S: Final = 0.3  # for the end of a local machine's process to be seen, after that of its actor's connection
+_FILES_S: Final = 600.0  # for a model's files to be sent
 _CLOSE_S: Final = 10.0
 _GONE: Final = (ENDED, None)
 
@@ -79,22 +83,29 @@ class Agent:
 
     def start(self, number: int, job: ActorJob, needs: MachineNeeds, give_up_s: float) -> tuple[Any, ...]:
         """What it answers to START: the words behind STARTED. Raises Unavailable."""
-        answers = self._answers[number] = SimpleQueue()
         self._ends[number] = SimpleQueue()
         try:
-            if self.is_gone.is_set():
-                raise Unavailable("the process that starts instances has ended")
-            self.tell(START, number, job, needs, give_up_s)
-            try:
-                kind, *words = answers.get(timeout=give_up_s + _END_S)
-            except Empty:
-                raise Unavailable(f"it was not started within {give_up_s:g} s") from None
-            if kind != STARTED:
-                raise Unavailable(str(words[0]) if kind == FAILED else "the process that starts instances has ended")
-            return tuple(words)
+            return self.ask(START, number, job, needs, give_up_s, within_s=give_up_s + _END_S)
         except Unavailable:
             self._ends.pop(number, None)
             raise
+
+    def ask(self, kind: str, number: int, *arguments: object, within_s: float) -> tuple[Any, ...]:
+        """The words of the answer to a request about an actor. Raises Unavailable, also if there is none in time."""
+        answers = self._answers[number] = SimpleQueue()
+        try:
+            if self.is_gone.is_set():
+                raise Unavailable("the process that starts instances has ended")
+            self.tell(kind, number, *arguments)
+            try:
+                answer, *words = answers.get(timeout=within_s)
+            except Empty:
+                raise Unavailable(f"it was not started within {within_s:g} s") from None
+            if answer == FAILED:
+                raise Unavailable(str(words[0]))
+            if answer not in (STARTED, ADDED):
+                raise Unavailable("the process that starts instances has ended")
+            return tuple(words)
         finally:
             del self._answers[number]
 
@@ -190,6 +201,10 @@ class LocalCluster:
             raise Unavailable(f"machine '{name}': {error}") from None
         return Started(number, host, port, name, process)
 
+    def add(self, started: Started, job: InstanceJob) -> None:
+        """As `ClusterEngine.add`."""
+        self._agents[started.machine].ask(ADD, started.number, job, within_s=_FILES_S)
+
     def end_of(self, started: Started) -> ActorEnd:
         """As `ClusterEngine.end_of`."""
         agent = self._agents[started.machine]
@@ -258,6 +273,10 @@ class RayCluster:
         self._nodes[number] = node
         self._names[node] = machine
         return Started(number, host, port, machine, process)
+
+    def add(self, started: Started, job: InstanceJob) -> None:
+        """As `ClusterEngine.add`."""
+        self._current().ask(ADD, started.number, job, within_s=_FILES_S)
 
     def end_of(self, started: Started) -> ActorEnd:
         """As `ClusterEngine.end_of`."""

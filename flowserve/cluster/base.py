@@ -1,8 +1,9 @@
 """The interface of a cluster's engine: what starts instances on other machines and tells of their ends.
 
-Decides what an instance is started with (`ActorJob`), what it needs (`MachineNeeds`), and what is known of one that was
-started (`Started`) or has ended (`ActorEnd`). A job travels the way of the engine, which is trusted as a process trusts
-its command line, and holds the secret of the connection. Does not know an engine. Callers: `agents`, `actor`, the
+Decides what an actor is started with (`ActorJob`) and what its instances are (`InstanceJob`), what it needs
+(`MachineNeeds`), and what is known of one that was started (`Started`) or has ended (`ActorEnd`). Jobs travel the way
+of the engine, which is trusted as a process trusts its command line; that of an actor holds the secret of the
+connection. Does not know an engine. Callers: `agents`, `actor`, the
 engines' processes, and runtime/.
 """
 
@@ -23,7 +24,7 @@ from flowserve.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class MachineNeeds:
-    """What an instance needs of its machine: amounts of resources ("CPU", "GPU") and labels."""
+    """What an actor needs of its machine: amounts of resources ("CPU", "GPU") and labels."""
 
     resources: Mapping[str, float] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -31,18 +32,28 @@ class MachineNeeds:
 
 @dataclass(frozen=True, slots=True)
 class ActorJob:
+    """What an actor is started with. It has no instance yet (`InstanceJob`). `name` is for its log."""
+
+    name: str
+    secret: bytes = field(repr=False)
+    tls: Tls | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceJob:
     """What an actor is to run: the instance `name` of one version of a model, from `files` whose contents have this
-    `digest`. `options` are those of `Backend.load`.
+    `digest`. `number` is its own in that actor, from 1. `options` are those of `Backend.load`. `is_alone`: the actor
+    has no other instance.
     """
 
+    number: int
     name: str
     config: ModelConfig
     group: InstanceGroup
     files: ModelFiles
     digest: str
     options: Mapping[str, str]
-    secret: bytes = field(repr=False, default=b"")
-    tls: Tls | None = None
+    is_alone: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +82,11 @@ class ClusterEngine(Protocol):
     def start(self, job: ActorJob, needs: MachineNeeds, give_up_s: float) -> Started:
         """Start an actor on a machine that has what it needs. Raises Unavailable if there is none within
         `give_up_s`."""
+
+    def add(self, started: Started, job: InstanceJob) -> None:
+        """Have an actor open an instance; the model's files are sent if its machine does not have them. Raises
+        Unavailable. One call for an actor at a time.
+        """
 
     def end_of(self, started: Started) -> ActorEnd:
         """How an actor ended whose connection is over. Takes some seconds at most."""

@@ -1,9 +1,11 @@
-"""Frames: what travels over the connection between the server and an instance on another machine.
+"""Frames: what travels over the connection between the server and an actor on another machine.
 
-Decides their form: a head of fixed size with the lengths of the two parts, a message of worker processes
-(backends/worker/protocol.py), and a block of bytes, in which the message says where each tensor is. The segment of
-every tensor with bytes is `BLOCK`. Every length is checked before memory is taken for it, and every position before a
-view is made. Nothing is decoded by `pickle` or `marshal`.
+Decides their form: a head of fixed size with the number of an instance and the lengths of the two parts, a message of
+worker processes (backends/worker/protocol.py), and a block of bytes, in which the message says where each tensor is. A
+message is to that instance of the actor, or from it; 0 is the actor itself. The segment of every tensor with bytes is
+`BLOCK`. A tensor that a stage of a route made and that was not sent has its bytes and no shape in PASSED. Every length
+is checked before memory is taken for it, and every position before a view is made. Nothing is decoded by `pickle` or
+`marshal`.
 
 Decides too how the two ends recognise each other: both know 32 random bytes, which went another way (`base.ActorJob`).
 Each sends 32 random bytes and proves that it knows the secret by a code over both, so that the secret never travels and
@@ -31,8 +33,8 @@ from flowserve.memory.column import Column
 from flowserve.memory.tensor import Tensor
 from flowserve.values import Array, DType, TensorSpec
 
-HEAD: Final = struct.Struct("<4sIQ")  # mark, bytes of the message, bytes of the block
-MARK: Final = b"fsf1"
+HEAD: Final = struct.Struct("<4sIIQ")  # mark, instance, bytes of the message, bytes of the block
+MARK: Final = b"fsf2"
 MESSAGE_BYTES_MAX: Final = 1 << 24
 BLOCK_BYTES_MAX: Final = 1 << 34
 BLOCK: Final = 1  # the segment of tensors that have bytes
@@ -43,6 +45,10 @@ HELLO: Final = 32
 # PING, PONG: the other end is to show that it is there, and does
 PING: Final = 33
 PONG: Final = 34
+# CLOSED: the instance has ended, as END to it asked for; END to the actor itself ends all
+CLOSED: Final = 35
+# RECALLED number stage: the reply to CANCEL while the batch is there: it returns after that stage of its route
+RECALLED: Final = 36
 
 SECRET_BYTES: Final = 32
 GREETING_BYTES: Final = 32
@@ -51,25 +57,25 @@ PROOF_BYTES: Final = 32
 Buffer = bytes | memoryview
 
 
-def encode_head(message_bytes: int, block_bytes: int) -> bytes:
+def encode_head(instance: int, message_bytes: int, block_bytes: int) -> bytes:
     """The head of a frame. Raises Invalid for a batch that is too large for one."""
     if message_bytes > MESSAGE_BYTES_MAX or block_bytes > BLOCK_BYTES_MAX:
         what = f"a message of {message_bytes} bytes with {block_bytes} bytes of tensors"
         most = f"{MESSAGE_BYTES_MAX} and {BLOCK_BYTES_MAX} are the most"
         raise Invalid(f"{what} cannot be sent to another machine: {most}; lower max_batch_size")
-    return HEAD.pack(MARK, message_bytes, block_bytes)
+    return HEAD.pack(MARK, instance, message_bytes, block_bytes)
 
 
-def decode_head(head: bytes | bytearray) -> tuple[int, int]:
-    """The lengths of the message and of the block. Raises Garbled."""
+def decode_head(head: bytes | bytearray) -> tuple[int, int, int]:
+    """The instance, and the lengths of the message and of the block. Raises Garbled."""
     if len(head) != HEAD.size:
         raise Garbled("a head of another length")
-    mark, message_bytes, block_bytes = HEAD.unpack(head)
+    mark, instance, message_bytes, block_bytes = HEAD.unpack(head)
     if mark != MARK:
         raise Garbled("not a frame")
     if not 8 <= message_bytes <= MESSAGE_BYTES_MAX or block_bytes > BLOCK_BYTES_MAX:
         raise Garbled(f"a frame of {message_bytes} and {block_bytes} bytes")
-    return message_bytes, block_bytes
+    return instance, message_bytes, block_bytes
 
 
 def proof(secret: bytes, sender: bytes, first: bytes, second: bytes) -> bytes:
@@ -122,14 +128,17 @@ class Outgoing:
 
 
 class OutgoingArena:
-    """What an `OutputWriter` takes for shared memory: `block` is the block of the next frame."""
+    """What an `OutputWriter` takes for shared memory: `block` is the block of one frame, and `nbytes` its size."""
 
     def __init__(self) -> None:
         self.block = Outgoing()
+        self.nbytes = 0
 
     def take(self, nbytes: int) -> tuple[Outgoing, int]:
-        """The one block of a frame, from its beginning."""
-        return self.block, 0
+        """So many bytes of the block, behind those that are taken."""
+        start = aligned(self.nbytes)
+        self.nbytes = start + nbytes
+        return self.block, start
 
     def give_back(self, blocks: object) -> None:
         """Blocks are not kept."""

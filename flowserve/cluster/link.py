@@ -1,4 +1,4 @@
-"""One end of a connection between the server and an instance on another machine.
+"""One end of a connection between the server and an actor on another machine.
 
 Decides how frames are written and read over TCP, with or without TLS: one thread reads, any thread sends. A frame is
 sent from the memory where its tensors are, and its block is read into memory that the reader provides. Decides how the
@@ -62,15 +62,17 @@ class ActorLink:
 
     # ------------------------------------------------------------------ sending
 
-    def send(self, message: bytes, buffers: Sequence[Buffer] = (), nbytes: int = 0) -> None:
+    def send(self, instance: int, message: bytes, buffers: Sequence[Buffer] = (), nbytes: int = 0) -> None:
         """Send a frame whose block are these buffers, together `nbytes`. Blocks. Raises OSError when the connection has
         ended.
         """
-        head = encode_head(len(message), nbytes)
+        head = encode_head(instance, len(message), nbytes)
         with self._sending:
             self._send_all([head + message, *buffers])
 
-    def try_send(self, message: bytes, buffers: Sequence[Buffer], nbytes: int, later: Callable[[Send], object]) -> bool:
+    def try_send(
+        self, instance: int, message: bytes, buffers: Sequence[Buffer], nbytes: int, later: Callable[[Send], object]
+    ) -> bool:
         """Send a small frame without blocking. False, and nothing is sent, if that is not possible now. If only a part
         is sent, `later` gets what sends the rest, to be called on a thread that may block.
         """
@@ -78,7 +80,7 @@ class ActorLink:
             return False
         rest = b""
         try:
-            data = b"".join([encode_head(len(message), nbytes), message, *map(bytes, buffers)])
+            data = b"".join([encode_head(instance, len(message), nbytes), message, *map(bytes, buffers)])
             rest = data[self._socket.send(data) :]
             self.sent += 1
         except BlockingIOError:
@@ -119,19 +121,19 @@ class ActorLink:
 
     # ------------------------------------------------------------------ reading
 
-    def read(self, take: Take, on_silence: Callable[[], None]) -> tuple[bytes, Array | None]:
-        """The next frame: its message, and its block, None without one. Blocks. `take` provides the block's memory.
-        Raises EOFError at the end, Garbled, and what `on_silence` raises.
+    def read(self, take: Take, on_silence: Callable[[], None]) -> tuple[int, bytes, Array | None]:
+        """The next frame: its instance, its message, and its block, None without one. Blocks. `take` provides the
+        block's memory. Raises EOFError at the end, Garbled, and what `on_silence` raises.
         """
         self._fill(memoryview(self._head), on_silence)
-        message_bytes, nbytes = decode_head(self._head)
+        instance, message_bytes, nbytes = decode_head(self._head)
         message = bytearray(message_bytes)
         self._fill(memoryview(message), on_silence)
         if not nbytes:
-            return bytes(message), None
+            return instance, bytes(message), None
         block: Array = take(nbytes)
         self._fill(block.data, on_silence)
-        return bytes(message), block
+        return instance, bytes(message), block
 
     def _fill(self, view: memoryview, on_silence: Callable[[], None]) -> None:
         while len(view):

@@ -13,8 +13,8 @@ import sys
 import threading
 from typing import Any, BinaryIO
 
-from flowserve.cluster.agents import ENDED, FAILED, KILL, START, STARTED
-from flowserve.cluster.base import ActorJob
+from flowserve.cluster.agents import ADD, ADDED, ENDED, FAILED, KILL, START, STARTED
+from flowserve.cluster.base import ActorJob, InstanceJob
 from flowserve.cluster.pipes import Answers, pickled, read_pickled, standard_pipes
 
 
@@ -28,10 +28,24 @@ class _Machine:
             kind, number, *arguments = request
             if kind == START:
                 threading.Thread(target=self._start, args=(number, *arguments), daemon=True).start()
+            elif kind == ADD:
+                threading.Thread(target=self._add, args=(number, *arguments), daemon=True).start()
             elif kind == KILL and number in self._actors:
                 self._actors[number].kill()
         for actor in [*self._actors.values()]:
             actor.kill()
+
+    def _add(self, number: int, job: InstanceJob) -> None:
+        actor = self._actors.get(number)
+        try:
+            if actor is None or actor.stdin is None:
+                raise BrokenPipeError
+            actor.stdin.write(pickled(job))
+            actor.stdin.flush()
+        except (OSError, ValueError):
+            self._tell(FAILED, number, "its process has ended")
+        else:
+            self._tell(ADDED, number)
 
     def _start(self, number: int, job: ActorJob, *_: object) -> None:
         command = [sys.executable, "-m", "flowserve.cluster.actor"]

@@ -28,8 +28,8 @@ import ray.exceptions
 import ray.util
 
 from flowserve.cluster.actor import Actor
-from flowserve.cluster.agents import ASK, ENDED, FAILED, KILL, READY, START, STARTED
-from flowserve.cluster.base import ActorJob, MachineNeeds
+from flowserve.cluster.agents import ADD, ADDED, ASK, ENDED, FAILED, KILL, READY, START, STARTED
+from flowserve.cluster.base import ActorJob, InstanceJob, MachineNeeds
 from flowserve.cluster.files import archive_of, files_here
 from flowserve.cluster.pipes import Answers, read_pickled, standard_pipes
 from flowserve.errors import FlowserveError, Unavailable
@@ -53,7 +53,6 @@ class RayActor:
         self._unused = threading.Timer(_UNUSED_S_MAX, os._exit, (1,))
         self._unused.daemon = True
         self._unused.start()
-        self._job = job
         self._actor = Actor(job, ray.util.get_node_ip_address())
 
     def where(self) -> tuple[str, int, int, str]:
@@ -61,17 +60,21 @@ class RayActor:
         context = ray.get_runtime_context()
         return ray.util.get_node_ip_address(), self._actor.port, os.getpid(), context.get_node_id()
 
-    def lacks_files(self) -> bool:
+    def lacks_files(self, job: InstanceJob) -> bool:
         """Whether the model's files are not on this machine."""
         try:
-            files_here(self._job.files, self._job.digest, None)
+            files_here(job.files, job.digest, None)
         except Unavailable:
             return True
         return False
 
-    def take_files(self, pieces: Sequence[Any]) -> None:
+    def take_files(self, job: InstanceJob, pieces: Sequence[Any]) -> None:
         """Unpack the model's files from these references."""
-        files_here(self._job.files, self._job.digest, lambda: (ray.get(piece) for piece in pieces))
+        files_here(job.files, job.digest, lambda: (ray.get(piece) for piece in pieces))
+
+    def add(self, job: InstanceJob) -> None:
+        """Open an instance; the model's files are there."""
+        self._actor.add(job)
 
     def serve(self) -> None:
         """Run batches until the connection ends, and with it this process."""
@@ -95,7 +98,7 @@ class _Agent:
     def run(self, source: BinaryIO) -> None:
         while (request := read_pickled(source)) is not None:
             kind, number, *arguments = request
-            work = {START: self._start, KILL: self._kill, ASK: self._tell_end}[kind]
+            work = {START: self._start, ADD: self._add, KILL: self._kill, ASK: self._tell_end}[kind]
             threading.Thread(target=self._guarded, args=(work, number, arguments), daemon=True).start()
 
     def _guarded(self, work: Any, number: int, arguments: Sequence[Any]) -> None:
@@ -127,8 +130,6 @@ class _Agent:
         self._handles[number] = handle
         try:
             host, port, process, node = ray.get(handle.where.remote(), timeout=give_up_s)
-            if ray.get(handle.lacks_files.remote(), timeout=give_up_s):
-                ray.get(handle.take_files.remote(self._pieces_of(job)), timeout=None)
         except ray.exceptions.GetTimeoutError:
             ray.kill(handle)
             self._tell(FAILED, number, _shortage(needs, give_up_s))
@@ -140,7 +141,21 @@ class _Agent:
         self._kept[number] = handle.serve.remote()
         self._tell(STARTED, number, host, port, process, _label_of(node), node)
 
-    def _pieces_of(self, job: ActorJob) -> list[Any]:
+    def _add(self, number: int, job: InstanceJob) -> None:
+        handle = self._handle(number)
+        if handle is None:
+            self._tell(FAILED, number, "its process has ended")
+            return
+        try:
+            if ray.get(handle.lacks_files.remote(job)):
+                ray.get(handle.take_files.remote(job, self._pieces_of(job)))
+            ray.get(handle.add.remote(job))
+        except ray.exceptions.RayError as error:
+            self._tell(FAILED, number, _reason(error))
+            return
+        self._tell(ADDED, number)
+
+    def _pieces_of(self, job: InstanceJob) -> list[Any]:
         with self._packing:
             if job.digest not in self._pieces:
                 self._pieces[job.digest] = [ray.put(piece) for piece in archive_of(job.files)]

@@ -38,10 +38,40 @@ class Place(_message.Message):
     labels: _containers.ScalarMap[str, str]
     def __init__(self, model: _Optional[str] = ..., count: _Optional[int] = ..., resources: _Optional[_Mapping[str, float]] = ..., labels: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
+class Segment(_message.Message):
+    __slots__ = ("name", "models", "count", "resources", "labels")
+    class ResourcesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    RESOURCES_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    models: _containers.RepeatedScalarFieldContainer[str]
+    count: int
+    resources: _containers.ScalarMap[str, float]
+    labels: _containers.ScalarMap[str, str]
+    def __init__(self, name: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ..., count: _Optional[int] = ..., resources: _Optional[_Mapping[str, float]] = ..., labels: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
 class Placement(_message.Message):
-    __slots__ = ("cluster", "place")
+    __slots__ = ("cluster", "place", "segment")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
     cluster: Cluster
     place: _containers.RepeatedCompositeFieldContainer[Place]
-    def __init__(self, cluster: _Optional[_Union[Cluster, _Mapping[str, object]]] = ..., place: _Optional[_Iterable[_Union[Place, _Mapping[str, object]]]] = ...) -> None: ...
+    segment: _containers.RepeatedCompositeFieldContainer[Segment]
+    def __init__(self, cluster: _Optional[_Union[Cluster, _Mapping[str, object]]] = ..., place: _Optional[_Iterable[_Union[Place, _Mapping[str, object]]]] = ..., segment: _Optional[_Iterable[_Union[Segment, _Mapping[str, object]]]] = ...) -> None: ...

@@ -319,7 +319,7 @@ class ModelConfig:
 
     `backend` is "" for ensembles. `json` is the whole message as GET .../config returns it. `decoupled`: a plain model
     may send any number of responses per request; for an ensemble, its steps decide. `placed`: for pictures, where a
-    placement file has its instances run; "": in the server.
+    placement file has its instances run; "": in the server. `segment`: for pictures, what it shares its actors with.
     """
 
     name: str
@@ -343,6 +343,7 @@ class ModelConfig:
     decoupled: bool = False
     response_cache: bool = False
     placed: str = ""
+    segment: str = ""
 
     @property
     def is_ensemble(self) -> bool:

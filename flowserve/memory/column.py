@@ -147,6 +147,17 @@ class Column(Sequence[Tensor | None]):
         return f"Column({len(self.rows)} members)"
 
 
+def whole_output(output: Sequence[Tensor | None], rows: Sequence[int]) -> Column | None:
+    """A model's output as the input of another model for the same batch: one tensor of all members, which have `rows`.
+    None if a member has none, or the members' shapes differ.
+    """
+    column = output if type(output) is Column else Column.of([*output], rows)
+    # A column that is one block is complete.
+    if column.block is None and (column.lacks_some or len({one.shape[1:] for one in column if one}) > 1):
+        return None
+    return column
+
+
 def pieces_of(tensors: Sequence[Tensor | None]) -> list[Array]:
     """The tensors' rows in order, without a copy, as several arrays. None of `tensors` is None."""
     found: list[Array] = []

@@ -98,6 +98,7 @@ def _node(node: Node, config: ModelConfig) -> dict[str, Any]:
         "space": node.space,
         "place": str(node.place) if node.place else "",
         **({"machines": config.placed} if config.placed else {}),
+        **({"segment": config.segment} if config.segment else {}),
     }
 
 

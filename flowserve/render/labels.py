@@ -96,11 +96,12 @@ def cost(transfer: Transfer) -> str:
 
 def crossing(graph: Graph, edge: Edge, configs: Configs) -> str:
     """ "602112 bytes a row cross": what an edge sends to another machine, or from one; between two models that are both
-    on other machines the tensor crosses twice, by way of the server. "" if it stays in the server.
+    on other machines the tensor crosses twice, by way of the server. "" if it stays in the server, or in a segment.
     """
-    nodes = [graph.nodes[n].model.name for n in (edge.producer, edge.consumer) if n != GRAPH]
-    times = sum(bool(configs.get(name, UNKNOWN).placed) for name in nodes)
-    if not times:
+    ends = [configs.get(graph.nodes[n].model.name, UNKNOWN) for n in (edge.producer, edge.consumer) if n != GRAPH]
+    times = sum(bool(config.placed) for config in ends)
+    is_inside = len(ends) == 2 and ends[0].segment == ends[1].segment != ""
+    if not times or is_inside:
         return ""
     row_bytes = bytes_of_row(graph.written(edge))
     size = "bytes that vary" if row_bytes is None else f"{row_bytes} bytes a row"

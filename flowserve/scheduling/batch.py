@@ -14,7 +14,7 @@ or if the batch was recalled. The passed steps are then finished, and the flows 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -29,6 +29,7 @@ from flowserve.scheduling.slots import Slots
 
 # The time after which a batch is recalled from its route if a ticket waits for an instance that it holds.
 RECALL_NS: Final = 1_500_000
+NO_GROUPS: Final[Mapping[Any, object]] = {}
 
 
 class ModelQueue:
@@ -44,7 +45,7 @@ class ModelQueue:
         statistics: Any = None,
         needs: Sequence[Needs] = (),
         keeps_order: bool = False,
-        route_group: object = None,
+        route_groups: Mapping[Any, object] = NO_GROUPS,
         cache: Any = None,
     ) -> None:
         self.key = key
@@ -70,13 +71,26 @@ class ModelQueue:
         self.order = Order() if keeps_order else None
         self.cache = cache  # of its responses, for the runtime, which looks up each step; None: no step is
         self.lookups = None if cache is None else Lookups()
-        # Models whose workers pass batches to each other have the same group; None: no routes, since the scheduler
-        # decides about each request or step of this model.
+        # Instances of one group pass batches to each other. All of a model are in one, or each is in its own. Models
+        # with routes between them have the same groups; None: no routes, since the scheduler decides about each request
+        # or step of this model.
         is_free = not keeps_order and self.bound is None and cache is None
-        self.route_group = route_group if is_free else None
+        groups = frozenset(route_groups.values())
+        is_divided = len(groups) == len(route_groups)
+        may_route = is_free and groups and None not in groups and (is_divided or len(groups) == 1)
+        self.route_groups: frozenset[object] | None = groups if may_route else None
+        # Where there are several groups: the instance of each, and how many batches an idle one can take.
+        self.members = {group: one for one, group in route_groups.items()} if may_route and len(groups) > 1 else {}
+        self.depth = len(self.instances) // len(groups) if self.members else 0
         self.has_times = batcher.may_wait or batcher.may_expire  # whether time may decide about its tickets
         self.may_have_tickets = False  # False: no ticket waits. Cheaper to read than the length of the queue
         self.is_dirty = False  # whether it is in the scheduler's list of queues to examine
+
+    def is_idle(self, group: object, taken: int = 0) -> bool:
+        """Whether no batch but the `taken` ones is at the instances of a group, all of which are there."""
+        if not self.members:
+            return self.running == taken and bool(self.free or taken)
+        return self.free.count(self.members[group]) == self.depth - taken
 
     @property
     def is_served(self) -> bool:
@@ -90,7 +104,8 @@ class Route:
     `rows_max` and `requests_max`: the largest batch that every further stage accepts. `reads[i]`: for each input of
     stage i + 1 the output that feeds it, as (stage, output); `last_reads[i]`: for each of these whether no later stage
     reads it. `checks[i]`: the inputs of stage i + 1 whose dims are known only at run time, as (input, dims). `inner`:
-    the argument of `Flow.skip_to`. `worker_data` belongs to the workers.
+    the argument of `Flow.skip_to`. `worker_data` belongs to the workers. `groups`: the group of each instance of the
+    first stage, if only instances of one group pass batches to each other; else empty.
     """
 
     def __init__(self, nodes: Sequence[PlanNode], queues: Sequence[ModelQueue]) -> None:
@@ -105,6 +120,7 @@ class Route:
         last = {read: i for i, reads in enumerate(self.reads) for read in reads}
         self.last_reads = [[last[read] == i for read in reads] for i, reads in enumerate(self.reads)]
         self.checks = [node.checks for node in nodes[1:]]
+        self.groups = {instance: group for group, instance in queues[0].members.items()}
         self.worker_data: Any = None
 
     def __len__(self) -> int:
@@ -112,14 +128,14 @@ class Route:
 
 
 def find_route(plan: Plan, first: PlanNode, queues: Sequence[ModelQueue]) -> Route | None:
-    """The longest route from `first` whose models all belong to one `route_group`; None if there is none. `queues[n]`
+    """The longest route from `first` whose models all have the same `route_groups`; None if there is none. `queues[n]`
     is the queue of node n's model. The scheduler calls this once per plan and node.
     """
     nodes = [plan.nodes[n] for n in plan.runs[first.index]]
-    group = queues[first.index].route_group
+    groups = queues[first.index].route_groups
     while len(nodes) > 1:
         on_route = [queues[node.index] for node in nodes]
-        if all(queue.route_group is group is not None for queue in on_route) and all(
+        if all(queue.route_groups == groups is not None for queue in on_route) and all(
             queue.batcher.joins_max for queue in on_route[1:]
         ):
             return Route(nodes, on_route)

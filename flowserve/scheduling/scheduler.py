@@ -294,6 +294,8 @@ class Scheduler:
                 self.streams.settle(now_ns)
             elif not self._to_run:
                 break
+        if self._routed:
+            self._recall_late(now_ns)
         if not (self._batches or self._finished or self._notices or self._lookups):
             self.next_deadline()
             return None
@@ -336,11 +338,14 @@ class Scheduler:
         return soonest
 
     def _timer_passed(self, now_ns: int) -> None:
-        """The deadline that `next_deadline` returned has passed: mark the queues and batches that waited for it."""
+        """The deadline that `next_deadline` returned has passed: mark the queues that waited for it."""
         for queue in self._timed:
             deadline = queue.batcher.deadline()
             if deadline is not None and deadline <= now_ns:
                 self._mark(queue)
+
+    def _recall_late(self, now_ns: int) -> None:
+        """Recall the batches that have been on their route for so long that tickets do not wait for them any more."""
         for batch in self._routed:
             if not batch.is_recalled and now_ns >= batch.started_ns + RECALL_NS and _blocks_tickets(batch):
                 batch.is_recalled = True
@@ -477,14 +482,15 @@ class Scheduler:
         """Decide to run these tickets as a batch on an instance that was free."""
         queue.running += 1
         batch = Batch(queue, instance, tickets, now_ns)
-        if queue.route_group is not None and tickets[0].flow.plan.runs[tickets[0].node.index]:
+        if queue.route_groups is not None and tickets[0].flow.plan.runs[tickets[0].node.index]:
             self._choose_route(batch)
         self._batches.append(batch)
 
     def _choose_route(self, batch: Batch) -> None:
         """Give a batch its route if returning between the stages could not change the batch: all members have the same
         next nodes, the queues of the route are empty and their instances idle, no retry waits, and no member has a
-        deadline.
+        deadline. Where instances are in several groups, a route stays in the group of its first instance, and those of
+        other groups need not be idle: while one here is, a batch does not wait for another to join it.
         """
         tickets = batch.tickets
         first = tickets[0]
@@ -497,21 +503,22 @@ class Scheduler:
             return
         if self.rate_limit is not None or self._retries or self._ending or batch.rows > route.rows_max:
             return
-        if len(tickets) > route.requests_max or batch.queue.running > 1 or len(batch.queue.batcher):
+        group = route.groups.get(batch.instance)
+        if len(tickets) > route.requests_max or not batch.queue.is_idle(group, 1) or len(batch.queue.batcher):
             return
         instances = [batch.instance]
         for queue in route.queues[1:]:
-            if queue.running or not queue.free or (queue.may_have_tickets and len(queue.batcher)):
+            if not queue.is_idle(group) or (queue.may_have_tickets and len(queue.batcher)):
                 return
-            instances.append(queue.free[0])
+            instances.append(queue.members[group] if queue.members else queue.free[0])
         for ticket in tickets:
             flow = ticket.flow
             if flow.plan is not plan or ticket.node is not node or flow.queues is not queues or not ticket.rows:
                 return
             if self._due is not None and flow in self._due:
                 return
-        for queue in route.queues[1:]:
-            queue.free.popleft()
+        for queue, instance in zip(route.queues[1:], instances[1:], strict=True):
+            queue.free.remove(instance)
             queue.running += 1
         batch.take(route, instances)
         self._routed[batch] = None
@@ -730,8 +737,12 @@ class Scheduler:
         """A batch returned before the end of its route, or members failed in its last stage."""
         route = batch.route
         assert route is not None
-        if isinstance(error, InstanceDied):  # nothing is tried again, and what was made may be gone with the process
-            return self._fail_batch(batch.stage(len(made)), error)
+        ahead = route.queues[len(made) :]  # of the stages that may have run, where a machine is lost
+        is_final = isinstance(error, MachineLost) and not all(queue.is_pure for queue in ahead)
+        if isinstance(error, InstanceDied) or is_final:
+            # Nothing is tried again, and what was made may be gone with the process.
+            assert error is not None
+            return self._fail_batch(batch.stage(len(made)), error, is_final=True)
         passed = {node.index for node in route.nodes[: len(made) + (error is not None)]}
         for i, results in enumerate(made):
             stage = batch.stage(i)
@@ -739,12 +750,12 @@ class Scheduler:
             self._advance_each(enumerate(stage.tickets), results.outputs, errors, now_ns, passed)
         return error is not None and self._fail_batch(batch.stage(len(made)), error)
 
-    def _fail_batch(self, batch: Batch, error: FlowserveError) -> bool:
-        """A batch, or one stage of a route, failed as a whole. Returns whether it is retried."""
+    def _fail_batch(self, batch: Batch, error: FlowserveError, *, is_final: bool = False) -> bool:
+        """A batch, or one stage of a route, failed as a whole. Returns whether it is retried; never if `is_final`."""
         tickets = [ticket for ticket in batch.tickets if not ticket.flow.done]
-        if isinstance(error, MachineLost) and self._runs_once_more(batch.queue, tickets):
+        if isinstance(error, MachineLost) and not is_final and self._runs_once_more(batch.queue, tickets):
             return True
-        has_died = isinstance(error, (InstanceDied, MachineLost))
+        has_died = is_final or isinstance(error, (InstanceDied, MachineLost))
         if batch.queue.is_pure and len(batch.tickets) > 1 and tickets and not has_died:
             middle = (len(tickets) + 1) // 2
             if batch.queue.bound is not None:

@@ -46,6 +46,10 @@ class Slots:
             raise ValueError("the instance is not free")
         self._move(instance, -1)
 
+    def count(self, instance: Any) -> int:
+        """The free slots of this instance."""
+        return self._counts[instance]
+
     def _move(self, instance: Any, by: int) -> None:
         count = self._counts[instance]
         if count:

@@ -118,6 +118,9 @@ class Sim(Agenda):
         self.check()
 
     def _add_model(self, model: SimModel) -> None:
+        groups: dict[int, object] = {}
+        if model.is_routed and self.world.overtaken_max is None:
+            groups = {i: i if self.world.is_divided else "workers" for i in range(model.instances)}
         queue = ModelQueue(
             model.key,
             model.batcher(),
@@ -125,7 +128,7 @@ class Sim(Agenda):
             is_pure=model.is_pure,
             needs=model.needs,
             keeps_order=model.keeps_order,
-            route_group="workers" if model.is_routed and self.world.overtaken_max is None else None,
+            route_groups=groups,
             cache=self._cached if model.is_cached else None,
         )
         if model.keeps_order:
@@ -373,6 +376,7 @@ class Sim(Agenda):
 
     def _check_route(self, batch: Batch, route: Route) -> None:
         assert len(route.nodes) == len(route.queues) == len(batch.instances) > 1
+        assert len({*batch.instances}) == 1 or not self.world.is_divided, "a route leaves its group"
         assert all(ticket.flow.request.due_after_ns is None for ticket in batch.tickets), (
             "no deadline passes on a route"
         )

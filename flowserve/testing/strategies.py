@@ -130,7 +130,8 @@ class SimRequest:
 @dataclass(frozen=True)
 class World:
     """Models, the graphs over them, and the requests. `overtaken_max`: of the rate limiter, None without one.
-    `ends_ns`: when the server stops, None if it does not.
+    `ends_ns`: when the server stops, None if it does not. `is_divided`: only instances of one number, one of each
+    model, pass batches to each other.
     """
 
     models: tuple[SimModel, ...]
@@ -138,6 +139,7 @@ class World:
     requests: tuple[SimRequest, ...]
     overtaken_max: int | None = None
     ends_ns: int | None = None
+    is_divided: bool = False
     by_key: dict[ModelKey, SimModel] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -409,6 +411,10 @@ def draw_world(random: Random) -> World:
 def draw_routed_world(random: Random) -> World:
     """Models that are mostly part of a route group, and ensembles over them in which batches can take routes."""
     models = [draw_routed_model(random, number) for number in range(random.randint(2, 6))]
+    is_divided = random.random() < 0.4
+    if is_divided:
+        instances = random.randint(1, 3)
+        models = [replace(model, instances=instances) for model in models]
     if random.random() < 0.1:
         models = [replace(model, devices=draw_devices(random, model)) for model in models]
     graphs = [draw_graph(random, f"ensemble{i}", models, is_close=True) for i in range(random.choice([1, 1, 2]))]
@@ -420,7 +426,7 @@ def draw_routed_world(random: Random) -> World:
         poison = request.poison or frozenset([random.choice(models).key] if random.random() < 0.1 else [])
         wanted = None if random.random() < 0.8 else request.wanted
         requests.append(replace(request, arrives_ns=come, poison=poison, wanted=wanted))
-    return World(tuple(models), tuple(graphs), tuple(requests), None, draw_end(random, 0.3))
+    return World(tuple(models), tuple(graphs), tuple(requests), None, draw_end(random, 0.3), is_divided)
 
 
 def draw_requests(random: Random, graphs: list[Graph], count: int) -> tuple[SimRequest, ...]:

@@ -164,6 +164,6 @@ def test_the_page_about_pictures_has_every_field_of_the_json(root: Path) -> None
     }
     graph = read_text_graph()
     first = graph.nodes[0].model.name
-    placed = {**READ_TEXT_CONFIGS, first: replace(READ_TEXT_CONFIGS[first], placed="CPU 2")}
+    placed = {**READ_TEXT_CONFIGS, first: replace(READ_TEXT_CONFIGS[first], placed="CPU 2", segment="s")}
     document = graph_document(graph, placed)
     assert described == {*document, *document["nodes"][0]} - {"schema"}

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import encode_run, pack, unpack
 from flowserve.cluster import frames
 from flowserve.cluster.actor import Actor
-from flowserve.cluster.base import ActorJob, versions
+from flowserve.cluster.base import ActorJob, InstanceJob, versions
 from flowserve.cluster.files import digest_of
 from flowserve.cluster.link import ActorLink, greet_actor
 from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
@@ -37,12 +38,13 @@ class Spoken:
 
     def __init__(self, link: ActorLink) -> None:
         self.link = link
+        self.heard_of = 0  # the instance of the last message
 
-    def tell(self, kind: int, words: Sequence[int] = (), text: Any = None) -> None:
-        self.link.send(pack(kind, words, text))
+    def tell(self, kind: int, words: Sequence[int] = (), text: Any = None, instance: int = 0) -> None:
+        self.link.send(instance, pack(kind, words, text))
 
     def hear(self) -> tuple[int, Sequence[int], Any, Any]:
-        message, block = self.link.read(HOST.take, self._silent)
+        self.heard_of, message, block = self.link.read(HOST.take, self._silent)
         kind, words, text = unpack(message)
         return kind, words, json.loads(text) if text else None, block
 
@@ -55,7 +57,7 @@ class Spoken:
         data = np.array([values], np.float32)
         place = (frames.BLOCK, 0, data.nbytes, data.shape)
         message = encode_run(number, 0, 0, [1], [(0, 1)], (0, 0), [place])
-        self.link.send(message, [data.tobytes()], data.nbytes)
+        self.link.send(1, message, [data.tobytes()], data.nbytes)
 
     def _silent(self) -> None:
         self.silences = getattr(self, "silences", 0) + 1
@@ -63,18 +65,19 @@ class Spoken:
 
 
 @contextmanager
-def actor(tmp_path: Path, code: str = DOUBLE_CODE) -> Iterator[tuple[Actor, threading.Thread]]:
+def actor(tmp_path: Path, code: str = DOUBLE_CODE) -> Iterator[tuple[Actor, threading.Thread, InstanceJob]]:
     """An actor of a model, on a thread of this process."""
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "model.py").write_text(code)
     files = ModelFiles(tmp_path, tmp_path / "m", 1)
     config = ModelConfig("m", "python", "", 8, SPECS[:1], SPECS[1:], SourceMap("m/config.pbtxt"))
-    job = ActorJob("m_0", config, InstanceGroup("m"), files, digest_of(files), {}, SECRET)
-    made = Actor(job, "127.0.0.1")
+    made = Actor(ActorJob("m_0", SECRET), "127.0.0.1")
+    job = InstanceJob(1, "m_0", config, InstanceGroup("m"), files, digest_of(files), {})
+    made.add(job)
     thread = threading.Thread(target=made.serve)
     thread.start()
     try:
-        yield made, thread
+        yield made, thread, job
     finally:
         thread.join(30)
         assert not thread.is_alive()
@@ -91,7 +94,7 @@ def connected(made: Actor, secret: bytes = SECRET) -> Iterator[Spoken]:
 
 
 def test_batches_run_in_order_and_the_actor_ends_with_the_connection(tmp_path: Path) -> None:
-    with actor(tmp_path) as (made, thread):
+    with actor(tmp_path) as (made, thread, _):
         with connected(made) as server:
             server.open()
             for number in (7, 8, 9):
@@ -105,7 +108,7 @@ def test_batches_run_in_order_and_the_actor_ends_with_the_connection(tmp_path: P
 
 
 def test_a_connection_that_does_not_know_the_secret_is_refused_and_the_next_one_is_served(tmp_path: Path) -> None:
-    with actor(tmp_path) as (made, _):
+    with actor(tmp_path) as (made, *_):
         with pytest.raises(Unavailable), connected(made, b"x" * 32):
             pass
         with socket.create_connection(("127.0.0.1", made.port)) as plain:
@@ -114,12 +117,13 @@ def test_a_connection_that_does_not_know_the_secret_is_refused_and_the_next_one_
         with connected(made) as server:
             server.open()
             server.tell(protocol.END)
+            assert (server.hear()[0], server.heard_of) == (frames.CLOSED, 1)
             with pytest.raises(EOFError):
                 server.hear()
 
 
 def test_other_versions_are_refused_with_both(tmp_path: Path) -> None:
-    with actor(tmp_path) as (made, _), connected(made) as server:
+    with actor(tmp_path) as (made, *_), connected(made) as server:
         server.tell(frames.HELLO, (), ["9.9", "3.99", "7"])
         kind, _, (error, text), _ = server.hear()
         assert (kind, error) == (protocol.BROKEN, "unavailable")
@@ -142,15 +146,15 @@ def test_other_versions_are_refused_with_both(tmp_path: Path) -> None:
     ],
 )
 def test_a_message_that_cannot_be_right_ends_the_actor(tmp_path: Path, message: bytes) -> None:
-    with actor(tmp_path) as (made, _), connected(made) as server:
+    with actor(tmp_path) as (made, *_), connected(made) as server:
         server.open()
-        server.link.send(message, [bytes(8)], 8)
+        server.link.send(1, message, [bytes(8)], 8)
         with pytest.raises(EOFError):
             server.hear()
 
 
 def test_an_error_of_the_model_fails_its_batch_and_the_next_one_runs(tmp_path: Path) -> None:
-    with actor(tmp_path) as (made, _), connected(made) as server:
+    with actor(tmp_path) as (made, *_), connected(made) as server:
         server.open()
         server.run(1, -2.0)
         kind, words, (_, text), _ = server.hear()
@@ -162,3 +166,21 @@ def test_an_error_of_the_model_fails_its_batch_and_the_next_one_runs(tmp_path: P
         assert "minus one" in told["0"][1]
         server.run(3, 1.0)
         assert server.hear()[0] == protocol.DONE
+
+
+def test_an_instance_that_was_given_up_before_its_job_came_is_not_opened(tmp_path: Path) -> None:
+    with actor(tmp_path) as (made, _, job), connected(made) as server:
+        server.open()
+        server.tell(protocol.END, instance=2)
+        server.tell(frames.PING)
+        assert server.hear()[0] == frames.PONG
+        made.add(replace(job, number=2, name="m_1"))
+        made.add(replace(job, number=3, name="m_2"))
+        assert (server.hear()[0], server.heard_of) == (protocol.READY, 3)
+        server.tell(protocol.END, instance=3)
+        assert (server.hear()[0], server.heard_of) == (frames.CLOSED, 3)
+        server.run(1, 4.0)
+        assert (server.hear()[0], server.heard_of) == (protocol.DONE, 1), "the other one goes on"
+        server.tell(protocol.RUN, instance=3)
+        with pytest.raises(EOFError):
+            server.hear()

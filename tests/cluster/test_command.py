@@ -48,6 +48,26 @@ def test_check_reports_the_problems_of_a_placement_file_with_their_places(tmp_pa
     assert "P6" not in err, "what is wrong with the model itself is enough"
 
 
+def test_check_reports_a_segment_that_a_path_leaves_and_comes_back_to(root: Path, tmp_path: Path) -> None:
+    placement = tmp_path / "cluster.pbtxt"
+    placement.write_text(
+        'segment { name: "ends" count: 1\n  models: [ "read_text_arrange", "read_text_assemble" ] }\n'
+        'segment { name: "rest" count: 1 models: [ "read_text_orient", "read_text_find", "digits" ] }'
+    )
+    status, err = checked(root / "graphs", placement)
+    assert status == 1
+    lines = [line for line in err.splitlines() if "warning" not in line]
+    path = "read_text_arrange -> read_text_recognise -> read_text_assemble"
+    assert lines == [
+        "cluster.pbtxt:3:81: error: model 'digits' is not in the repository [P6]",
+        '    did you mean "digit"?',
+        f"cluster.pbtxt:2:34: error: a path of 'read_text' leaves segment 'ends' and comes back: {path} [P7]",
+        "    name 'read_text_recognise' in it too, or divide it into two segments",
+        "2 problems in the placement file",
+    ]
+    assert main(["graph", str(root / "graphs"), "read_text", "--placement", str(placement)]) == 1
+
+
 @pytest.mark.server
 def test_a_server_runs_models_on_machines_that_end_with_it(tmp_path: Path, serve: Callable[..., Served]) -> None:
     repository = tmp_path / "models"
@@ -165,3 +185,27 @@ def test_a_picture_has_the_places_of_models_and_the_bytes_that_cross(
     placement.write_text('place { model: "shapes" }')
     assert main(["graph", *map(str, words)]) == 1
     assert "place the models of its steps" in capsys.readouterr().err
+
+
+def test_a_picture_has_a_segment_in_one_color_and_what_stays_inside_does_not_cross(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placement = tmp_path / "cluster.pbtxt"
+    placement.write_text(
+        'segment { name: "two" models: [ "shapes_segment", "shapes_classify" ] count: 3 }\n'
+        'place { model: "shapes_preprocess" }'
+    )
+    words = (root / "graphs", "shapes", "--placement", placement)
+    text = drawn(capsys, *words)
+    assert text.count("3 instances on other machines in segment two\n") == 2
+    assert re.findall(r"(\w+) +\S+ \S+ +<- .*\((.*)\)", text) == [
+        ("RAW_IMAGE", "bytes that vary cross"),
+        ("FORMATTED_IMAGE", "12288 bytes a row cross twice"),
+        ("FORMATTED_IMAGE", "12288 bytes a row cross twice"),
+        ("CLASSIFICATION", "16 bytes a row cross"),
+        ("SEGMENTATION", "1024 bytes a row cross"),
+    ]
+    mermaid = drawn(capsys, *words, "--format", "mermaid")
+    assert len({color for _, color in re.findall(r'n(\d)\["\w+<.*:::(\w+)', mermaid)[1:]}) == 1
+    nodes = json.loads(drawn(capsys, *words, "--format", "json"))["nodes"]
+    assert sorted(node.get("segment", "") for node in nodes) == ["", "two", "two"]

@@ -102,19 +102,19 @@ def test_properties_a_changed_batch_is_an_error_or_a_batch_within_its_block(
 @given(st.binary(max_size=40))
 def test_properties_any_bytes_are_a_head_or_an_error(data: bytes) -> None:
     try:
-        message_bytes, block_bytes = decode_head(data)
+        lengths = decode_head(data)
     except Garbled:
         return
-    assert encode_head(message_bytes, block_bytes) == data
+    assert encode_head(*lengths) == data
 
 
 def test_lengths_are_bounded_on_both_sides() -> None:
-    for lengths in ((MESSAGE_BYTES_MAX + 1, 0), (8, BLOCK_BYTES_MAX + 1)):
+    for lengths in ((1, MESSAGE_BYTES_MAX + 1, 0), (1, 8, BLOCK_BYTES_MAX + 1)):
         with pytest.raises(Invalid, match="lower max_batch_size"):
             encode_head(*lengths)
-    head = encode_head(8, 0)
-    huge = head[:8] + (BLOCK_BYTES_MAX + 1).to_bytes(8, "little")
-    for wrong in (b"HTTP" + head[4:], head[:-1], huge, head[:4] + bytes(4) + head[8:]):
+    head = encode_head(1, 8, 0)
+    huge = head[:12] + (BLOCK_BYTES_MAX + 1).to_bytes(8, "little")
+    for wrong in (b"HTTP" + head[4:], head[:-1], huge, head[:8] + bytes(4) + head[12:]):
         with pytest.raises(Garbled):
             decode_head(wrong)
 

@@ -207,6 +207,7 @@ async def test_a_machine_that_falls_silent_is_lost(tmp_path: Path) -> None:
         async with serving(tmp_path, cluster, {"m": ModelPlace("m", count=1)}) as (engine, _):
             pid = int((await ask(engine, "m", row(1.0)))["PID"].item())
             os.kill(pid, signal.SIGSTOP)
+            await until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
             with trio.fail_after(15), pytest.raises(MachineLost, match="does not answer"):
                 await ask(engine, "m", row(2.0))
             await until(lambda: is_served(engine, "m"))
@@ -234,6 +235,20 @@ async def test_a_model_that_cannot_be_opened_is_not_loaded_with_its_own_reason(t
             write_python(tmp_path, "bad", code=code)
             with pytest.raises(FlowserveError, match="no licence"):
                 await control.load("bad")
+
+
+async def test_other_versions_on_the_machine_are_the_reason_of_a_load_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_python(tmp_path, "here")
+    with local_cluster(1) as cluster:
+        async with serving(tmp_path, cluster, {"there": ModelPlace("there")}) as (_, control):
+            write_python(tmp_path, "there")
+            monkeypatch.setattr("flowserve.runtime.workers.cluster.versions", lambda: ["9.9", "3.99", "7"])
+            with pytest.raises(
+                FlowserveError, match=r"numpy 9\.9, 3\.99, 7, the machine of .* install the same versions"
+            ):
+                await control.load("there")
 
 
 async def test_a_model_is_reloaded_and_unloaded_without_a_process_left(tmp_path: Path) -> None:

@@ -78,13 +78,14 @@ def test_frames_arrive_whole_in_both_directions_at_once(tmp_path: Path, is_secur
             for size in sizes:
                 data = np.frombuffer(os.urandom(size), np.uint8)
                 message = bytes(8) + data.tobytes()[:100]
-                link.send(message, [data[: size // 3].data, data[size // 3 :].data], size)
+                link.send(size, message, [data[: size // 3].data, data[size // 3 :].data], size)
 
         def read(link: ActorLink) -> list[int]:
             found = []
             for _ in sizes:
-                message, block = link.read(HOST.take, silent)
-                found.append(0 if block is None else len(block))
+                instance, message, block = link.read(HOST.take, silent)
+                found.append(instance)
+                assert instance == (0 if block is None else len(block))
                 assert message[8:] == (b"" if block is None else block[:100].tobytes())
             return found
 
@@ -130,13 +131,13 @@ def test_a_small_frame_is_sent_without_blocking_until_the_socket_is_full() -> No
     with linked() as (ours, theirs):
         rest: list[Callable[[], None]] = []
         sent = 0
-        while not rest and ours.try_send(bytes(60_000), (), 0, rest.append):
+        while not rest and ours.try_send(7, bytes(60_000), (), 0, rest.append):
             sent += 1
         assert sent
-        assert not ours.try_send(bytes(8), (), 0, rest.append), "the rest of the last one comes first"
+        assert not ours.try_send(7, bytes(8), (), 0, rest.append), "the rest of the last one comes first"
 
         def read() -> int:
-            return sum(1 for _ in range(sent) if len(theirs.read(HOST.take, silent)[0]) == 60_000)
+            return sum(1 for _ in range(sent) if len(theirs.read(HOST.take, silent)[1]) == 60_000)
 
         def send_rest() -> None:
             for one in rest:
@@ -147,11 +148,11 @@ def test_a_small_frame_is_sent_without_blocking_until_the_socket_is_full() -> No
 
 def test_what_is_no_frame_and_an_end_are_told_apart() -> None:
     with linked() as (ours, theirs):
-        ours.exchange(b"GET / HTTP/1.1\r\n\r\n", 0)
+        ours.exchange(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", 0)
         with pytest.raises(Garbled):
             theirs.read(HOST.take, silent)
     with linked() as (ours, theirs):
-        ours.exchange(b"fsf1", 0)
+        ours.exchange(b"fsf2", 0)
         ours.close()
         with pytest.raises(EOFError):
             theirs.read(HOST.take, silent)

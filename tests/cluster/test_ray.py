@@ -17,7 +17,7 @@ import trio
 
 from flowserve.backends.base import ModelFiles
 from flowserve.cluster.agents import RayCluster
-from flowserve.cluster.base import ActorJob, MachineNeeds
+from flowserve.cluster.base import ActorJob, InstanceJob, MachineNeeds
 from flowserve.cluster.files import digest_of
 from flowserve.config.placement import ModelPlace
 from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
@@ -119,6 +119,25 @@ async def test_instances_are_where_their_labels_say_and_an_actor_that_is_killed_
         assert pid not in {int((await ask(engine, "m", row(1.0)))["PID"].item()) for _ in range(6)}
 
 
+async def test_a_segment_is_one_actor_with_what_all_its_models_need(nodes: Any, tmp_path: Path) -> None:
+    names = ("one", "two", "three")
+    for name in names:
+        write_python(tmp_path, name)
+    places = {name: ModelPlace(name, 2, {"CPU": 3}, {}, segment="text") for name in names}  # two nodes have three each
+    async with serving(nodes, tmp_path, places) as (engine, control, _):
+        for index in (0, 1):
+            assert len({workers_of(engine, name)[index].machine for name in names}) == 1
+        assert len({worker.machine for worker in workers_of(engine, "one")}) == 2
+        pids = {name: {int((await ask(engine, name, row(1.0)))["PID"].item()) for _ in range(4)} for name in names}
+        assert pids["one"] == pids["two"] == pids["three"]
+        with pytest.raises(InstanceDied):
+            await ask(engine, "two", row(-3.0))
+        await until(lambda: all(one._connection for name in names for one in workers_of(engine, name)), 60)
+        for name in names:
+            await control.unload(name)
+        await until(lambda: not any(map(is_running, pids["one"])))
+
+
 async def test_the_agent_that_is_killed_under_load_fails_nothing(nodes: Any, tmp_path: Path) -> None:
     write_python(tmp_path, "m")
     async with serving(nodes, tmp_path, {"m": ModelPlace("m", 2)}) as (engine, _, cluster):
@@ -168,11 +187,14 @@ async def test_files_that_a_machine_does_not_have_are_sent_to_it_and_compared(no
     files = ModelFiles(tmp_path, folder, 1)
     cluster = RayCluster(nodes.address)
     config = ModelConfig("m", "python", "", 8, (), (), SourceMap("m"))
-    job = ActorJob("m_0", config, InstanceGroup("m"), files, digest_of(files), {}, bytes(32))
+    job = InstanceJob(1, "m_0", config, InstanceGroup("m"), files, digest_of(files), {})
     (folder / "big.bin").write_bytes(bytes(9_000_001))  # neither this machine nor the archive has what was announced
     try:
+        actor = ActorJob("m_0", bytes(32))
+        started = await trio.to_thread.run_sync(cluster.start, actor, MachineNeeds(), 20.0)
         with pytest.raises(Unavailable, match="the files changed while they were sent"):
-            await trio.to_thread.run_sync(cluster.start, job, MachineNeeds(), 20.0)
+            await trio.to_thread.run_sync(cluster.add, started, job)
+        await trio.to_thread.run_sync(cluster.kill, started)
     finally:
         cluster.close()
 

@@ -28,6 +28,8 @@ place {
   labels { key: "ray.io/accelerator-type" value: "L4" }
 }
 place { model: "classify" }
+segment { name: "text" models: [ "crop", "read" ] count: 3 resources { key: "CPU" value: 2 } }
+segment { name: "one" models: "join" count: 1 }
 """
 
 
@@ -40,8 +42,14 @@ def problems(text: str) -> list[str]:
 def test_a_file_names_models_with_what_their_instances_need() -> None:
     placement = parse_placement(GOOD, "cluster.pbtxt")
     assert placement.address == "10.0.0.1:6379"
-    detect = ModelPlace("detect", 2, {"GPU": 0.5, "CPU": 2.0}, {"ray.io/accelerator-type": "L4"}, "place[0]")
-    assert placement.places == {"detect": detect, "classify": ModelPlace("classify", path="place[1]")}
+    accelerator = {"ray.io/accelerator-type": "L4"}
+    assert placement.places == {
+        "detect": ModelPlace("detect", 2, {"GPU": 0.5, "CPU": 2.0}, accelerator, "place[0].model"),
+        "classify": ModelPlace("classify", path="place[1].model"),
+        "crop": ModelPlace("crop", 3, {"CPU": 2.0}, {}, "segment[0].models[0]", "text"),
+        "read": ModelPlace("read", 3, {"CPU": 2.0}, {}, "segment[0].models[1]", "text"),
+        "join": ModelPlace("join", 1, {}, {}, "segment[1].models[0]", "one"),
+    }
     for address in ("auto", "head.example:1", "[fd00::1]:6379"):
         assert parse_placement(f'cluster {{ address: "{address}" }}', "f").address == address
 
@@ -54,6 +62,29 @@ def test_a_file_names_models_with_what_their_instances_need() -> None:
         ("place { count: 1 }", "1:1: a place without a model [P2]"),
         ('place { model: "a" }\nplace { model: "a" }', "2:9: model 'a' is placed 2 times [P3]"),
         ('place { model: "a" count: 1025 }', "1:20: 1025 instances of model 'a' [P4]"),
+        ('segment { name: "s" models: "a" }', "1:1: 0 processes of segment 's' [P4]"),
+        ('segment { name: "s" models: "a" count: 0 }', "1:33: 0 processes of segment 's' [P4]"),
+        ('segment { name: "s" models: "a" count: 1025 }', "1:33: 1025 processes of segment 's' [P4]"),
+        ('segment { models: "a" count: 1 }', "1:1: a segment without a name [P2]"),
+        ('segment { name: "s" count: 1 }', "1:1: segment 's' without a model [P2]"),
+        ('segment { name: "s" models: [ "a", "" ] count: 1 }', "1:36: segment 's' without a model [P2]"),
+        (
+            'place { model: "a" }\nsegment { name: "s" models: [ "b", "a" ] count: 1 }',
+            "2:36: model 'a' is placed 2 times [P3]",
+        ),
+        (
+            'segment { name: "s" models: [ "b", "a" ] count: 1 }\nsegment { name: "t" models: "a" count: 1 }',
+            "2:21: model 'a' is placed 2 times [P3]",
+        ),
+        ('segment { name: "s" models: [ "a", "a" ] count: 1 }', "1:36: model 'a' is placed 2 times [P3]"),
+        (
+            'segment { name: "s" models: "a" count: 1 }\nsegment { name: "s" models: "b" count: 1 }',
+            "2:11: segment 's' is placed 2 times [P3]",
+        ),
+        (
+            'segment { name: "s" models: "a" count: 1 resources { key: "CPU" value: -1 } }',
+            "1:54: each process of segment 's' needs -1 of resource 'CPU' [P5]",
+        ),
         (
             'place { model: "a" resources { key: "CPU" value: 0 } }',
             "1:32: each instance of model 'a' needs 0 of resource 'CPU' [P5]",
@@ -114,6 +145,8 @@ def test_rule_P6_models_that_cannot_run_on_another_machine(config: ModelConfig, 
 
 def test_rule_P6_models_that_do_not_exist() -> None:
     assert why_not_placed(PLAIN) == ""
+    segment = parse_placement('segment { name: "s" models: [ "m", "x" ] count: 1 }', "f")
+    assert [str(one.place) for one in misplaced(segment, {"m": PLAIN})] == ["f:1:36"]
     (problem,) = misplaced(parse_placement('place { model: "mm" }', "f"), {"m": PLAIN})
     assert problem.message == "model 'mm' is not in the repository"
     assert problem.hint == 'did you mean "m"?'

@@ -28,8 +28,9 @@ def files(root: Path) -> list[str]:
 
 
 def test_every_file_of_the_page_is_valid(files: list[str]) -> None:
-    local, ray = (parse_placement(text, "cluster.pbtxt") for text in files)
+    local, segment, ray = (parse_placement(text, "cluster.pbtxt") for text in files)
     assert [*local.places] == ["shapes_segment", "shapes_classify"]
+    assert {place.segment for place in segment.places.values()} == {"shapes"}
     assert ray.address == "10.0.0.1:6379"
     assert ray.places["detect"].resources == {"GPU": 1}
 
@@ -48,11 +49,12 @@ def test_the_proposed_file_is_valid_and_its_page_has_every_option(root: Path) ->
 
 
 @pytest.mark.server
+@pytest.mark.parametrize("which", [0, 1], ids=["places", "segment"])
 def test_the_example_is_checked_and_answers(
-    root: Path, files: list[str], tmp_path: Path, serve: Callable[..., Served]
+    root: Path, files: list[str], tmp_path: Path, serve: Callable[..., Served], which: int
 ) -> None:
     placement = tmp_path / "cluster.pbtxt"
-    placement.write_text(files[0])
+    placement.write_text(files[which])
     out, err = io.StringIO(), io.StringIO()
     assert check([root / "graphs"], out, err, color=False, placement=placement) == 0, err.getvalue()
     options = ("--cluster", "local:2", "--placement", str(placement))

@@ -111,7 +111,7 @@ class ServedInProcesses:
     def leave_out_routes(self) -> None:
         """Batches return to the engine after every model that was added, from the first request on."""
         for queue in self.engine.scheduler._queues:
-            queue.route_group = None
+            queue.route_groups = None
 
     async def ask(self, name: str, array: Array, **facts: Any) -> Array:
         request = Request({"IN": array}, stamp=self.engine.next_stamp(), **facts)

@@ -71,14 +71,25 @@ class Recorder:
         keeps_order: bool = False,
         is_cached: bool = False,
         depth: int = 1,
+        is_divided: bool = False,
     ) -> ModelQueue:
         """`is_cached`: its steps in ensembles are looked up in a response cache, which has none and takes all for
-        equal. `depth`: the batches that an instance takes at once.
+        equal. `depth`: the batches that an instance takes at once. `is_divided`: it passes batches to instances of
+        other such models that have its number.
         """
         chosen = model.batcher() if batcher is None else batcher  # an empty batcher is falsy
         cache = self if is_cached else None
         slots = [instance for instance in range(instances) for _ in range(depth)]
-        queue = ModelQueue(model.key, chosen, slots, is_pure=is_pure, needs=needs, keeps_order=keeps_order, cache=cache)
+        queue = ModelQueue(
+            model.key,
+            chosen,
+            slots,
+            is_pure=is_pure,
+            needs=needs,
+            keeps_order=keeps_order,
+            route_groups={one: one for one in range(instances if is_divided else 0)},
+            cache=cache,
+        )
         self.queues[model.key] = queue
         self.scheduler.add(queue)
         return queue

@@ -220,14 +220,8 @@ class Driver:
             os._exit(0)  # the model forked and both went on: only one answers, and the memory of outputs is shared
         placed = self._outputs.place(results.outputs)  # before the times are read: if it raises, the batch fails
         times = results.gathered_ns, results.computed_ns
-        notes = results.notes
-        if notes is not None and message.route:
-            notes.orders.clear()  # no response of an ensemble has that order: the batch can stay on its route
-            notes = results.notes = notes.or_none()
-        if not (results.errors or results.parameters or results.rescheduled or notes):
-            return None, times, placed
         self._has_failed = bool(results.errors)
-        return text_about(results), times, placed
+        return text_about(results, is_on_route=bool(message.route)), times, placed
 
     def _work(self, run: Run, message: RunMessage) -> Work:
         rows, count = message.rows, len(message.rows)
@@ -276,8 +270,7 @@ class HandOff:
         self._outputs = outputs
         self._peers: dict[int, socket.socket] = {}  # by the server's numbers
         self._shown: dict[int, set[int]] = {}  # the segments that each of them has attached
-        # Where a route goes on: the process, the outputs it computes, and its inputs as (stage, output).
-        self._routes: dict[int, tuple[int, tuple[int, ...], Sequence[tuple[int, int]]]] = {}
+        self._routes: dict[int, protocol.RouteHop] = {}  # where each goes on
 
     def add_peer(self, words: Sequence[int], fd: int) -> None:
         """Take a PEER message and its descriptor."""
@@ -289,15 +282,10 @@ class HandOff:
 
     def add_route(self, words: Sequence[int]) -> None:
         """Take a ROUTE message."""
-        number, peer, wanted = words[1:4]
-        at = 4 + wanted
-        outputs = words[4:at]
-        count = words[at]
-        at += 1
-        inputs = [(words[k], words[k + 1]) for k in range(at, at + 2 * count, 2)]
-        for gone in words[at + 2 * count :]:
+        number, hop, ended = protocol.decode_route(words)
+        for gone in ended:
             self._routes.pop(gone, None)
-        self._routes[number] = peer, tuple(outputs), inputs
+        self._routes[number] = hop
 
     def hand_on(self, message: RunMessage, made: Sequence[int], placed: Placed) -> bool:
         """Hand on a batch that was run here, with the words about what it made (`stage_words` of `placed`). False if it
@@ -345,9 +333,16 @@ class HandOff:
             os.close(fd)
 
 
-def text_about(results: Results) -> Any:
-    """The text of DONE about members that failed, run again or have parameters, and the notes."""
+def text_about(results: Results, *, is_on_route: bool) -> Any:
+    """The text of DONE about members that failed, run again or have parameters, and the notes; None if there is
+    nothing of that.
+    """
     notes = results.notes
+    if notes is not None and is_on_route:
+        notes.orders.clear()  # no response of an ensemble has that order: the batch can stay on its route
+        notes = results.notes = notes.or_none()
+    if not (results.errors or results.parameters or results.rescheduled or notes):
+        return None
     failed = {m: encode_error(error) for m, error in results.errors.items()}
     noted = {} if notes is None else {"": encode_notes(notes)}
     return {**results.parameters, **dict.fromkeys(results.rescheduled), **failed, **noted}

@@ -550,6 +550,33 @@ def _facts(words: Sequence[int], texts: Sequence[str]) -> tuple[Any, ...]:
     return request_id, priority, timeout_us, sequence_id, bool(flags & _STARTS), bool(flags & _ENDS), parameters
 
 
+class RouteHop(NamedTuple):
+    """How a route goes on from a stage: to `peer`, a process or an instance of the same one, which computes `outputs`;
+    its inputs are outputs of earlier stages, each as (stage, output).
+    """
+
+    peer: int
+    outputs: tuple[int, ...]
+    inputs: Sequence[tuple[int, int]]
+
+
+def decode_route(words: Sequence[int]) -> tuple[int, RouteHop, Sequence[int]]:
+    """The route of a ROUTE message, how it goes on, and the routes that are not used any more. Raises IndexError."""
+    number, peer, wanted = words[1:4]
+    at = 4 + wanted
+    outputs = tuple(words[4:at])
+    count = words[at]
+    at += 1
+    inputs = [(words[k], words[k + 1]) for k in range(at, at + 2 * count, 2)]
+    return number, RouteHop(peer, outputs, inputs), words[at + 2 * count :]
+
+
+def encode_route(number: int, hop: RouteHop, gone: Sequence[int] = ()) -> bytes:
+    """A ROUTE message."""
+    read = chain.from_iterable(hop.inputs)
+    return pack(ROUTE, [number, hop.peer, len(hop.outputs), *hop.outputs, len(hop.inputs), *read, *gone])
+
+
 def read_passed(words: Sequence[int], at: int, count: int) -> tuple[list[Stage], int]:
     """The `count` stages of PASSED, which is at `at`, and where it ends. Raises Garbled."""
     passed = []

@@ -646,7 +646,7 @@ class Engine:
         `execution_timeout_ns`: a process whose batch runs longer is killed; 0: none is.
         `warm_up`: runs on a restarted instance before it serves.
         """
-        groups = {worker.route_group for worker in workers}
+        groups = {} if execution_timeout_ns else {worker: worker.route_group for worker in workers}
         queue = ModelQueue(
             key,
             batcher,
@@ -655,7 +655,7 @@ class Engine:
             statistics=self.deployments.statistics_of(key),
             needs=needs,
             keeps_order=keeps_order,
-            route_group=groups.pop() if len(groups) == 1 and not execution_timeout_ns else None,
+            route_groups=groups,
             cache=self.deployments.step_cache(key) if is_cached else None,
         )
         self.scheduler.add(queue)

@@ -37,7 +37,7 @@ from flowserve.runtime.loading.warmup import read_samples, warm_up
 from flowserve.runtime.processes.environments import Environment
 from flowserve.runtime.workers import policies
 from flowserve.runtime.workers.base import RunsElsewhere, Worker
-from flowserve.runtime.workers.cluster import DEPTH, ClusterModel, ClusterWorker
+from flowserve.runtime.workers.cluster import DEPTH, ClusterActor, ClusterModel, ClusterWorker
 from flowserve.runtime.workers.factory import (
     PROCESS,
     MakeWorker,
@@ -100,6 +100,7 @@ class Loader:
         self._opening = LoadThreads()
         self._closing = LoadThreads()
         self._coming: dict[str, set[Worker]] = {}  # workers that are being opened, by model
+        self._segments: dict[str, list[ClusterActor]] = {}  # the actors of each
         options = engine.options
         self._entered: dict[str, Environment] = {}  # environments in which models were completed, until they are loaded
         keep = self._entered.__setitem__
@@ -230,21 +231,26 @@ class Loader:
         self, read: ReadModel, files: ModelFiles, options: Mapping[str, str], place: ModelPlace
     ) -> Loaded:
         """Start the instances of a model on other machines, which load it there."""
-        config, cluster, clock = read.config, self._engine.options.cluster, self._engine.clock
+        config, cluster = read.config, self._engine.options.cluster
         assert cluster is not None
         if why := why_not_placed(config):
             raise Invalid(why)
-        needs = MachineNeeds(place.resources, place.labels)
         there = {**options, "execution": "thread", "runs_at_once": "1"}
-        model = await self._in_thread(lambda: ClusterModel(config, files, there, needs, cluster))
+        model = await self._in_thread(lambda: ClusterModel(config, files, there, is_alone=not place.segment))
         loaded = Loaded(model)
         instances = instances_of(config)
         if place.count:
             group = instances[0][1]
             instances = [(f"{group.name}_{number}", group) for number in range(place.count)]
 
+        actors = self._segments.setdefault(place.segment, []) if place.segment else []
+        for number in range(len(actors), len(instances)):
+            name = f"{place.segment}_{number}" if place.segment else instances[number][0]
+            actors.append(ClusterActor(name, MachineNeeds(place.resources, place.labels), cluster, self._engine.clock))
+        following = iter(actors)
+
         def make(name: str, group: InstanceGroup) -> Worker:
-            return ClusterWorker(name, model, group, clock, depth=1 if self._engine.limiter else DEPTH)
+            return ClusterWorker(name, model, group, next(following), depth=1 if self._engine.limiter else DEPTH)
 
         try:
             await self._open_all(read, files.version, loaded, instances, make)

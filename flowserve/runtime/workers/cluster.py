@@ -1,4 +1,7 @@
-"""A worker whose instance runs on another machine: an actor (cluster/), reached by a connection of its own.
+"""A worker whose instance runs on another machine, in an actor (cluster/) that is reached by a connection.
+
+An actor (`ClusterActor`) has the instance of one worker, or one of each model of a segment: then workers share it, and
+a batch on a route passes it as one message and one reply, with only the outputs of the last stage.
 
 Decides that whole batches cross, and that an instance is given up to `DEPTH` of them: while one computes there, the
 next is on its way, and the instance is that many times in its queue (`base.slots_of`). A small batch is sent on the
@@ -7,9 +10,9 @@ sent from where they are. Another thread reads the replies into memory of the po
 in a process reads them next, and hands them to the engine.
 
 Decides when an actor is lost: its connection has ended, or it has been silent for some seconds, although it was pinged
-every second. Then its batches fail and are not run again, since one of them may be the reason (`InstanceDied`); only if
-the machine as a whole is lost, the scheduler may run them once more (`MachineLost`). supervisor.py decides when the
-next actor is started.
+every second. Then the instances in it end together, its batches fail and are not run again, since one of them may be
+the reason (`InstanceDied`); only if the machine as a whole is lost, the scheduler may run them once more
+(`MachineLost`). supervisor.py decides when the next actor is started.
 
 cluster/ decides the form of what travels, and how actors are started. Does not know queues or callers. Made by
 loading/, driven by the engine on the event loop.
@@ -29,6 +32,7 @@ from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import trio
 
@@ -36,27 +40,31 @@ from flowserve.backends.base import ModelFiles, Results, Work
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import (
     Garbled,
+    RouteHop,
+    Stage,
     decode_error,
     decode_notes,
     encode_about,
+    encode_route,
     encode_run,
     pack,
+    read_passed,
     request_facts,
     unpack,
 )
 from flowserve.cluster import frames
-from flowserve.cluster.base import ActorEnd, ActorJob, ClusterEngine, MachineNeeds, Started, versions
+from flowserve.cluster.base import ActorEnd, ActorJob, ClusterEngine, InstanceJob, MachineNeeds, Started, versions
 from flowserve.cluster.files import digest_of
 from flowserve.cluster.frames import Outgoing, add_inputs
 from flowserve.cluster.link import ActorLink, Send, Tls, client_context, greet_actor
 from flowserve.config.types import InstanceGroup, ModelConfig
-from flowserve.errors import FlowserveError, InstanceDied, MachineLost, ModelFailed, Unavailable
+from flowserve.errors import FlowserveError, InstanceDied, MachineLost, Unavailable
 from flowserve.memory.arena import Arena
 from flowserve.memory.pool import HOST
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.ipc.tensors import OutputReader
-from flowserve.runtime.workers.base import Outcome, StateAdapter, WorkerContext, cannot_start, works
-from flowserve.scheduling.batch import Batch
+from flowserve.runtime.workers.base import Outcome, Passed, StateAdapter, WorkerContext, cannot_start, works
+from flowserve.scheduling.batch import Batch, Route
 from flowserve.scheduling.flow import Ticket
 
 log = logging.getLogger("flowserve.runtime")
@@ -68,6 +76,7 @@ SILENCES_MAX: Final = 3  # seconds without a sign of an instance that is open
 OPENING_SILENCES_MAX: Final = 120  # a model that is loaded may keep its interpreter from answering
 CONNECT_S: Final = 5.0
 CLOSE_S_MAX: Final = 600.0
+END_S: Final = 10.0  # for an actor without instances to end
 _NONE: Final[Mapping[int, Any]] = {}
 
 
@@ -81,33 +90,27 @@ class ClusterOptions:
 
 
 class ClusterModel:
-    """One version of a model that runs on other machines. Nothing is loaded here."""
+    """One version of a model that runs on other machines. Nothing is loaded here. `is_alone`: its actors have no
+    instances of other models.
+    """
 
     may_run_inline = False
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        files: ModelFiles,
-        options: Mapping[str, str],
-        needs: MachineNeeds,
-        cluster: ClusterOptions,
-    ) -> None:
+    def __init__(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str], *, is_alone: bool) -> None:
         """Reads all files, for their digest; blocks."""
         self.config = config
         self.is_pure = False  # told by the first instance that is open
         self._files = files
         self._options = options
-        self.needs = needs
-        self.cluster = cluster
+        self._is_alone = is_alone
         self._digest = digest_of(files)
 
-    def job(self, name: str, group: InstanceGroup) -> ActorJob:
-        """What an actor of this model is started with. Its secret is new each time."""
+    def job(self, number: int, name: str, group: InstanceGroup) -> InstanceJob:
+        """What an actor opens as its instance with that number."""
         if group.kind == "KIND_GPU":
             group = replace(group, gpus=group.gpus or (0,))  # the engine shows an actor its own GPUs only
-        secret = os.urandom(frames.SECRET_BYTES)
-        return ActorJob(name, self.config, group, self._files, self._digest, self._options, secret, self.cluster.tls)
+        files, digest, options = self._files, self._digest, self._options
+        return InstanceJob(number, name, self.config, group, files, digest, options, self._is_alone)
 
     def instance(self, name: str, group: InstanceGroup) -> Any:
         raise NotImplementedError  # its instances are elsewhere
@@ -116,101 +119,53 @@ class ClusterModel:
         """Nothing is held here."""
 
 
-class ClusterWorker:
-    """One instance on another machine. While there is none, `ended` is how the last one ended. `on_end`: as of a
-    `ProcessWorker`. `machine`: where it is, or was last.
+class ClusterActor:
+    """One actor, for one worker or for one of each model of a segment. It is started when the first of them opens its
+    instance, and ends when the last is closed; when it has ended otherwise, the next that opens starts it again.
     """
 
-    _context: WorkerContext  # of the last `open`
-
-    def __init__(
-        self, name: str, model: ClusterModel, group: InstanceGroup, clock: ClockNs, *, depth: int = DEPTH
-    ) -> None:
-        config = model.config
+    def __init__(self, name: str, needs: MachineNeeds, cluster: ClusterOptions, clock: ClockNs) -> None:
         self.name = name
-        self.state = StateAdapter()
-        self.has_state = False
-        self.is_on_gpu = False
-        self.route_group: object = None
-        self.outage = works
-        self.depth = depth
-        self.ended = ""
-        self.has_answered = False
-        self.on_end: Callable[[], None] | None = None
-        self.machine = ""
-        self.reader = OutputReader(config.name, config.outputs, batches=config.max_batch_size > 0)
-        self._model = model
-        self._group = group
-        self._clock = clock
-        self._numbers = count(1)
-        self._names = {spec.name: j for j, spec in enumerate(config.outputs)}
-        self._arena: Arena | None = None  # where processes read outputs; used on the reading thread only
+        self.cluster = cluster
+        self.clock = clock
+        self._needs = needs
+        self._lock = threading.Lock()  # while it is started, and while an instance is added or leaves
         self._connection: _Connection | None = None
-        self._is_closed = False
-        self._given_up = ""
-        self._opening: Started | None = None  # while its instance is not open yet
+        self._arena: Arena | None = None  # where processes read outputs; used on the reading thread only
 
-    @property
-    def running(self) -> Batch | None:
-        """The batch that has been there for the longest time."""
-        return next(iter(self.batches), None)
+    # ------------------------------------------------------------------ blocking, on other threads
 
-    @property
-    def batches(self) -> list[Batch]:
-        """All batches that are under way there."""
-        connection = self._connection
-        return [] if connection is None else [run.batch for run in [*connection.runs.values()]]
+    def join(self, worker: ClusterWorker, context: WorkerContext) -> tuple[_Connection, int]:
+        """Have it open a worker's instance: its connection, and the instance's number there. Raises Unavailable."""
+        with self._lock:
+            connection = self._connection
+            if connection is None or connection.is_over:
+                connection = self._connection = self._start(worker, context)
+            return connection, connection.add(worker)
 
-    # ------------------------------------------------------------------ opening and closing, on other threads
-
-    def open(self, context: WorkerContext) -> None:
-        """Start an actor, connect to it, and wait until its instance is open. Blocks; called on a loader's thread.
-        Raises the model's exception, or Unavailable. May be called again after `on_end`.
-        """
-        self._context = context
-        model, cluster = self._model, self._model.cluster
-        job = model.job(self.name, self._group)
-        where = self._where
+    def _start(self, worker: ClusterWorker, context: WorkerContext) -> _Connection:
+        engine = self.cluster.engine
+        job = ActorJob(self.name, os.urandom(frames.SECRET_BYTES), self.cluster.tls)
+        started = engine.start(job, self._needs, self.cluster.give_up_s)
+        worker.machine = started.machine
         try:
-            started = cluster.engine.start(job, model.needs, cluster.give_up_s)
-        except Unavailable as error:
-            raise Unavailable(f"{where}: {error}") from None
-        self.machine = started.machine
-        self._opening = started
-        try:
-            if self._given_up:
-                raise Unavailable(self._given_up)
-            connection = _Connection(self, started, job)
-            is_pure = connection.wait_until_open()
-        except BaseException as error:
-            cluster.engine.kill(started)
-            if self._given_up:
-                raise Unavailable(f"{where}: {self._given_up}") from None
-            if isinstance(error, Unavailable):
-                raise Unavailable(f"{where}, machine '{started.machine}': {error}") from None
+            worker.check_given_up()
+            return _Connection(self, started, job, context)
+        except BaseException:
+            engine.kill(started)
             raise
-        finally:
-            self._opening = None
-        model.is_pure = bool(is_pure)
-        self._connection, self.ended = connection, ""
-        if self._is_closed:  # checked last: `close` sets it before it looks for a connection
-            connection.end()
-            return
-        connection.serve(context)
 
-    def give_up(self, why: str) -> None:
-        """As `RunsElsewhere.give_up`. One that still waits for a machine goes on waiting, as long as that may take."""
-        self._given_up = f"its process was ended: {why}"
-        started = self._opening
-        if started is not None:
-            self._model.cluster.engine.kill(started)
+    def leave(self, connection: _Connection, number: int) -> None:
+        """An instance is closed, or was not opened. The actor ends with its last one."""
+        with self._lock:
+            connection.instances.pop(number, None)
+            if connection.instances:
+                return
+            if self._connection is connection:
+                self._connection = None
+        connection.end()
 
-    def close(self) -> None:
-        """End the actor after its running batches. Blocks; called on a thread."""
-        self._is_closed = True
-        connection = self._connection
-        if connection is not None:
-            connection.end()
+    # ------------------------------------------------------------------ its memory
 
     def share(self) -> None:
         """From now on processes read its outputs."""
@@ -221,6 +176,112 @@ class ClusterWorker:
         """Memory for the block of a reply, on the reading thread."""
         return HOST.take(nbytes) if self._arena is None else self._arena.lease(nbytes)
 
+
+class ClusterWorker:
+    """One instance on another machine, in an actor. While there is none, `ended` is how the last one ended. `on_end`:
+    as of a `ProcessWorker`. `machine`: where it is, or was last.
+    """
+
+    _context: WorkerContext  # of the last `open`
+
+    def __init__(
+        self, name: str, model: ClusterModel, group: InstanceGroup, actor: ClusterActor, *, depth: int = DEPTH
+    ) -> None:
+        config = model.config
+        self.name = name
+        self.state = StateAdapter()
+        self.has_state = False
+        self.is_on_gpu = False
+        self.route_group: object = actor
+        self.outage = works
+        self.depth = depth
+        self.ended = ""
+        self.has_answered = False
+        self.on_end: Callable[[], None] | None = None
+        self.machine = ""
+        self.reader = OutputReader(config.name, config.outputs, batches=config.max_batch_size > 0)
+        self.where = f"model '{config.name}', instance '{name}'"
+        self.share = actor.share
+        self._model = model
+        self._group = group
+        self._actor = actor
+        self._numbers = {spec.name: j for j, spec in enumerate(config.outputs)}
+        self._connection: _Connection | None = None
+        self._number = 0  # of its instance there
+        self._opening: _Connection | None = None  # while its instance is not open yet
+        self._is_closed = False
+        self._given_up = ""
+
+    @property
+    def running(self) -> Batch | None:
+        """The batch that has been there for the longest time."""
+        return next(iter(self.batches), None)
+
+    @property
+    def batches(self) -> list[Batch]:
+        """All batches that are under way there, as this worker's stage has them."""
+        connection = self._connection
+        runs = [] if connection is None else [*connection.runs.values()]
+        return [run.batch.stage(run.workers.index(self)) for run in runs if self in run.workers]
+
+    # ------------------------------------------------------------------ opening and closing, on other threads
+
+    def open(self, context: WorkerContext) -> None:
+        """Have its actor open the instance, and wait for that; the actor is started if there is none. Blocks; called on
+        a loader's thread. Raises the model's exception, or Unavailable. May be called again after `on_end`.
+        """
+        self._context = context
+        self.machine = ""
+        try:
+            connection, number = self._actor.join(self, context)
+            self.machine = connection.machine
+            self._opening = connection
+            try:
+                self.check_given_up()
+                is_pure = connection.wait_until_open(number)
+            except BaseException:
+                self._actor.leave(connection, number)
+                self.check_given_up()
+                raise
+            finally:
+                self._opening = None
+        except Unavailable as error:
+            at = f", machine '{self.machine}'" if self.machine and not self._given_up else ""
+            raise Unavailable(f"{self.where}{at}: {error}") from None
+        self._model.is_pure = is_pure
+        self._number = number
+        self._connection, self.ended = connection, ""
+        if self._is_closed:  # checked last: `close` sets it before it looks for a connection
+            self.close()
+        elif connection.is_over:  # which may have been told before
+            connection.tell(self.lost, connection, connection.why)
+
+    def job(self, number: int) -> InstanceJob:
+        """What its actor opens."""
+        return self._model.job(number, self.name, self._group)
+
+    def check_given_up(self) -> None:
+        """Raises Unavailable once its opening was given up."""
+        if self._given_up:
+            raise Unavailable(self._given_up)
+
+    def give_up(self, why: str) -> None:
+        """As `RunsElsewhere.give_up`. One that still waits for a machine goes on waiting, as long as that may take. An
+        actor that has other instances goes on.
+        """
+        self._given_up = f"its process was ended: {why}"
+        connection = self._opening
+        if connection is not None:
+            connection.give_up(self, self._given_up)
+
+    def close(self) -> None:
+        """End the instance after its running batches, and with the last one its actor. Blocks; called on a thread."""
+        self._is_closed = True
+        connection = self._connection
+        if connection is not None:
+            connection.close(self._number)
+            self._actor.leave(connection, self._number)
+
     # ------------------------------------------------------------------ batches, on the event loop
 
     def run(self, batch: Batch) -> Outcome | None:
@@ -229,17 +290,24 @@ class ClusterWorker:
         if connection is None:
             return Unavailable(f"instance '{self.name}' is not running")
         work = self.state.work(batch.tickets)
-        batch.started_ns = self._clock()
-        number = next(self._numbers)
-        run = connection.runs[number] = _Run(batch, work.rows)
+        batch.started_ns = self._actor.clock()
+        workers: Sequence[ClusterWorker] = (self,)
+        if batch.route is not None:
+            if batch.wants_outputs or any(one._connection is not connection for one in batch.instances):
+                self._context.release(batch, range(1, len(batch.route)))  # it returns after each step
+            else:
+                workers = batch.instances
+        number = next(connection.numbers)
+        run = connection.runs[number] = _Run(batch, work.rows, workers)
         nbytes = 0
         for column in work.inputs:
             nbytes += column.nbytes
+        is_announced = len(workers) == 1 or self._announce(connection, run)
         try:
-            if nbytes <= SENT_ON_LOOP_BYTES_MAX:
+            if nbytes <= SENT_ON_LOOP_BYTES_MAX and is_announced:
                 message, block = self._packed(number, run, work)
-                connection.send_soon(message, block)
-            else:
+                connection.send_soon(self._number, message, block)
+            else:  # behind what announces its route
                 connection.later(partial(self._send, connection, number, run, work))
         except OSError:
             return None  # the connection has ended, which its reading thread is about to tell
@@ -253,7 +321,14 @@ class ClusterWorker:
         return outcome, ()
 
     def recall(self, batch: Batch) -> None:
-        """It takes no batches with routes."""
+        """The batch is to return from its route after its current stage."""
+        connection = self._connection
+        if connection is None:
+            return
+        for number in [*connection.runs]:
+            run = connection.runs.get(number)  # it may come back at this moment
+            if run is not None and run.batch is batch:
+                connection.later(partial(connection.link.send, 0, pack(protocol.CANCEL, (number,))))
 
     def kill(self, why: str) -> None:
         """End its actor at once, for this reason."""
@@ -261,29 +336,45 @@ class ClusterWorker:
         if connection is not None:
             connection.kill(why)
 
+    def _announce(self, connection: _Connection, run: _Run) -> bool:
+        """Whether the actor knows the route of this batch. If not, it is about to be told."""
+        route, workers = run.batch.route, run.workers
+        assert route is not None
+        if route in connection.routes:
+            run.route = connection.routes[route]
+            return True
+        number = run.route = connection.routes[route] = next(connection.numbers)
+        for i, read in enumerate(route.reads):
+            following = workers[i + 1]
+            wanted = tuple([following._numbers[name] for name in route.nodes[i + 1].wanted])
+            message = encode_route(number, RouteHop(following._number, wanted, read))
+            connection.later(partial(connection.link.send, workers[i]._number, message))
+        return False
+
     def _packed(self, number: int, run: _Run, work: Work) -> tuple[bytes, Outgoing]:
         """A batch as a message and a block. Raises FlowserveError."""
         block = Outgoing()
         places, run.taken = add_inputs(work, self._model.config.inputs, block)
         names = work.wanted
         wanted = (
-            [[self._names[one] for one in names[0]]]
+            [[self._numbers[one] for one in names[0]]]
             if names.count(names[0]) == len(names)
-            else [[self._names[one] for one in some] for some in names]
+            else [[self._numbers[one] for one in some] for some in names]
         )
         facts = [*map(request_facts, work.requests)] if any(map(any, map(request_facts, work.requests))) else None
         about: Sequence[int] = ()
         text = b""
         if facts is not None or run.batch.contexts:
             about, text = encode_about(facts, run.batch.contexts)
-        return encode_run(number, 0, 0, work.rows, wanted, (0, 0), places, (), about, text), block
+        updates = (0, 0) * len(run.workers)  # none, for each stage
+        return encode_run(number, run.route, 0, work.rows, wanted, updates, places, (), about, text), block
 
     def _send(self, connection: _Connection, number: int, run: _Run, work: Work) -> None:
         """Pack and send a batch, on the sending thread."""
         try:
             message, block = self._packed(number, run, work)
             del work
-            connection.link.send(message, block.finish(block.nbytes), block.nbytes)
+            connection.link.send(self._number, message, block.finish(block.nbytes), block.nbytes)
         except (OSError, EOFError):
             raise
         except Exception as error:
@@ -295,53 +386,86 @@ class ClusterWorker:
 
     def lost(self, connection: _Connection, why: str) -> None:
         """Its connection has ended: it takes no batches until it is opened again. Those that it has fail when it is
-        known how the actor ended (`fail`).
+        known how the actor ended (`_Connection.fail`).
         """
         if self._connection is not connection:
             return
         self._connection = None
-        self.ended = f"{self._where}: {why}"
+        self.ended = f"{self.where}: {why}"
         if self.on_end is not None:
             self.on_end()
-
-    def fail(self, connection: _Connection, end: ActorEnd) -> None:
-        """Fail the batches of a connection that has ended."""
-        kind = MachineLost if end.with_machine else InstanceDied
-        error = kind(f"{self._where}: {end.text}")
-        runs, connection.runs = connection.runs, {}
-        for run in runs.values():
-            self._context.completions.waiting.append((run.batch, error))
-        self._context.wake()
-
-    @property
-    def _where(self) -> str:
-        return f"model '{self._model.config.name}', instance '{self.name}'"
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """A batch that was sent, or is being sent."""
+    """A batch that was sent, or is being sent, and the workers of its stages. `route`: its number there, 0 for none."""
 
     batch: Batch
     rows: Sequence[int]
+    workers: Sequence[ClusterWorker]
     taken: Sequence[int] = ()
+    route: int = 0
+
+    def results(self, passed: Sequence[Stage], words: Sequence[int], at: int, text: bytes, block: Any) -> Results:
+        """Those of the last stage that ran the batch, from DONE. Raises Garbled."""
+        if len(words) < at + 6:
+            raise Garbled("a reply that is cut off")
+        _, gathered_ns, computed_ns, segment, offset, nbytes = words[at : at + 6]
+        told: dict[str, Any] = json.loads(text) if text else {}
+        reader, rows = self.workers[len(passed)].reader, self.rows
+        notes = decode_notes(told.pop("", None), reader.names, len(rows)) if text else None
+        unlike: Collection[str] = () if notes is None else notes.unlike
+        outputs, placed = reader.read(words, at + 6, _part(block, segment, offset, nbytes), rows, unlike)
+        taken = () if passed else self.taken
+        results = Results(outputs, _NONE, gathered_ns, computed_ns, (), placed, _NONE, (), taken, notes)
+        if told:
+            members = {int(m): one for m, one in told.items()}
+            if not members.keys() <= set(range(len(rows))) or None in members.values():
+                raise Garbled("a reply about a member that does not exist, or is to run again")
+            results.parameters = {m: one for m, one in members.items() if isinstance(one, dict)}
+            results.errors = {m: decode_error(one) for m, one in members.items() if not isinstance(one, dict)}
+        return results
+
+    def made(self, passed: Sequence[Stage], block: Any, *, has_outputs: bool) -> list[Results]:
+        """The results of the stages before the last one. Raises Garbled."""
+        made: list[Results] = []
+        for i, stage in enumerate(passed):
+            sizes = [nbytes for _, nbytes, _ in stage.outputs]
+            nbytes = max([start + size for start, size, shape in stage.outputs if shape], default=0)
+            memory = _part(block, stage.segment, stage.offset, nbytes)
+            outputs = self.workers[i].reader.read_stage(stage, memory, self.rows) if has_outputs else ()
+            taken = () if i else self.taken
+            made.append(Results(outputs, _NONE, stage.gathered_ns, stage.computed_ns, (), sizes, _NONE, (), taken))
+        return made
 
 
 class _Connection:
-    """The connection to one actor, with its two threads. `runs`: its batches, by number, in order."""
+    """The connection to one actor, with its two threads. `runs`: its batches, by number, in order. `instances`: the
+    workers whose instances it has, or is to open, by their numbers. `routes`: those that it knows, with their numbers.
+    `why`: how it has ended, once it `is_over`.
+    """
 
-    def __init__(self, worker: ClusterWorker, started: Started, job: ActorJob) -> None:
+    def __init__(self, actor: ClusterActor, started: Started, job: ActorJob, context: WorkerContext) -> None:
         """Connect to an actor. Blocks. Raises Unavailable."""
         self.runs: dict[int, _Run] = {}
-        self._worker = worker
+        self.numbers = count(1)  # of batches and routes; drawn on the event loop
+        self.instances: dict[int, ClusterWorker] = {}
+        self.routes: WeakKeyDictionary[Route, int] = WeakKeyDictionary()
+        self.machine = started.machine
+        self.is_over = False
+        self.why = ""
+        self._actor = actor
         self._started = started
-        self._engine = worker._model.cluster.engine
-        self._why = ""  # the server's own reason for the end
+        self._engine = actor.cluster.engine
+        self._context = context
+        self._instance_numbers = count(1)
+        self._opening: dict[int, SimpleQueue[bool | FlowserveError]] = {}
+        self._closing: dict[int, threading.Event] = {}
+        self._refused: FlowserveError | None = None  # why the actor opens nothing
+        self._killed = ""  # the server's own reason for the end
         self._silences = 0
-        self._silences_max = OPENING_SILENCES_MAX
         self._sent = 0
         self._outgoing: SimpleQueue[Send | None] = SimpleQueue()
-        self._context: WorkerContext | None = None
         self._ended = threading.Event()
         tls = None if job.tls is None else client_context(job.tls)
         address = f"{started.host} port {started.port}"
@@ -352,70 +476,77 @@ class _Connection:
         self.link = ActorLink(sock, tls)
         try:
             greet_actor(self.link, job.secret)
-            self.link.send(pack(frames.HELLO, (), versions()))
+            self.link.send(0, pack(frames.HELLO, (), versions()))
         except (Unavailable, OSError, EOFError) as error:
             self.link.discard()
             raise Unavailable(f"{address}: {error}") from None
-        self._sender = threading.Thread(target=self._send_all, name=f"flowserve to {worker.name}", daemon=True)
+        self._sender = threading.Thread(target=self._send_all, name=f"flowserve to {actor.name}", daemon=True)
         self._sender.start()
+        threading.Thread(target=self._read_all, name=f"flowserve from {actor.name}", daemon=True).start()
 
-    def wait_until_open(self) -> int:
-        """Whether its model is pure, once the instance is open. Blocks. Raises why it is not open."""
+    # ------------------------------------------------------------------ opening and closing; these block
+
+    def add(self, worker: ClusterWorker) -> int:
+        """Have the actor open a worker's instance. Returns its number."""
+        number = next(self._instance_numbers)
+        self.instances[number] = worker
+        self._opening[number] = SimpleQueue()
+        self._closing[number] = threading.Event()
         try:
-            while True:
-                message, _ = self.link.read(HOST.take, self._on_silence)
-                self._silences = 0
-                kind, words, text = unpack(message)
-                if kind == protocol.READY and len(words) == 2:
-                    return words[1]
-                if kind == protocol.BROKEN:
-                    raise decode_error(json.loads(text))
-                if kind != frames.PONG:
-                    raise Garbled(f"a message of kind {kind}")
-        except (EOFError, OSError) as error:
-            end = self._engine.end_of(self._started)
-            failed: FlowserveError = Unavailable(f"{end.text} while its instance was opened ({error})")
-        except ValueError as error:  # also Garbled
-            failed = ModelFailed(f"an invalid message while the instance was opened: {error}")
-        except FlowserveError as error:
-            failed = error
-        self._stop()
-        raise failed
+            self._engine.add(self._started, worker.job(number))
+        except Unavailable as error:
+            self._opening[number].put(error)
+        if self.is_over or self._refused is not None:  # perhaps before the instance was known
+            self._opening[number].put(self._refused or Unavailable(self.why))
+        return number
 
-    def serve(self, context: WorkerContext) -> None:
-        """Read replies from now on."""
-        self._context = context
-        self._silences_max = SILENCES_MAX
-        threading.Thread(target=self._read_all, name=f"flowserve from {self._worker.name}", daemon=True).start()
+    def wait_until_open(self, number: int) -> bool:
+        """Whether the model of that instance is pure, once it is open. Raises why it is not."""
+        answer = self._opening[number].get()
+        del self._opening[number]
+        if isinstance(answer, FlowserveError):
+            raise answer
+        return answer
+
+    def give_up(self, worker: ClusterWorker, why: str) -> None:
+        """The opening of a worker's instance is given up: the actor ends, or goes on if it has others."""
+        if [*self.instances.values()] == [worker]:
+            self.kill(why)
+            return
+        for number, one in [*self.instances.items()]:
+            if one is worker and number in self._opening:
+                self._outgoing.put(partial(self.link.send, number, pack(protocol.END, ())))
+                self._opening[number].put(Unavailable(why))
+
+    def close(self, number: int) -> None:
+        """Have an instance end after its batches, and wait for that."""
+        self._outgoing.put(partial(self.link.send, number, pack(protocol.END, ())))
+        closed = self._closing.get(number)
+        if closed is not None and not closed.wait(CLOSE_S_MAX):
+            self.link.close()
 
     def end(self) -> None:
-        """Have the actor end after its batches, and wait for that. Blocks."""
-        self._why = "it was closed"
-        self._outgoing.put(partial(self.link.send, pack(protocol.END, ())))
-        timer = threading.Timer(CLOSE_S_MAX, self.link.close)
-        timer.daemon = True
-        timer.start()
-        try:
-            if self._context is not None:
-                self._ended.wait()
-            else:
-                self._stop()
-        finally:
-            timer.cancel()
+        """Have the actor end, none of whose instances is used any more, and wait for that."""
+        self._killed = self._killed or "it was closed"
+        self._outgoing.put(partial(self.link.send, 0, pack(protocol.END, ())))
+        if not self._ended.wait(END_S):
+            self._engine.kill(self._started)
+            self.link.close()
+            self._ended.wait()
 
     def kill(self, why: str) -> None:
         """End it at once, for this reason. On any thread."""
-        self._why = why
+        self._killed = why
         self._engine.kill(self._started)
         self.link.close()
 
     # ------------------------------------------------------------------ sending
 
-    def send_soon(self, message: bytes, block: Outgoing) -> None:
+    def send_soon(self, instance: int, message: bytes, block: Outgoing) -> None:
         """Send a small frame, on the event loop."""
-        buffers = block.finish(block.nbytes)
-        if not self._outgoing.empty() or not self.link.try_send(message, buffers, block.nbytes, self.later):
-            self.later(partial(self.link.send, message, buffers, block.nbytes))
+        frame = instance, message, block.finish(block.nbytes), block.nbytes
+        if not self._outgoing.empty() or not self.link.try_send(*frame, self.later):
+            self.later(partial(self.link.send, *frame))
 
     def later(self, send: Send) -> None:
         """Have the sending thread do it."""
@@ -426,7 +557,7 @@ class _Connection:
             try:
                 send()
             except (OSError, EOFError) as error:  # the reading thread ends the connection
-                log.debug("instance %s: cannot send: %s", self._worker.name, error)
+                log.debug("actor %s: cannot send: %s", self._actor.name, error)
                 self.link.close()
             del send  # releases the tensors
 
@@ -436,38 +567,66 @@ class _Connection:
         ended: EOFError | None = None
         try:
             while True:
-                message, block = self.link.read(self._worker.take, self._on_silence)
+                instance, message, block = self.link.read(self._actor.take, self._on_silence)
                 self._silences = 0
-                kind, words, text = unpack(message)
-                if kind in (protocol.DONE, protocol.FAILED):
-                    self._reply(kind, words, text, block)
-                elif kind != frames.PONG:
-                    raise Garbled(f"a message of kind {kind}")
+                self._take(instance, *unpack(message), block)
                 del block
         except EOFError as error:
             ended = error
         except Exception as error:  # whatever a message leads to, it concerns this actor only
-            what = str(error) if isinstance(error, Garbled) else f"{type(error).__name__}: {error}"
+            what = str(error) if isinstance(error, (Garbled, FlowserveError)) else f"{type(error).__name__}: {error}"
             self._engine.kill(self._started)
-            self._why = f"its process sent an invalid message ({what}); it was ended"
-        machine = self._started.machine
-        self._tell(self._worker.lost, self._why or f"its connection to machine '{machine}' ended: {ended}")
-        self._stop()
+            self._killed = self._killed or f"its process sent an invalid message ({what}); it was ended"
+        self.why = self._killed or f"its connection to machine '{self.machine}' ended: {ended}"
+        self.is_over = True
+        self.tell(self._lost)
+        self.link.close()
+        self._outgoing.put(None)
+        self._sender.join()
+        self.link.discard()
+        end = ActorEnd(self._killed) if self._killed else self._how_it_ended(ended)
+        for waiting in [*self._opening.values()]:
+            waiting.put(self._refused or Unavailable(f"{end.text} while its instance was opened ({ended})"))
+        for closed in [*self._closing.values()]:
+            closed.set()
         self._ended.set()
-        self._tell(self._worker.fail, ActorEnd(self._why) if self._why else self._how_it_ended(ended))
+        self.tell(self._fail, end)
 
-    def _tell(self, what: Callable[[_Connection, Any], None], about: object) -> None:
+    def _take(self, number: int, kind: int, words: Sequence[int], text: bytes, block: Any) -> None:
+        """One message, on the reading thread. Raises Garbled."""
+        if kind in (protocol.DONE, protocol.FAILED):
+            self._reply(number, kind, words, text, block)
+        elif kind == protocol.READY and len(words) == 2:
+            self._answer(number, bool(words[1]))
+        elif kind == protocol.BROKEN:
+            error = decode_error(json.loads(text))
+            self._answer(number, error)
+            if not number:  # the actor as a whole, which ends now
+                self._refused = error
+        elif kind == frames.CLOSED and number in self._closing:
+            self._closing[number].set()
+        elif kind == frames.RECALLED and len(words) == 3:
+            self.tell(self._release, *words[1:])
+        elif kind != frames.PONG:
+            raise Garbled(f"a message of kind {kind}")
+
+    def _answer(self, number: int, answer: bool | FlowserveError) -> None:
+        """Tell how the opening of an instance went, unless it was given up."""
+        waiting = self._opening.get(number)
+        if waiting is not None:
+            waiting.put(answer)
+
+    def tell(self, what: Callable[..., None], *about: object) -> None:
         """Call it on the event loop, where there still is one."""
-        assert self._context is not None
         with suppress(trio.RunFinishedError):
-            self._context.token.run_sync_soon(what, self, about)
+            self._context.token.run_sync_soon(what, *about)
 
     def _how_it_ended(self, error: EOFError | None) -> ActorEnd:
         end = self._engine.end_of(self._started)
         self._engine.kill(self._started)  # an actor that lives without its connection is of no use
         if isinstance(error, _Silent) and not end.with_machine:
-            end = ActorEnd(f"machine '{self._started.machine}' does not answer ({error})", with_machine=True)
-        log.error("%s: %s", self._worker.name, end.text)
+            end = ActorEnd(f"machine '{self.machine}' does not answer ({error})", with_machine=True)
+        log.error("%s: %s", self._actor.name, end.text)
         return end
 
     def _on_silence(self) -> None:
@@ -475,68 +634,90 @@ class _Connection:
             self._sent = self.link.sent
             self._silences = 0
         self._silences += 1
-        if self._silences >= self._silences_max:
+        if self._silences >= (OPENING_SILENCES_MAX if self._opening else SILENCES_MAX):
             raise _Silent(f"nothing was heard from it for {self._silences} s")
         self._outgoing.put(self._ping)
 
     def _ping(self) -> None:
-        self.link.send(pack(frames.PING, ()))
+        self.link.send(0, pack(frames.PING, ()))
         self._sent = self.link.sent  # a ping that was taken by the kernel is no sign of the other end
 
-    def _reply(self, kind: int, words: Sequence[int], text: bytes, block: Any) -> None:
+    def _reply(self, instance: int, kind: int, words: Sequence[int], text: bytes, block: Any) -> None:
         """Complete a batch, on the reading thread. Raises Garbled."""
-        if len(words) < 4 or words[2]:
-            raise Garbled("a reply that is cut off, or of a route")
+        if len(words) < 4:
+            raise Garbled("a reply that is cut off")
+        passed, at = read_passed(words, 3, words[2])
         run = self.runs.pop(words[1], None)
         if run is None:
             raise Garbled(f"a reply to batch {words[1]}, which it does not have")
-        batch = run.batch
-        outcome: Outcome
         try:
-            if kind == protocol.FAILED:
-                outcome = decode_error(json.loads(text))
+            k = len(passed)
+            if k >= len(run.workers) or self.instances.get(instance) is not run.workers[k]:
+                raise Garbled(f"a reply to batch {words[1]} of an instance that does not have it")
+            if block is not None:
+                block.flags.writeable = False
+            error: FlowserveError | None = None
+            is_whole = kind == protocol.DONE and k + 1 == len(run.workers) and not text
+            made = run.made(passed, block, has_outputs=not is_whole)
+            if kind == protocol.DONE:
+                made.append(run.results(passed, words, at, text, block))
             else:
-                outcome = self._results(run, words, text, block)
+                error = decode_error(json.loads(text))
         except Exception:
             self.runs[words[1]] = run  # it fails with the connection
             raise
-        self._worker.has_answered = True
-        for following in [*self.runs.values()][:1]:  # begins now; until now it waited there, as in a queue
-            following.batch.started_ns = self._worker._clock()
-        assert self._context is not None
-        self._context.completions.add(batch, outcome)
+        now_ns = self._actor.clock()
+        _shift(made, run.batch.started_ns, now_ns)
+        for worker in run.workers[: k + 1]:
+            worker.has_answered = True
+        for following in [*self.runs.values()]:
+            if following.workers[0] is run.workers[0]:  # begins now; until now it waited there, as in a queue
+                free_ns = made[0].computed_ns if len(run.workers) > 1 and made else now_ns
+                following.batch.started_ns = max(following.batch.started_ns, free_ns)
+                break
+        outcome: Outcome = Passed(made, error)
+        if run.batch.route is None:
+            outcome = made[0] if error is None else error
+        self._context.completions.add(run.batch, outcome)
 
-    def _results(self, run: _Run, words: Sequence[int], text: bytes, block: Any) -> Results:
-        if len(words) < 9:
-            raise Garbled("a reply that is cut off")
-        _, gathered_ns, computed_ns, segment, offset, nbytes = words[3:9]
-        if nbytes != (0 if block is None else len(block)) or segment not in (0, frames.BLOCK) or offset:
-            raise Garbled("a reply with another block than it announces")
-        told: dict[str, Any] = json.loads(text) if text else {}
-        reader, rows = self._worker.reader, run.rows
-        notes = decode_notes(told.pop("", None), reader.names, len(rows)) if text else None
-        unlike: Collection[str] = () if notes is None else notes.unlike
-        if block is not None:
-            block.flags.writeable = False
-        outputs, placed = reader.read(words, 9, block, rows, unlike)
-        # The clocks of two machines differ: the computation is put at the end of the time that the batch was away.
-        now_ns = self._worker._clock()
-        took_ns = min(max(computed_ns - gathered_ns, 0), now_ns - run.batch.started_ns)
-        results = Results(outputs, _NONE, now_ns - took_ns, now_ns, (), placed, _NONE, (), run.taken, notes)
-        if told:
-            members = {int(m): one for m, one in told.items()}
-            if not members.keys() <= set(range(len(rows))) or None in members.values():
-                raise Garbled("a reply about a member that does not exist, or is to run again")
-            results.parameters = {m: one for m, one in members.items() if isinstance(one, dict)}
-            results.errors = {m: decode_error(one) for m, one in members.items() if not isinstance(one, dict)}
-        return results
+    # ------------------------------------------------------------------ on the event loop
 
-    def _stop(self) -> None:
-        """End the connection and the sending thread. On the thread that reads."""
-        self.link.close()
-        self._outgoing.put(None)
-        self._sender.join()
-        self.link.discard()
+    def _release(self, number: int, stage: int) -> None:
+        """A batch that was recalled is at that stage of its route: the instances of all others are free."""
+        run = self.runs.get(number)
+        if run is not None and run.batch.route is not None:
+            self._context.release(run.batch, [i for i in range(len(run.workers)) if i != stage])
+
+    def _lost(self) -> None:
+        for worker in [*self.instances.values()]:
+            worker.lost(self, self.why)
+
+    def _fail(self, end: ActorEnd) -> None:
+        """Fail its batches, which it had when it ended."""
+        kind = MachineLost if end.with_machine else InstanceDied
+        runs, self.runs = self.runs, {}
+        for run in runs.values():
+            self._context.completions.waiting.append((run.batch, kind(f"{run.workers[0].where}: {end.text}")))
+        self._context.wake()
+
+
+def _part(block: Any, segment: int, offset: int, nbytes: int) -> Any:
+    """A part of the block of a reply; None for no bytes. Raises Garbled."""
+    if not nbytes:
+        return None
+    if block is None or segment != frames.BLOCK or offset + nbytes > len(block) or offset % 8:
+        raise Garbled("outputs that are not within their block")
+    return block if nbytes == len(block) else block[offset : offset + nbytes]
+
+
+def _shift(made: Sequence[Results], started_ns: int, now_ns: int) -> None:
+    """The clocks of two machines differ: the computations are put at the end of the time that the batch was away."""
+    if not made:
+        return
+    by_ns = now_ns - made[-1].computed_ns
+    for results in made:
+        results.gathered_ns = min(max(results.gathered_ns + by_ns, started_ns), now_ns)
+        started_ns = results.computed_ns = min(max(results.computed_ns + by_ns, results.gathered_ns), now_ns)
 
 
 class _Silent(EOFError):

@@ -23,7 +23,7 @@ from typing import Any, Final
 from flowserve.backends.base import CallsModels, Instance, NeedsOthers, Results, SharesOutputs, Work
 from flowserve.errors import FlowserveError, ModelFailed, ModelRaised, Unavailable
 from flowserve.memory import raw
-from flowserve.memory.column import Column
+from flowserve.memory.column import Column, whole_output
 from flowserve.memory.devices import check_for_loss, lost
 from flowserve.memory.raw import EncodedBytes
 from flowserve.memory.tensor import Tensor
@@ -312,11 +312,8 @@ def _following(route: Route, i: int, before: Work, made: Sequence[Results]) -> W
     rows, count = before.rows, len(before.rows)
     columns = []
     for stage, j in route.reads[i - 1]:
-        column = made[stage].outputs[j]
-        if type(column) is not Column:
-            column = Column.of([*column], rows)
-        # A column that is one block is complete.
-        if column.block is None and (column.lacks_some or len({one.shape[1:] for one in column if one}) > 1):
+        column = whole_output(made[stage].outputs[j], rows)
+        if column is None:
             return None
         columns.append(column)
     for k, dims in route.checks[i - 1]:

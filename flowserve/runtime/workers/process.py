@@ -32,7 +32,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from operator import attrgetter
 from typing import Any, Final, cast
 
@@ -43,10 +43,12 @@ from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import (
     Garbled,
     Job,
+    RouteHop,
     Stage,
     decode_error,
     decode_notes,
     encode_about,
+    encode_route,
     encode_run,
     pack,
     read_passed,
@@ -722,8 +724,7 @@ def _route_number(route: Route, channels: Sequence[Channel], workers: Sequence[P
             here, following = channels[i], channels[i + 1]
             here.introduce(following)
             wanted = workers[i + 1].packer.indices(route.nodes[i + 1].wanted)
-            words = [found[0], following.number, len(wanted), *wanted, len(read), *chain.from_iterable(read), *gone]
-            here.tell(pack(protocol.ROUTE, words))
+            here.tell(encode_route(found[0], RouteHop(following.number, wanted, read), gone))
         known[key] = found  # not before: it raises where a socket cannot be shown
     return found[0]
 

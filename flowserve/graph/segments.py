@@ -1,0 +1,65 @@
+"""Rule P7 about placement files: a segment is convex in every graph that uses it.
+
+A segment runs as one hop, so no path of a graph may leave it and come back: what is on such a path waits for the
+segment, which waits for it. Decides what such a path is, and its text. The other rules about placement files need no
+graph (config/placement.py). Callers: cli/.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator
+
+from flowserve.config.placement import PlacementFile
+from flowserve.errors import Problem
+from flowserve.graph.plan import openers
+from flowserve.graph.types import GRAPH, Graph
+
+
+def broken_segments(placement: PlacementFile, graphs: Iterable[Graph]) -> Iterator[Problem]:
+    """The violations of P7, one for each segment and graph, where the file names the model that a path comes back
+    to.
+    """
+    graphs = [*graphs]
+    for segment in dict.fromkeys(place.segment for place in placement.places.values() if place.segment):
+        models = {name for name, place in placement.places.items() if place.segment == segment}
+        for graph in graphs:
+            path = path_outside(graph, models)
+            if path:
+                names = " -> ".join(graph.nodes[n].name for n in path)
+                text = f"a path of '{graph.name}' leaves segment '{segment}' and comes back: {names}"
+                between = ", ".join(
+                    f"'{name}'" for name in dict.fromkeys(graph.nodes[n].model.name for n in path[1:-1])
+                )
+                back = placement.places[graph.nodes[path[-1]].model.name]
+                hint = f"name {between} in it too, or divide it into two segments"
+                yield Problem(text, placement.source.place(back.path), "P7", hint)
+
+
+def path_outside(graph: Graph, models: Collection[str]) -> list[int]:
+    """The nodes of a shortest path that begins and ends with nodes of these models, with others in between; [] if there
+    is none.
+    """
+    following: dict[int, dict[int, None]] = defaultdict(dict)
+    for edge in graph.edges:
+        if GRAPH not in (edge.producer, edge.consumer):
+            following[edge.producer][edge.consumer] = None
+    for node in graph.nodes:
+        for opener in sorted(openers(graph, node.space) - {GRAPH}):
+            following[opener][node.index] = None
+    inside = {node.index for node in graph.nodes if node.model.name in models}
+    before: dict[int, int] = {}  # of the nodes outside that a path from the inside has reached
+    reached = deque((n, after) for n in sorted(inside) for after in following[n])
+    while reached:
+        n, after = reached.popleft()
+        if after in inside:
+            if n in inside:
+                continue
+            path = [after, n]
+            while path[-1] not in inside:
+                path.append(before[path[-1]])
+            return path[::-1]
+        if after not in before:
+            before[after] = n
+            reached.extend((after, further) for further in following[after])
+    return []
