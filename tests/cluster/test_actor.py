@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from flowserve.cluster.actor import Actor
 from flowserve.cluster.base import ActorJob, versions
 from flowserve.cluster.files import digest_of
 from flowserve.cluster.link import ActorLink, greet_actor
+from flowserve.cluster.pipes import pickled
 from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
 from flowserve.errors import Unavailable
 from flowserve.memory.pool import HOST
@@ -62,15 +65,18 @@ class Spoken:
         assert self.silences < 10
 
 
+def job_in(folder: Path) -> ActorJob:
+    files = ModelFiles(folder, folder / "m", 1)
+    config = ModelConfig("m", "python", "", 8, SPECS[:1], SPECS[1:], SourceMap("m/config.pbtxt"))
+    return ActorJob("m_0", config, InstanceGroup("m"), files, digest_of(files), {}, SECRET)
+
+
 @contextmanager
 def actor(tmp_path: Path, code: str = DOUBLE_CODE) -> Iterator[tuple[Actor, threading.Thread]]:
     """An actor of a model, on a thread of this process."""
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "model.py").write_text(code)
-    files = ModelFiles(tmp_path, tmp_path / "m", 1)
-    config = ModelConfig("m", "python", "", 8, SPECS[:1], SPECS[1:], SourceMap("m/config.pbtxt"))
-    job = ActorJob("m_0", config, InstanceGroup("m"), files, digest_of(files), {}, SECRET)
-    made = Actor(job, "127.0.0.1")
+    made = Actor(job_in(tmp_path), "127.0.0.1")
     thread = threading.Thread(target=made.serve)
     thread.start()
     try:
@@ -162,3 +168,20 @@ def test_an_error_of_the_model_fails_its_batch_and_the_next_one_runs(tmp_path: P
         assert "minus one" in told["0"][1]
         server.run(3, 1.0)
         assert server.hear()[0] == protocol.DONE
+
+
+@pytest.mark.slow
+def test_a_process_whose_machine_ended_while_it_started_ends_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / "model.py").write_text(DOUBLE_CODE)
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "flowserve.cluster.actor"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=writes, stderr=subprocess.PIPE)
+    os.close(writes)
+    assert process.stdin is not None
+    assert process.stderr is not None
+    with process.stdin, process.stderr:
+        process.stdin.write(pickled(job_in(tmp_path)))
+        process.stdin.flush()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
