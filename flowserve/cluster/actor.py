@@ -536,7 +536,8 @@ def main() -> None:
     job = read_pickled(source)
     assert isinstance(job, ActorJob)
     tune_malloc()
-    actor, answer = None, {}
+    actor: Actor | None = None
+    answer: dict[str, Any] = {}
     try:
         actor = Actor(job, "127.0.0.1")
         answer["port"] = actor.port
