@@ -1,73 +1,69 @@
 """What is under way between the server and one machine, and how much may be.
 
-Decides that a large batch waits, on the thread that sends it, until those before it have been answered; that one batch
-is always let through, however large; and that batches are let through in the order in which they came. Does not know
-batches or connections. Callers: the sending and reading threads of runtime/workers/cluster, and its event loop, which
-never waits.
+Decides that a large batch waits in the server until those before it have been answered, if their bytes and its own are
+more than may be under way; that one batch is always let through, however large; and that large ones are let through in
+the order in which they came, while small ones are sent at once. Nothing blocks. Does not know what a batch is, or how
+it is sent. Callers: runtime/workers/cluster, the metrics.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections.abc import Callable, Hashable
 from typing import Final
 
 MACHINE_BYTES_MAX: Final = 256 << 20
 
+Begin = Callable[[], object]  # has a batch sent; called on any thread, and returns at once
+
 
 class MachineTraffic:
-    """Of all connections to one machine. `batches` have been answered, and were `way_ns` on the way there and back,
-    without the time in which they waited for others there or were computed. Used on any thread.
+    """Of all connections to one machine. `batches` were answered, and were `way_ns` on the way there and back, without
+    the time in which they waited for others there or were computed. Used on any thread.
     """
 
     def __init__(self, most: int = MACHINE_BYTES_MAX) -> None:
-        self._most = most
-        self._taken = 0
-        self._changed = threading.Condition()
-        self._waiting: deque[object] = deque()
         self.batches = 0
         self.way_ns = 0
+        self.nbytes = 0  # under way
+        self._most = most
+        self._lock = threading.Lock()
+        self._under_way: dict[Hashable, int] = {}
+        self._waiting: dict[Hashable, tuple[int, Begin]] = {}
 
-    def take(self, nbytes: int) -> None:
-        """Count bytes that are sent at once."""
-        with self._changed:
-            self._taken += nbytes
+    def count(self, batch: Hashable, nbytes: int) -> None:
+        """A small batch is being sent."""
+        with self._lock:
+            self._take(batch, nbytes)
 
-    def wait(self, nbytes: int, gave_up: threading.Event) -> bool:
-        """Count bytes as soon as there is room for them. Blocks. False if the caller `gave_up` (see `wake`)."""
-        turn = object()
-        with self._changed:
-            self._waiting.append(turn)
-            try:
-                while self._waiting[0] is not turn or (self._taken and self._taken + nbytes > self._most):
-                    if gave_up.is_set():
-                        return False
-                    self._changed.wait()
-                self._taken += nbytes
-                return True
-            finally:
-                self._waiting.remove(turn)
-                self._changed.notify_all()
+    def admit(self, batch: Hashable, nbytes: int, begin: Begin) -> None:
+        """Call `begin` as soon as there is room for a batch."""
+        with self._lock:
+            self._waiting[batch] = nbytes, begin
+            self._begin_waiting()
 
-    def give_back(self, nbytes: int) -> None:
-        """Bytes are not under way any more."""
-        if nbytes:
-            with self._changed:
-                self._taken -= nbytes
-                self._changed.notify_all()
+    def leave(self, batch: Hashable) -> None:
+        """A batch was answered, or has failed, or will not be sent. No effect if it is not known."""
+        with self._lock:
+            self._waiting.pop(batch, None)
+            self.nbytes -= self._under_way.pop(batch, 0)
+            self._begin_waiting()
 
     def answered(self, way_ns: int) -> None:
-        """Count a batch."""
-        with self._changed:
+        """Count a batch that was there."""
+        with self._lock:
             self.batches += 1
             self.way_ns += way_ns
 
-    def wake(self) -> None:
-        """Have those that wait look whether they gave up."""
-        with self._changed:
-            self._changed.notify_all()
+    def _begin_waiting(self) -> None:
+        while self._waiting:
+            batch, (nbytes, begin) = next(iter(self._waiting.items()))
+            if self.nbytes and self.nbytes + nbytes > self._most:
+                return
+            del self._waiting[batch]
+            self._take(batch, nbytes)
+            begin()
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes that are under way to it."""
-        return self._taken
+    def _take(self, batch: Hashable, nbytes: int) -> None:
+        self._under_way[batch] = nbytes
+        self.nbytes += nbytes

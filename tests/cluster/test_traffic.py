@@ -2,79 +2,69 @@
 
 from __future__ import annotations
 
-import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from flowserve.cluster.traffic import MachineTraffic
 
-
-@settings(max_examples=20)
-@given(sizes=st.lists(st.integers(1, 100), min_size=1, max_size=40), seed=st.integers(0, 999))
-def test_no_more_than_the_room_is_under_way_but_for_one_batch_and_each_gets_its_turn(
-    sizes: list[int], seed: int
-) -> None:
-    room, never = MachineTraffic(60), threading.Event()
-    lock = threading.Lock()
-    under_way: list[int] = []
-    left = [*sizes]
-    random.Random(seed).shuffle(left)
-
-    def send(nbytes: int) -> None:
-        assert room.wait(nbytes, never)
-        with lock:
-            under_way.append(nbytes)
-            assert sum(under_way) <= 60 or len(under_way) == 1
-        threading.Event().wait(0.0002)
-        with lock:
-            under_way.remove(nbytes)
-        room.give_back(nbytes)
-
-    with ThreadPoolExecutor(6) as threads:
-        for done in [threads.submit(send, nbytes) for nbytes in left]:
-            done.result(timeout=30)
-    assert room.nbytes == 0
+MOST = 60
 
 
-def test_a_large_batch_is_not_passed_by_small_ones_for_ever() -> None:
-    room, never = MachineTraffic(10), threading.Event()
-    room.take(6)
-    passed: list[int] = []
-    threads = []
-    for nbytes in (9, 1):
-        one = threading.Thread(target=wait_and_note, args=(room, nbytes, never, passed))
-        one.start()
-        threads.append(one)
-        until_waiting(room, len(threads))
-    assert passed == []
-    room.give_back(6)
-    for one in threads:
-        one.join(30)
-    assert passed == [9, 1]
+class Sending(RuleBasedStateMachine):
+    """Batches come, are answered and fail in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traffic = MachineTraffic(MOST)
+        self.number = 0
+        self.sizes: dict[int, int] = {}
+        self.waiting: list[int] = []  # in order
+        self.under_way: list[int] = []
+
+    def begin(self, batch: int) -> None:
+        assert self.waiting[0] == batch, "a large batch is not passed by later ones"
+        self.waiting.remove(batch)
+        self.under_way.append(batch)
+        of_all = sum(self.sizes[one] for one in self.under_way)
+        assert of_all <= MOST or not sum(self.sizes[one] for one in self.under_way[:-1])
+
+    @rule(nbytes=st.integers(0, 100))
+    def large(self, nbytes: int) -> None:
+        self.number += 1
+        batch, self.sizes[self.number] = self.number, nbytes
+        self.waiting.append(batch)
+        self.traffic.admit(batch, nbytes, lambda: self.begin(batch))
+
+    @rule(nbytes=st.integers(0, 5))
+    def small(self, nbytes: int) -> None:
+        self.number += 1
+        self.sizes[self.number] = nbytes
+        self.under_way.append(self.number)
+        self.traffic.count(self.number, nbytes)
+
+    @precondition(lambda self: self.under_way or self.waiting)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        batch = data.draw(st.sampled_from([*self.under_way, *self.waiting]))
+        (self.under_way if batch in self.under_way else self.waiting).remove(batch)
+        self.traffic.leave(batch)
+        self.traffic.leave(batch)  # which has no effect
+
+    @invariant()
+    def every_byte_is_counted_and_nothing_waits_without_need(self) -> None:
+        assert self.traffic.nbytes == sum(self.sizes[one] for one in self.under_way)
+        if self.waiting:
+            assert self.traffic.nbytes
+            assert self.traffic.nbytes + self.sizes[self.waiting[0]] > MOST
 
 
-def wait_and_note(room: MachineTraffic, nbytes: int, never: threading.Event, passed: list[int]) -> None:
-    room.wait(nbytes, never)
-    passed.append(nbytes)
+TestSending = Sending.TestCase
 
 
-def until_waiting(room: MachineTraffic, count: int) -> None:
-    while len(room._waiting) < count:
-        threading.Event().wait(0.001)
-
-
-def test_one_that_gives_up_leaves_without_room() -> None:
-    room, gave_up = MachineTraffic(10), threading.Event()
-    room.take(10)
-    with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(room.wait, 5, gave_up)
-        until_waiting(room, 1)
-        gave_up.set()
-        room.wake()
-        assert waiting.result(timeout=30) is False
-    assert room.nbytes == 10
-    room.give_back(10)
-    assert room.wait(5, gave_up)
+@given(st.lists(st.integers(0, 1000), max_size=20))
+def test_the_way_of_batches_is_added_up(ways: list[int]) -> None:
+    traffic = MachineTraffic()
+    for way_ns in ways:
+        traffic.answered(way_ns)
+    assert (traffic.batches, traffic.way_ns) == (len(ways), sum(ways))
