@@ -226,7 +226,8 @@ async def test_no_more_bytes_are_under_way_to_a_machine_than_may_be(tmp_path: Pa
             assert [one["OUT"][0, 0] for one in answers] == [2 * i for i in range(24)]
             assert max(seen) == 1  # although two instances could take four
             assert machine.nbytes == 0
-            assert machine.batches == engine.deployments.find("m").statistics.execution_count
+            (statistics,) = engine.deployments.statistics("m", "1")
+            assert machine.batches == statistics["execution_count"]
             assert machine.way_ns > 0
 
 
