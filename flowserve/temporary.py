@@ -3,7 +3,7 @@
 Decides how such a folder is recognised (by its name, which no other program uses), and what happens to the folders of a
 killed process. A folder belongs to the process that holds its lock, which ends with the process. Folders without a
 lock are removed by the next server that starts, and when an environment is unpacked. Does not know the contents of a
-folder. Callers: `repository`, `runtime`, `backends`, `cli`.
+folder. Callers: `repository`, `runtime`, `backends`, `replicas`, `cli`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import tempfile
 from contextlib import suppress
 from typing import Final
 
-# Name prefixes of the two kinds of folders, and the common suffix.
+# Name prefixes of the kinds of folders, and the common suffix.
 UNPACKED: Final = "flowserve-environment-"
 MODELS: Final = "flowserve-models-"
+WORKERS: Final = "flowserve-workers-"
 _END: Final = ".claimed"
-_NAMES: Final = re.compile(f"({UNPACKED}|{MODELS})[a-z0-9_]{{8}}{re.escape(_END)}")
+_NAMES: Final = re.compile(f"({UNPACKED}|{MODELS}|{WORKERS})[a-z0-9_]{{8}}{re.escape(_END)}")
 
 
 def claim(kind: str) -> tuple[str, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -26,16 +26,14 @@ from rich.table import Table
 
 from flowserve.cli import load
 from flowserve.cli.client import Address, describe, id_maker, sequence_ids
+from flowserve.cli.deployment import described_inputs, find_deployment
 from flowserve.cli.serving.progress import output
 from flowserve.cli.tensors import InferBody, flat_body, generated_inputs, read_inputs
 from flowserve.config.load import CONFIG_FILE
 from flowserve.config.parse import config_fields, config_text
-from flowserve.config.suggest import did_you_mean
-from flowserve.errors import Invalid, NotFound, Unsupported
-from flowserve.graph.types import Graph
+from flowserve.errors import Invalid, Unsupported
 from flowserve.runtime.embedding.embedded import AsyncEngine, Embedding, RequestOptions
 from flowserve.runtime.engine.options import EngineOptions
-from flowserve.runtime.loading.reading import read_repositories
 
 T = TypeVar("T")
 
@@ -179,21 +177,11 @@ class SweepTarget:
     """The measured deployment and its plain models. Blocks while it is read. Raises FlowserveError."""
 
     def __init__(self, repository: Path, name: str) -> None:
-        reading = read_repositories([repository])
-        if name in reading.resolution.failed:
-            raise reading.resolution.failed[name]
-        versions = reading.resolution.graphs.get(name)
-        if not versions:
-            known = reading.resolution.graphs
-            hint = did_you_mean(name, known) or f"it has {', '.join(known)}"
-            if not known:
-                hint = "; ".join(warning.message for _, warning in reading.warnings) or "it is empty"
-            raise NotFound(f"no deployment '{name}' in {repository} ({hint})")
-        graph = versions[max(versions)]
+        reading, graph = find_deployment(repository, name)
         self.name = name
         self.is_decoupled = graph.is_decoupled
         self.models = sorted({node.model.name for node in graph.nodes})
-        self.inputs = generated_inputs({"inputs": [*_described(graph)]})
+        self.inputs = generated_inputs(described_inputs(graph))
         self._batching = [model for model in self.models if reading.configs[model].sequence is None]
         self.make_id = next(filter(None, (id_maker(reading.configs[model].json) for model in self.models)), None)
         self._limits = {model: reading.configs[model].max_batch_size for model in self.models}
@@ -277,12 +265,6 @@ async def _ask(
                 pass
     else:
         await engine.infer(target.name, target.inputs, **place)
-
-
-def _described(graph: Graph) -> Iterator[Mapping[str, Any]]:
-    batch = [-1] if graph.max_batch_size else []
-    for spec in graph.inputs:
-        yield {"name": spec.name, "datatype": spec.dtype.wire, "shape": [*batch, *spec.dims], "optional": spec.optional}
 
 
 # ---------------------------------------------------------------------------------------------- output

@@ -1,4 +1,5 @@
-"""Options about models on other machines: the cluster, the placement file, and the connections.
+"""Options about models on other machines: the cluster, the placement file, the connections, and the machines of a
+proposal.
 
 Decides which values they take. What they have to do with each other is decided in `open_cluster`. Callers: `options`,
 `main`.
@@ -12,11 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from flowserve.cli.option_values import add_option, whole_number
+from flowserve.cli.option_values import add_option, positive, whole_number
 
 RAY: Final = "ray"
 _LOCAL: Final = re.compile(r"local:([1-9][0-9]?)")
 _TIMEOUT_S: Final = 60
+CPU, GPU = "cpu", "gpu"  # kinds of machines: with cores only, and with a GPU each
+_MACHINES: Final = re.compile(rf"({CPU}|{GPU})\*([1-9][0-9]{{0,3}})")
+_LINK_US: Final = 400.0
+_LINK_MB_PER_S: Final = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,32 @@ def add_cluster_options(group: argparse._ActionsContainer) -> None:
 def add_placement(group: argparse._ActionsContainer) -> None:
     """The option that `flowserve check` has too."""
     add_option(group, "--placement FILE", "which models run on other machines, and what they need there", Path)
+
+
+def add_place_options(group: argparse._ActionsContainer) -> None:
+    """Those of `flowserve place` that are about machines."""
+    text = "the other machines, by kind: cpu, or gpu for those with a GPU each"
+    group.add_argument("--machines", metavar="KIND*COUNT[,...]", type=machines, required=True, help=text)
+    text = "the cores of this machine and of each other one; default: those that this process may use"
+    add_option(group, "--cores N", text, whole_number(1, 4096))
+    text = "what a batch takes there and back besides its bytes; default %(default)g"
+    add_option(group, "--link-each-us US", text, positive, _LINK_US)
+    text = "how many bytes cross; default %(default)g"
+    add_option(group, "--link-mb-per-s MB", text, positive, _LINK_MB_PER_S)
+
+
+def machines(text: str) -> dict[str, int]:
+    """ "gpu*2,cpu*4": how many machines there are of each kind."""
+    found: dict[str, int] = {}
+    for number, part in enumerate(text.split(","), 1):
+        match = _MACHINES.fullmatch(part)
+        where = f"part {number} of {text!r}, {part!r}"
+        if match is None:
+            raise argparse.ArgumentTypeError(f"expected {CPU}*COUNT or {GPU}*COUNT, such as {GPU}*2,{CPU}*4: {where}")
+        if match[1] in found:
+            raise argparse.ArgumentTypeError(f"'{match[1]}' is there twice: {where}")
+        found[match[1]] = int(match[2])
+    return found
 
 
 def _engine(text: str) -> ClusterChoice:

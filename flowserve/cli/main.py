@@ -19,10 +19,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from flowserve.cli.cluster import add_placement
+from flowserve.cli.cluster import add_place_options, add_placement
 from flowserve.cli.environment import from_environment, unknown_variables
 from flowserve.cli.interrupts import INTERRUPTED, silent_interrupts
-from flowserve.cli.option_values import add_option, levels, profile, request_parameter, seconds, whole_number
+from flowserve.cli.option_values import (
+    add_option,
+    levels,
+    model_time,
+    positive,
+    profile,
+    request_parameter,
+    seconds,
+    whole_number,
+)
 from flowserve.cli.options import INSTEAD, NOT_YET, add_config_name, add_quiet, add_run_arguments, contradiction
 from flowserve.cli.standard_output import NOT_WRITTEN, drop_output
 from flowserve.cli.stores import add_store_options, open_mirrors, repository
@@ -151,6 +160,24 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     add_option(bench, "--sweep REPOSITORY", text, Path)
     bench.add_argument("--p99-ms", type=seconds, help="with --sweep: recommend only configurations within this bound")
     bench.add_argument("--json", action="store_true", help="one line of JSON")
+
+    place = command(
+        "place",
+        "propose which models run on other machines",
+        "Measure the deployment MODEL of REPO here, and propose a placement file for `flowserve run --cluster`.",
+    )
+    place.add_argument("repository", metavar="REPO", type=Path, help="a model repository")
+    place.add_argument("model", metavar="MODEL", help="which deployment of the repository")
+    add_place_options(place)
+    text = "requests per second that it is to serve; default: what this machine serves now"
+    add_option(place, "--rate R", text, positive)
+    add_option(place, "--input NAME=VALUE", "as for infer", repeatable=True)
+    text = "the time of a row on the machine that is meant for it, instead of the measured one"
+    add_option(place, "--takes MODEL=MS", text, model_time, repeatable=True)
+    add_option(place, "--concurrency N", "requests at a time; default %(default)s", whole_number(1, 1024), 8)
+    place.add_argument("--seconds", type=seconds, default=2.0, help="for each of three measurements; default 2")
+    place.add_argument("-o", "--out", metavar="FILE", type=Path, help="write the placement file to FILE")
+    place.add_argument("--json", action="store_true", help="one line of JSON")
 
     new = command(
         "new",

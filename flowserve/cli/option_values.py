@@ -308,13 +308,30 @@ def levels(text: str) -> tuple[int, ...]:
 
 def seconds(text: str) -> float:
     """More than 0, at most an hour."""
+    return _number_up_to(text, 3600)
+
+
+def positive(text: str) -> float:
+    """More than 0, at most a billion."""
+    return _number_up_to(text, 1_000_000_000)
+
+
+def _number_up_to(text: str, most: int) -> float:
     try:
         found = float(text)
     except ValueError:
         found = 0.0
-    if not 0 < found <= 3600:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, at most 3600, got {text!r}")
+    if not 0 < found <= most:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, at most {most}, got {text!r}")
     return found
+
+
+def model_time(text: str) -> tuple[str, float]:
+    """MODEL=MS, such as detect=3.5."""
+    name, equals, ms = text.rpartition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"expected MODEL=MS, got {text!r}")
+    return name, positive(ms)
 
 
 def profile(text: str) -> Mapping[str, tuple[Shape, Shape, Shape]]:

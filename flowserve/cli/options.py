@@ -325,6 +325,8 @@ def _add_gpu_arguments(group: argparse._ArgumentGroup) -> None:
 def _add_process_arguments(group: argparse._ArgumentGroup) -> None:
     text = "servers behind the port, each a process with all models; auto: one for each processor; default 1"
     add_option(group, "--workers N", text, workers, 1)
+    text = "kill and restart one of several workers whose event loop has not answered for so long; 0: never; default 60"
+    add_option(group, "--worker-timeout-secs SECONDS", text, whole_number(0), 60)
     text = "the server's name in its metadata; default %(default)s, which Triton's clients compare"
     add_option(group, "--id NAME", text, default=SERVER_NAME)
     text = "how long requests may take to finish after SIGTERM; default %(default)s"

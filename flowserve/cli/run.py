@@ -140,7 +140,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings, replica
     metrics_shown = metrics_choice(arguments)
     delay_s = arguments.drain_delay_secs
     with (
-        Shutdown(exit_timeout_s + delay_s, arguments.repositories) as shutdown,
+        Shutdown(exit_timeout_s + delay_s, arguments.repositories, has_parent=replica is not None) as shutdown,
         FrozenHeap() as heap,
         ExitStack() as cluster_scope,
     ):
@@ -340,6 +340,8 @@ async def _drain(
     """
     deadline = shutdown.deadline if shutdown.asked.is_set() else trio.current_time()
     engine.refuse_new()
+    if replica is not None:
+        replica.stops()
     if shutdown.asked.is_set():
         now = trio.current_time()
         _log.info("stopping: %s", _under_way(engine))

@@ -531,19 +531,25 @@ def main() -> None:
     """A process of the local engine: an `ActorJob` comes on standard input, the port is told on standard output, then
     each `InstanceJob` comes, and the process ends with standard input, as its machine does.
     """
-    told, source = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0), "rb")
+    told, source = os.dup(1), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # what the model prints is no answer
     job = read_pickled(source)
     assert isinstance(job, ActorJob)
     tune_malloc()
+    actor: Actor | None = None
+    answer: dict[str, Any] = {}
     try:
         actor = Actor(job, "127.0.0.1")
+        answer["port"] = actor.port
     except FlowserveError as error:
-        print(json.dumps({"error": encode_error(error)}), file=told, flush=True)
+        answer["error"] = encode_error(error)
+    try:
+        os.write(told, json.dumps(answer).encode() + b"\n")
+    except BrokenPipeError:  # its machine has ended
         return
-    threading.Thread(target=_add_all, args=(actor, source), name="lifeline", daemon=True).start()
-    print(json.dumps({"port": actor.port}), file=told, flush=True)
-    actor.serve(lambda: os._exit(1))
+    if actor is not None:
+        threading.Thread(target=_add_all, args=(actor, source), name="lifeline", daemon=True).start()
+        actor.serve(lambda: os._exit(1))
 
 
 def _add_all(actor: Actor, source: BinaryIO) -> None:

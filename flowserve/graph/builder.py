@@ -148,7 +148,9 @@ class TensorTest:
 
     def __and__(self, other: TensorTest) -> TensorTest:
         """Above one number and below another."""
-        is_range = self.tensor is other.tensor and not (self.negate or other.negate or self.equals or other.equals)
+        is_range = _is_same(self.tensor, other.tensor) and not (
+            self.negate or other.negate or self.equals or other.equals
+        )
         if (
             not is_range
             or (self.above is None) == (other.above is None)
@@ -192,6 +194,13 @@ class Items:
         if named[-1]:
             made["count"] = named[-1]
         return made | ({"at_most": self.at_most} if self.at_most else {})
+
+
+def _is_same(one: Tensor | str, other: Tensor | str) -> bool:
+    """`made.SCORE` is a new object each time."""
+    if isinstance(one, str) or isinstance(other, str):
+        return one is other
+    return one.graph is other.graph and (one.call, one.port) == (other.call, other.port)
 
 
 class Outputs:
@@ -438,8 +447,15 @@ class GraphBuilder(DeclaredPart):
         self._merged.update(dict.fromkeys(keys, tuple(keys)))
         for name in names:
             self._give_name(merged[0], name)
+        fills = [self._fills.pop(key) for key in keys if key in self._fills]
         if otherwise is not None and default is None:
-            self._fill(merged[0])["string_value" if isinstance(otherwise, str) else "value"] = otherwise
+            fills.append({"string_value" if isinstance(otherwise, str) else "value": otherwise})
+        values = dict.fromkeys(value for fill in fills for name, value in fill.items() if name != "present")
+        if len(values) > 1:
+            given = " and ".join(map(repr, values))
+            self._problem(f"a tensor has one value where no step writes it, not {given}; a step may copy it in between")
+        if fills:
+            self._fills[next(iter(keys))] = {name: value for fill in fills for name, value in fill.items()}
         return merged[0]
 
     def present(self, tensor: Tensor | Outputs, name: str) -> None:

@@ -8,8 +8,9 @@ batch may pass as one route. Does not know what a slot holds. Callers: `scheduli
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from flowserve.graph.nesting import Nesting, nesting
@@ -75,6 +76,20 @@ class PlanNode:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Absence:
+    """What follows when a space has no row, all of it at once. The `nodes` and `operations` in it and in the spaces
+    within it (`spaces`) write nothing. Those outside wait for that many slots less: `waiting`, as (node or operation,
+    slots). Other slots have that many readers less: `reading`, as (slot, readers).
+    """
+
+    nodes: tuple[int, ...]
+    operations: tuple[int, ...]
+    spaces: tuple[Space, ...]
+    waiting: tuple[tuple[int, int], ...]
+    reading: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Operation:
     """A step without a model at the border of a space. When the slots `reads` are written, the space `opens` begins, or
     the tensor `derived` is made. The result is written to `slot`; of a space that is its *spread*, which rows it has.
@@ -83,7 +98,8 @@ class Operation:
     that it uses, in the order of the record, and `spreads` those of the spaces of `derived`, NO_SLOT for the space of
     the tensor itself. `around`: the space of the result, of a space that around it; 0 for the request's own rows.
     `has_rows`: whether the result has a batch dimension. `examined`: the slots of the tensors whose elements it reads;
-    of others it only says which rows the result has, so that they may stay on a device.
+    of others it only says which rows the result has, so that they may stay on a device. `absence`: of the space that it
+    opens.
     """
 
     index: int
@@ -96,6 +112,7 @@ class Operation:
     around: int = 0
     has_rows: bool = True
     examined: tuple[int, ...] = ()
+    absence: Absence | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,6 +172,10 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
     nested = nesting(graph, edges, wires.slot_of)
     is_apart = nested is not None or spaces is not None
     nodes = tuple(_plan_node(graph, node, wires, missing, is_apart=is_apart) for node in graph.nodes)
+    if spaces is not None:
+        spaces = replace(
+            spaces, operations=tuple(_with_absence(graph, nodes, spaces, one, wires) for one in spaces.operations)
+        )
     consumers = tuple(map(tuple, wires.consumers))
     return Plan(
         graph=graph,
@@ -261,7 +282,8 @@ class _Wires:
                 self.output_slots[edge.input] = slot
             elif (edge.consumer, edge.input) not in self.fed:
                 self._add_input(graph, edge, slot, own.get((edge.consumer, edge.input), slot))
-        for n in dict.fromkeys(edge.producer for edge in edges if edge.producer != GRAPH):
+        # Among the nodes of these edges are those whose outputs only decide which rows a space has.
+        for n in dict.fromkeys(n for edge in edges for n in (edge.producer, edge.consumer) if n != GRAPH):
             if space_index := graph.nodes[n].space:
                 self._refs[_SPREAD, space_index] = None
                 slot = self.slot_of[_SPREAD, space_index]
@@ -334,6 +356,33 @@ class _Wires:
         if edge.consumer not in self.consumers[slot]:
             self.consumers[slot].append(edge.consumer)
             self.readers[slot] += 1
+
+
+def _with_absence(
+    graph: Graph, nodes: Sequence[PlanNode], plan: SpacePlan, operation: Operation, wires: _Wires
+) -> Operation:
+    """An operation that opens a space, with what follows when the space has no row."""
+    if operation.opens is None:
+        return operation
+    inside = {operation.opens.index}
+    for space in graph.spaces:  # a space comes after the one around it
+        if space.parent in inside:
+            inside.add(space.index)
+    within = [node for node in nodes if node.writes and graph.nodes[node.index].space in inside]
+    around = [one for one in plan.operations if one.around in inside]
+    members = {*(node.index for node in within), *(one.index for one in around)}
+    written = {slot for node in within for _, slot, _ in node.writes} | {one.slot for one in around}
+    waiting = Counter(n for slot in written for n in wires.consumers[slot] if n not in members)
+    reads = [*(node.distinct_inputs for node in within), *(one.reads for one in around)]
+    reading = Counter(slot for slots in reads for slot in slots if slot < wires.count and slot not in written)
+    absence = Absence(
+        nodes=tuple(node.index for node in within),
+        operations=tuple(one.index for one in around),
+        spaces=tuple(one.opens for one in around if one.opens is not None),
+        waiting=tuple(waiting.items()),
+        reading=tuple(reading.items()),
+    )
+    return replace(operation, absence=absence)
 
 
 def _plan_node(graph: Graph, node: Node, wires: _Wires, missing: Sequence[int], *, is_apart: bool) -> PlanNode:

@@ -74,8 +74,9 @@ def _tested(test: RowTest, others: Sequence[RowTest], tensor: Tensor) -> Spread:
         taken = ~taken
     else:
         taken = _passing(test, numbers)
-    rows = int(np.count_nonzero(taken))
-    return Spread(rows, count, None if rows == count else _NO_ROWS if not rows else np.flatnonzero(taken))
+    picked = taken.nonzero()[0]
+    rows = len(picked)
+    return Spread(rows, count, None if rows == count else picked)
 
 
 def _passing(test: RowTest, numbers: Array) -> Array:
@@ -83,7 +84,8 @@ def _passing(test: RowTest, numbers: Array) -> Array:
     a test would be another number.
     """
     found: Array
-    if numbers.dtype.kind not in "bui":
+    is_whole = numbers.dtype.kind in "bui"
+    if not is_whole:
         numbers = numbers.astype(np.float64, copy=False)
     if test.equals:
         found = numbers == test.equals[0]
@@ -99,7 +101,7 @@ def _passing(test: RowTest, numbers: Array) -> Array:
         found = numbers.astype(bool, copy=False)
     if test.negate:
         found = ~found
-    if numbers.dtype.kind not in "bui":  # NaN is no number, and passes nothing
+    if not is_whole:  # NaN is no number, and passes nothing
         found = found & (numbers == numbers)
     return found
 

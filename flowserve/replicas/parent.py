@@ -16,9 +16,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,8 +31,9 @@ from flowserve.observe.combined import Former, combined
 from flowserve.replicas.link import NOTHING, Handler, LinkClosed, ProcessLink, Result
 from flowserve.replicas.operations import GroupOperations
 from flowserve.replicas.replica import HTTP, METRICS_PORT, ReplicaPlace
-from flowserve.replicas.supervision import Ask, Decision, EndAll, Start, State, Supervision
-from flowserve.runtime.clock import running_clock
+from flowserve.replicas.supervision import Ask, Check, Decision, EndAll, Kill, Start, State, Supervision
+from flowserve.runtime.clock import SECOND_NS, running_clock
+from flowserve.temporary import WORKERS, claim, give_up
 
 _log = logging.getLogger("flowserve.replicas")
 
@@ -76,6 +76,7 @@ class _Process:
     taken: int = 0
     open_here: int = 0
     is_serving: bool = False  # it takes connections
+    is_stopping: bool = False  # it refuses new requests
     reports: dict[str, Any] = field(default_factory=dict)  # its last ones, by kind
 
     @property
@@ -84,10 +85,19 @@ class _Process:
 
 
 class Parent:
-    """`words`: the command line of a replica. `on_ready` is called when the first replica serves."""
+    """`words`: the command line of a replica. `on_ready` is called when the first replica serves. A replica whose event
+    loop does not answer for `silence_s` is killed; 0: never.
+    """
 
     def __init__(
-        self, count: int, words: Sequence[str], ports: Ports, exit_timeout_s: float, on_ready: Callable[[], None]
+        self,
+        count: int,
+        words: Sequence[str],
+        ports: Ports,
+        exit_timeout_s: float,
+        on_ready: Callable[[], None],
+        *,
+        silence_s: float = 0,
     ) -> None:
         self._count = count
         self._words = [*words]
@@ -95,7 +105,8 @@ class Parent:
         self._exit_timeout_s = exit_timeout_s
         self._on_ready = on_ready
         self._clock = running_clock()
-        self._supervision = Supervision(count)
+        self._silence_s = silence_s
+        self._supervision = Supervision(count, round(silence_s * SECOND_NS))
         self._processes: dict[int, _Process] = {}
         self._has_news = trio.Event()  # the next restart may be due at another time
         self._can_pass = trio.Event()  # set while a replica takes connections
@@ -162,10 +173,12 @@ class Parent:
             await trio.sleep(_ACCEPT_PAUSE_S)
 
     def _serving(self) -> list[_Process]:
-        """The replicas that are ready; before the first is, those that only answer health checks."""
+        """The replicas that are ready and stay. If none does, those that stop; before the first is ready, those that
+        only answer health checks.
+        """
         serving = [one for one in self._processes.values() if one.is_serving]
         ready = [one for one in serving if self._supervision.state(one.number) is State.READY]
-        return ready or serving
+        return [one for one in ready if not one.is_stopping] or ready or serving
 
     def _look_who_serves(self) -> None:
         if self._serving():
@@ -193,10 +206,10 @@ class Parent:
             _log.error("worker %d did not end within the exit timeout: it is killed", one.number + 1)
             one.process.kill()
 
-    def signal_all(self, number: int) -> None:
-        """Send a signal to every replica: a second stop signal ends them at once."""
+    def end_all_at_once(self) -> None:
+        """As a second stop signal does."""
         for one in self._processes.values():
-            one.process.send_signal(number)
+            one.process.send_signal(signal.SIGINT)
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
@@ -205,10 +218,23 @@ class Parent:
             elif isinstance(decision, Ask):
                 if decision.replica in self._processes:
                     self._processes[decision.replica].process.send_signal(signal.SIGTERM)
+            elif isinstance(decision, Check):
+                self._nursery.start_soon(self._check, decision.replica)
+            elif isinstance(decision, Kill):
+                _log.error("worker %d has not answered for %g s: it is killed", decision.replica + 1, self._silence_s)
+                self._processes[decision.replica].process.kill()
             elif isinstance(decision, EndAll):
                 self._status = decision.status
                 self._ended.set()
         self._has_news.set()
+
+    async def _check(self, number: int) -> None:
+        one = self._processes.get(number)
+        if one is None:  # it ended meanwhile
+            return
+        with suppress(LinkClosed):
+            await one.link.call("check")
+            self._supervision.answered(number)
 
     async def _live(self, number: int) -> None:
         """Run one replica from its start to its end."""
@@ -283,6 +309,7 @@ class Parent:
     def _handlers(self, number: int) -> Mapping[str, Handler]:
         named: dict[str, Callable[[int, Any, bytes], Any]] = {
             "serving": self._on_serving,
+            "stopping": self._on_stopping,
             "leaving": self._on_leaving,
             "ready": self._on_ready_replica,
             "connections": self._on_connections,
@@ -297,6 +324,11 @@ class Parent:
     def _on_serving(self, number: int, _: Any, __: bytes) -> Result:
         self._processes[number].is_serving = True
         self._look_who_serves()
+        return NOTHING
+
+    def _on_stopping(self, number: int, _: Any, __: bytes) -> Result:
+        """It was asked to stop, perhaps it alone: the others get what is new."""
+        self._processes[number].is_stopping = True
         return NOTHING
 
     def _on_leaving(self, number: int, _: Any, __: bytes) -> Result:
@@ -367,11 +399,30 @@ class Parent:
         return NOTHING
 
     async def _on_change(self, number: int, change: Sequence[Any], _: bytes) -> Result:
-        await self._operations.change(number, *change)
-        return NOTHING
+        return await self._to_its_end(self._operations.change, number, *change)
 
     async def _on_operate(self, number: int, operation: Any, data: bytes) -> Result:
-        await self._operations.operate(operation, data)
+        return await self._to_its_end(self._operations.operate, operation, data)
+
+    async def _to_its_end(self, carry_out: Callable[..., Awaitable[None]], *arguments: Any) -> Result:
+        """Carry out what concerns all replicas, although the one that asks may end meanwhile: the others would wait
+        for the decision. Raises its error.
+        """
+        failures: list[Exception] = []
+        ended = trio.Event()
+
+        async def run() -> None:
+            try:
+                await carry_out(*arguments)
+            except Exception as error:  # also one that is not expected goes to the replica that asks
+                failures.append(error)
+            finally:
+                ended.set()
+
+        self._nursery.start_soon(run)
+        await ended.wait()
+        if failures:
+            raise failures[0]
         return NOTHING
 
     def _choose_leader(self) -> None:
@@ -385,15 +436,18 @@ def _ending(status: int) -> str:
     return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
 
 
-def private_folder() -> tempfile.TemporaryDirectory[str]:
+@contextmanager
+def private_folder() -> Iterator[Path]:
     """A folder for the sockets between the processes of one server, accessible to this user only. Raises Invalid if it
     cannot be created, or its path is too long for a socket's.
     """
     try:
-        folder = tempfile.TemporaryDirectory(prefix="flowserve-", ignore_cleanup_errors=True)
+        folder, lock = claim(WORKERS)
     except OSError as error:
         raise Invalid(f"no folder for temporary files can be created: {error.strerror}; set TMPDIR") from None
-    if len(os.fsencode(folder.name)) + _SOCKET_NAME_BYTES > _SOCKET_PATH_BYTES_MAX:
-        folder.cleanup()
-        raise Invalid(f"the path of the folder for temporary files is too long for sockets: {folder.name}; set TMPDIR")
-    return folder
+    try:
+        if len(os.fsencode(folder)) + _SOCKET_NAME_BYTES > _SOCKET_PATH_BYTES_MAX:
+            raise Invalid(f"the path of the folder for temporary files is too long for sockets: {folder}; set TMPDIR")
+        yield Path(folder)
+    finally:
+        give_up(folder, lock)

@@ -120,6 +120,7 @@ class Replica:
         self._open_connections = open_connections
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(self._socket))
         handlers: dict[str, Handler] = {
+            "check": self._check,
             "report": self._report,
             "change": self._change,
             "prepare": self._prepare,
@@ -155,6 +156,10 @@ class Replica:
                 except FlowserveError as error:
                     _log.error("an operation that the other workers carried out failed here: %s", error)
                 at, done = at + nbytes, number
+
+    def stops(self) -> None:
+        """New requests are refused from now on."""
+        self._link.tell("stopping")
 
     async def leave(self, adopt: Mapping[str, Adopt]) -> None:
         """Take no more connections, except those that were handed over already."""
@@ -278,6 +283,10 @@ class Replica:
         report = await self._reports[kind]()
         self._tell_connections_now()  # a number of connections in a report is also the one that the parent goes by
         return (None, report) if isinstance(report, bytes) else (report, b"")
+
+    def _check(self, _: Any, __: bytes) -> Result:
+        """The event loop goes on."""
+        return NOTHING
 
     def _change(self, change: Sequence[Any], _: bytes) -> Result:
         name, arguments = change

@@ -6,8 +6,8 @@ is made. Graphs without spaces use flow.py only. As that module, this one reads 
 returns handles and spreads. Called by the scheduler.
 
 A *spread* says which rows a space has. It has a slot as a tensor has, so a node, or an operation of the plan, is ready
-when all slots that it reads are written. A skipped step writes None to its slots at once, so what waits for them goes
-on: absence is a value that travels, and no step can wait for a branch that was not taken.
+when all slots that it reads are written. When a space begins without a row, its steps and operations are skipped all at
+once, and what waits for their slots goes on: no step can wait for a branch that was not taken.
 
 A *part* is a flow of its own for a part of the rows of one step: it is queued, batched, retried and withdrawn as the
 flow of a request. `max_inflight_requests` limits the parts of one step that are under way, and so does a full queue;
@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from flowserve.errors import FlowserveError, Internal, Invalid, ModelFailed
-from flowserve.graph.plan import NO_SLOT, Operation, Plan, PlanNode
+from flowserve.graph.plan import NO_SLOT, Absence, Operation, Plan, PlanNode
 from flowserve.graph.types import GRAPH, Conversion, Derivation, Derived, Space
 from flowserve.scheduling.flow import TOOK_NOTHING, E, Facts, Flow, Ticket
 
@@ -34,6 +34,7 @@ _GATHER, _RESHAPE = Derivation.GATHER, Derivation.RESHAPE
 # Parts that are queued when one is finished, if the step may have so many: a step that a full queue held back has more
 # parts under way again as the queue empties.
 _MORE_PARTS: Final = 2
+_NEVER: Final = 1 << 30  # slots that a skipped step waits for
 
 
 class Spread(Protocol):
@@ -190,8 +191,7 @@ class _Step:
 
 class SpaceFlow(Flow):
     """The flow of a request of a graph with spaces. `live`: its parts that are queued or running. `finished`: the nodes
-    whose steps are over; `skipped`: those whose space had no row, in order. `spreads`: of each space that began, by its
-    number.
+    whose steps are over; `skipped`: those whose space had no row. `spreads`: of each space that began, by its number.
     """
 
     __slots__ = ("_held_back", "_ready", "_request_rows", "finished", "live", "rows", "skipped", "spreads")
@@ -298,7 +298,8 @@ class SpaceFlow(Flow):
         tensors, missing, readers = self.tensors, self.missing, self.readers
         self.finished.add(node.index)
         for j, slot, consumers in node.writes:
-            tensors[slot] = row[j]
+            if readers[slot]:  # not if all of them were skipped
+                tensors[slot] = row[j]
             for n in consumers:
                 missing[n] -= 1
                 if not missing[n]:
@@ -322,11 +323,9 @@ class SpaceFlow(Flow):
             if slot == NO_SLOT:
                 self.open += 1
                 tickets.append(self._ticket(nodes[n]))
-            elif self.tensors[slot].rows:
+            else:
                 self.open += 1
                 self._start(nodes[n], self.tensors[slot], tickets)
-            else:
-                self._skip(nodes[n])
         ready.clear()
 
     def _start(self, node: PlanNode, spread: Spread, tickets: list[Ticket]) -> None:
@@ -345,9 +344,25 @@ class SpaceFlow(Flow):
             self.live[part] = None
             tickets.append(part.ticket(node))
 
-    def _skip(self, node: PlanNode) -> None:
-        self.skipped.append(node.index)
-        self._written(node, [None] * len(node.outputs))
+    def _skip(self, absence: Absence) -> None:
+        """A space has no row: its steps are skipped, and those of the spaces within it."""
+        tensors, missing, readers, ready = self.tensors, self.missing, self.readers, self._ready
+        self.skipped += absence.nodes
+        self.finished.update(absence.nodes)
+        for n in absence.nodes:
+            missing[n] = _NEVER
+        for n in absence.operations:
+            missing[n] = _NEVER
+        for space in absence.spaces:
+            self.spreads[space.index] = self.rows.undecided(space, 0)
+        for n, slots in absence.waiting:
+            missing[n] -= slots
+            if not missing[n]:
+                ready.append(n)
+        for slot, count in absence.reading:
+            readers[slot] -= count
+            if not readers[slot]:
+                tensors[slot] = None
 
     def _finish(self, node: PlanNode, row: Sequence[Any]) -> None:
         if None in row:
@@ -377,12 +392,8 @@ class SpaceFlow(Flow):
     # Operations
 
     def _operate(self, operation: Operation) -> None:
-        around = self.spreads[operation.around] if operation.around else None
-        is_absent = around is not None and not around.rows
         try:
-            made = self._opened(operation, around) if operation.opens is not None else None
-            if made is None and not is_absent:
-                made = self._derived(operation)
+            made = self._derived(operation) if operation.opens is None else self._opened(operation, operation.opens)
         except FlowserveError as error:
             error.lineage = error.lineage or self._border(operation)
             raise
@@ -390,10 +401,13 @@ class SpaceFlow(Flow):
             failed = Internal(f"rows cannot be chosen or put together: {type(error).__name__}: {error}")
             failed.lineage = self._border(operation)
             raise failed from None
-        if made is None and not is_absent and self.plan.needed_by[operation.slot]:
+        if made is None and self.plan.needed_by[operation.slot]:
             raise self._left_out(operation)
         tensors, missing, readers = self.tensors, self.missing, self.readers
-        tensors[operation.slot] = made
+        if readers[operation.slot]:
+            tensors[operation.slot] = made
+        if operation.absence is not None and not made.rows:
+            self._skip(operation.absence)
         for n in self.plan.consumers[operation.slot]:
             missing[n] -= 1
             if not missing[n]:
@@ -411,12 +425,11 @@ class SpaceFlow(Flow):
         index = max((*derived.spaces, derived.space))
         return _lineage(spaces[index - 1]) if index else ""
 
-    def _opened(self, operation: Operation, around: Spread | None) -> Spread:
+    def _opened(self, operation: Operation, space: Space) -> Spread:
         """The rows of a space begin."""
-        space, tensors = operation.opens, [self.tensors[slot] for slot in operation.tensors]
-        assert space is not None
+        tensors = [self.tensors[slot] for slot in operation.tensors]
         graph = self.plan.graph
-        parent_rows = around.rows if around is not None else self._request_rows
+        parent_rows = self.spreads[operation.around].rows if operation.around else self._request_rows
         try:
             if not parent_rows or (None in tensors and self._is_undecided(space, tensors)):
                 spread: Spread = self.rows.undecided(space, parent_rows)

@@ -93,6 +93,43 @@ def test_no_item_is_an_answer() -> None:
     assert answers(people(), image(0)) == {"LABELS": [[]], "TOTAL": [[0]]}
 
 
+def nested(inner: float, outer: float) -> Graph:
+    """A condition within another one, each with a value for its other rows."""
+    graph = Graph("nested", max_batch_size=8)
+    x = graph.input("X", "FP32[2]")
+    first = small(x)
+    with graph.when(first.Y > 0.25):
+        second = large(x)
+        with graph.when(second < -50):
+            third = large(x)
+        third = graph.merge(third, otherwise=inner)
+    graph.output("Y", graph.merge(third, otherwise=outer))
+    return graph
+
+
+def test_a_tensor_has_one_value_where_no_step_writes_it() -> None:
+    rows = {"X": np.array([[0.125, 0], [0.5, 0], [0.75, 0]], np.float32)}
+    assert answers(nested(3, 3), rows) == {"Y": [[3], [3], [-75]]}
+    with pytest.raises(
+        Problems, match=r"test_rows.py:\d+:\d+: a tensor has one value where no step writes it, not 3 and 4"
+    ):
+        nested(3, 4).check()
+
+
+def test_a_range_may_test_an_output_by_its_name_or_as_the_only_one() -> None:
+    graph = Graph("between", max_batch_size=8)
+    x = graph.input("X", "FP32[2]")
+    quick, slow = small(x), large(x)
+    with graph.when((quick.Y > 0.2) & (quick.Y < 0.8)):
+        named = large(x)
+    with graph.when((slow > -20) & (slow < 0)):
+        only = large(x)
+    graph.output("NAMED", graph.merge(named, otherwise=1))
+    graph.output("ONLY", graph.merge(only, otherwise=1))
+    rows = {"X": np.array([[0.125, 0], [0.5, 0]], np.float32)}
+    assert answers(graph, rows) == {"NAMED": [[1], [-50]], "ONLY": [[-12.5], [1]]}
+
+
 def test_a_cascade_runs_the_large_model_for_the_rows_that_need_it() -> None:
     seen = FakeModel(lambda x: x[:, :1] * -100)
     rows = np.array([[0.9, 0], [0.2, 0], [0.8, 0], [0.1, 0]], np.float32)

@@ -577,7 +577,7 @@ def test_a_sweep_recommends_a_configuration_that_the_repository_can_have(
     monkeypatch.setattr("flowserve.cli.bench.INSTANCES", (1, 2))
     monkeypatch.setattr("flowserve.cli.bench.DELAYS_US", (0,))
     assert (
-        main(["bench", "--sweep", str(songs), "songs_count", "--concurrency", "4", "--seconds", "0.1", "--json"]) == 0
+        main(["bench", "--sweep", str(songs), "songs_count", "--concurrency", "4", "--seconds", "0.3", "--json"]) == 0
     )
     printed = capsys.readouterr()
     assert printed.err == ""

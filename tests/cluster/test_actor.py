@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from flowserve.cluster.actor import Actor
 from flowserve.cluster.base import ActorJob, InstanceJob, versions
 from flowserve.cluster.files import digest_of
 from flowserve.cluster.link import ActorLink, greet_actor
+from flowserve.cluster.pipes import pickled
 from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
 from flowserve.errors import Unavailable
 from flowserve.memory.pool import HOST
@@ -188,3 +191,18 @@ def test_an_instance_that_was_given_up_before_its_job_came_is_not_opened(tmp_pat
         server.tell(protocol.RUN, instance=3)
         with pytest.raises(EOFError):
             server.hear()
+
+
+@pytest.mark.slow
+def test_a_process_whose_machine_ended_while_it_started_ends_in_silence() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "flowserve.cluster.actor"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=writes, stderr=subprocess.PIPE)
+    os.close(writes)
+    assert process.stdin is not None
+    assert process.stderr is not None
+    with process.stdin, process.stderr:
+        process.stdin.write(pickled(ActorJob("m_0", SECRET)))
+        process.stdin.flush()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)

@@ -15,7 +15,7 @@ import trio
 from flowserve.config.placement import ModelPlace
 from flowserve.errors import FlowserveError, InstanceDied, MachineLost, ModelFailed, Unavailable
 from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.workers.cluster import ClusterWorker
+from flowserve.runtime.workers.cluster import ClusterOptions, ClusterWorker
 from tests.support.clusters import (
     DOUBLE,
     DOUBLE_CODE,
@@ -86,6 +86,11 @@ async def ask_all(engine: Engine, model: str, values: Sequence[Any]) -> list[Any
         for i in range(len(values)):
             nursery.start_soon(one, i)
     return answers
+
+
+def cluster_options(engine: Engine) -> ClusterOptions:
+    assert engine.options.cluster is not None
+    return engine.options.cluster
 
 
 def is_served(engine: Engine, model: str) -> bool:
@@ -199,6 +204,43 @@ async def test_batches_of_any_other_model_fail_with_the_name_of_the_lost_machine
             await until(lambda: left in engine.deployments.outage(engine.deployments.find("m")))
             with pytest.raises(Unavailable):
                 await ask(engine, "m", row(1.0))
+
+
+async def test_no_more_bytes_are_under_way_to_a_machine_than_may_be(tmp_path: Path) -> None:
+    write_python(tmp_path, "m")
+    with local_cluster(1) as cluster:
+        async with serving(tmp_path, cluster, {"m": ModelPlace("m", count=2)}) as (engine, _):
+            machine = cluster_options(engine).traffic["local-1"]
+            machine._most = 1  # one batch at a time
+            seen: list[int] = []
+
+            async def watch() -> None:
+                while True:
+                    seen.append(len(machine._under_way))
+                    await trio.sleep(0.001)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(watch)
+                answers = await ask_all(engine, "m", [np.full((1, 500_000), i, np.float32) for i in range(24)])
+                nursery.cancel_scope.cancel()
+            assert [one["OUT"][0, 0] for one in answers] == [2 * i for i in range(24)]
+            assert max(seen) == 1  # although two instances could take four
+            assert machine.nbytes == 0
+            assert machine.batches == engine.deployments.find("m").statistics.execution_count
+            assert machine.way_ns > 0
+
+
+async def test_the_bytes_of_a_batch_that_is_lost_are_not_counted_any_more(tmp_path: Path) -> None:
+    write_python(tmp_path, "m")
+    with local_cluster(1) as cluster:
+        async with serving(tmp_path, cluster, {"m": ModelPlace("m", count=1)}) as (engine, _):
+            machine = cluster_options(engine).traffic["local-1"]
+            machine._most = 1
+            answers = await ask_all(engine, "m", [np.full((1, 300_000), -3, np.float32) for _ in range(3)])
+            assert all(isinstance(one, InstanceDied) for one in answers[:1])
+            await until(lambda: is_served(engine, "m"))
+            assert (await ask(engine, "m", row(4.0)))["OUT"].item() == 8
+            assert machine.nbytes == 0
 
 
 async def test_a_machine_that_falls_silent_is_lost(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import tritonclient.http as tritonclient
 
 from flowserve.cli.check import check
+from flowserve.cli.main import _parsers
 from flowserve.config.placement import parse_placement
 from flowserve.testing.serve import Served
 from tests.support.clusters import write_chain
@@ -41,6 +42,19 @@ def test_the_segment_fits_a_chain_of_its_models(files: list[str], tmp_path: Path
     placement.write_text(files[1])
     out, err = io.StringIO(), io.StringIO()
     assert check([tmp_path / "graphs"], out, err, color=False, placement=placement) == 0, err.getvalue()
+
+
+def test_the_proposed_file_is_valid_and_its_page_has_every_option(root: Path) -> None:
+    page = (root / "docs/cluster.md").read_text()
+    shown = re.search(r'```pbtxt title="proposed\.pbtxt"\n(.*?)```', page, re.DOTALL)
+    assert shown is not None
+    assert parse_placement(shown[1], "proposed.pbtxt").places["heavy"].count == 3
+    section = page.partition("## Let flowserve propose the file\n")[2].partition("\n## ")[0]
+    told = {
+        name for row in re.findall(r"^\| (`-.*?`) \|", section, re.MULTILINE) for name in re.findall(r"--[\w-]+", row)
+    }
+    options = [word for action in _parsers()[1]["place"]._actions for word in action.option_strings]
+    assert told == {word for word in options if word.startswith("--")} - {"--help", "--quiet"}
 
 
 @pytest.mark.server

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flowserve.replicas.supervision import Ask, Decision, EndAll, Start, State, Supervision
+from flowserve.replicas.supervision import Ask, Check, Decision, EndAll, Kill, Start, State, Supervision
 from flowserve.runtime.clock import SECOND_NS
 from flowserve.runtime.workers.supervisor import DELAYS
 
@@ -55,22 +57,60 @@ def test_the_delay_grows_while_a_replica_ends_early() -> None:
     assert (delays[0], delays[-1]) == (DELAYS.first_ns, DELAYS.longest_ns)
 
 
+def test_a_replica_that_does_not_answer_is_killed_and_started_again() -> None:
+    replicas = Supervision(2, silence_ns=60 * SECOND_NS)
+    replicas.begin(0)
+    replicas.ready(0, 0)
+    replicas.ready(1, 0)
+    for check in range(1, 5):
+        assert replicas.next_ns() == check * 15 * SECOND_NS
+        assert replicas.due(check * 15 * SECOND_NS) == [Check(0), Check(1)]
+        replicas.answered(0)
+    assert replicas.due(75 * SECOND_NS) == [Check(0), Kill(1)]
+    assert replicas.state(1) is State.READY  # until its process has ended
+    replicas.ended(1, -9, 75 * SECOND_NS)
+    assert replicas.due(80 * SECOND_NS) == [Start(1)]
+
+
+def test_a_machine_that_was_suspended_takes_no_replica_for_silent() -> None:
+    replicas = Supervision(1, silence_ns=60 * SECOND_NS)
+    replicas.begin(0)
+    replicas.ready(0, 0)
+    assert replicas.due(15 * SECOND_NS) == [Check(0)]
+    assert replicas.due(9_000 * SECOND_NS) == [Check(0)]
+
+
 @given(st.lists(st.integers(-15, 3), min_size=2, max_size=2))
 def test_the_server_ends_with_the_worst_status(statuses: list[int]) -> None:
     replicas = Supervision(2)
     replicas.begin(0)
     replicas.ready(0, 0)
+    replicas.ready(1, 0)
     assert replicas.stop(1) == [Ask(0), Ask(1)]
     assert replicas.ended(0, statuses[0], 2) == ()
     assert replicas.ended(1, statuses[1], 3) == [EndAll(max(map(abs, statuses)))]
 
 
+@pytest.mark.parametrize(("status", "ends_with"), [(-signal.SIGTERM, 0), (-signal.SIGSEGV, 11), (1, 1)])
+def test_a_replica_that_was_asked_to_end_before_it_had_started_does_not_fail_the_server(
+    status: int, ends_with: int
+) -> None:
+    replicas = Supervision(2)
+    replicas.begin(0)
+    replicas.ready(0, 0)
+    replicas.stop(1)
+    replicas.ended(0, 0, 2)
+    assert replicas.ended(1, status, 3) == [EndAll(ends_with)]
+
+
 class Lives(RuleBasedStateMachine):
     """Processes that live and end in any order, and the decisions about them."""
 
-    @initialize(count=st.integers(1, 4))
-    def begin(self, count: int) -> None:
-        self.replicas = Supervision(count)
+    @initialize(count=st.integers(1, 4), silence_s=st.sampled_from([0, 8, 60]))
+    def begin(self, count: int, silence_s: int) -> None:
+        self.replicas = Supervision(count, silence_s * SECOND_NS)
+        self.silence_ns = silence_s * SECOND_NS
+        self.unanswered: dict[int, int] = {}  # since when, by replica
         self.count = count
         self.now_ns = 0
         self.running: set[int] = set()
@@ -94,6 +134,13 @@ class Lives(RuleBasedStateMachine):
                     assert replica in self.running
                     assert replica not in self.asked
                     self.asked.add(replica)
+                case Check(replica):
+                    assert replica in self.running - self.loading
+                    assert not self.is_ending
+                    self.unanswered.setdefault(replica, self.now_ns)
+                case Kill(replica):
+                    assert replica in self.running - self.loading
+                    assert self.now_ns - self.unanswered[replica] >= self.silence_ns > 0
                 case EndAll(status):
                     assert not self.running
                     self.status = status
@@ -113,8 +160,16 @@ class Lives(RuleBasedStateMachine):
         self.running.discard(replica)
         self.loading.discard(replica)
         self.asked.discard(replica)
+        self.unanswered.pop(replica, None)
         self.is_ending |= not self.has_served
         self.carry_out(self.replicas.ended(replica, status, self.now_ns))
+
+    @precondition(lambda self: self.unanswered)
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        replica = data.draw(st.sampled_from(sorted(self.unanswered)))
+        del self.unanswered[replica]
+        self.replicas.answered(replica)
 
     @rule(ns=st.integers(0, 40 * SECOND_NS))
     def wait(self, ns: int) -> None:
@@ -139,7 +194,10 @@ class Lives(RuleBasedStateMachine):
         elif self.has_served:
             waiting = {n for n in range(self.count) if self.replicas.state(n) is State.WAITING}
             assert waiting == set(range(self.count)) - self.running
-            assert bool(waiting) == (self.replicas.next_ns() is not None)
+            if not self.silence_ns:
+                assert bool(waiting) == (self.replicas.next_ns() is not None)
+            elif waiting:
+                assert self.replicas.next_ns() is not None
 
 
 TestLives = Lives.TestCase

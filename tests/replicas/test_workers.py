@@ -10,9 +10,10 @@ import re
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -103,10 +104,12 @@ def model(folder: Path, name: str, code: str, more: str = "", *, batch: int = 4)
 
 
 @contextmanager
-def workers(folder: Path, *options: str, count: int = 2) -> Iterator[Served]:
+def workers(
+    folder: Path, *options: str, count: int = 2, environment: Mapping[str, str] | None = None
+) -> Iterator[Served]:
     """A server with all of its workers ready."""
     given = ("--workers", str(count), "--python-execution", "inline", "--exit-timeout-secs", "2", *options)
-    with serving(folder, *given) as served:
+    with serving(folder, *given, environment=environment) as served:
         until(lambda: served.log.count("is ready") >= count, served)
         yield served
 
@@ -244,6 +247,19 @@ def test_a_killed_worker_is_started_again_while_the_other_serves(repository: Pat
             assert {ask(one, "pid") for one in more} == set(workers_of(served)) != {dies, lives}
 
 
+def test_a_worker_that_does_not_answer_is_killed_and_started_again(repository: Path) -> None:
+    with workers(repository, "--worker-timeout-secs", "1") as served, Connections(served, 2) as clients:
+        (hangs, _), (lives, client) = sorted({ask(one, "pid"): one for one in clients}.items())
+        os.kill(hangs, signal.SIGSTOP)
+        until(lambda: re.search(r"worker \d has not answered for 1 s: it is killed", served.log), served)
+        until(lambda: served.log.count("is ready") >= 3, served)
+        assert ask(client, "pid") == lives
+        until(lambda: len(workers_of(served)) == 2 and hangs not in workers_of(served))
+        assert served.log.count("it is killed") == 1
+        with Connections(served, 2) as more:
+            assert {ask(one, "pid") for one in more} == set(workers_of(served))
+
+
 def test_requests_under_way_are_answered_after_a_stop_signal(repository: Path) -> None:
     options = "--python-execution", "thread", "--exit-timeout-secs", "30"
     with workers(repository, *options) as served, Connections(served, 2) as clients:
@@ -252,6 +268,65 @@ def test_requests_under_way_are_answered_after_a_stop_signal(repository: Path) -
         assert served.stop() == 0
         assert len({int(one.get_result().as_numpy("OUT")[0, 0]) for one in answers}) == 2
     assert not workers_of(served)
+
+
+# Waits in `execute`, or while it is loaded, until FOLDER/go exists; FOLDER has a file for each process that waits.
+HELD = (
+    PID
+    + """
+    def hold(self):
+        open(os.path.join(FOLDER, str(os.getpid())), "w").close()
+        while not os.path.exists(os.path.join(FOLDER, "go")):
+            time.sleep(0.01)
+"""
+)
+HELD_IN_EXECUTE = HELD.replace("execute(self, requests):", "execute(self, requests):\n        self.hold()")
+HELD_IN_LOADING = HELD + "\n    def initialize(self, args):\n        self.hold()\n"
+
+
+def held(repository: Path, code: str, folder: Path) -> Path:
+    """A model "held", and its folder."""
+    folder.mkdir()
+    model(repository, "held", code.replace("FOLDER", repr(str(folder))))
+    return folder
+
+
+def waiting(folder: Path) -> set[int]:
+    return {int(path.name) for path in folder.iterdir()}
+
+
+def all_new_get(served: Served, worker: int) -> bool:
+    with Connections(served, 4) as clients:
+        try:
+            return {ask(one, "pid") for one in clients} == {worker}
+        except triton.InferenceServerException:  # that it stops
+            return False
+
+
+def test_a_worker_that_is_asked_to_stop_alone_gets_no_new_connection(repository: Path, tmp_path: Path) -> None:
+    folder = held(repository, HELD_IN_EXECUTE, tmp_path / "held")
+    options = "--python-execution", "thread", "--exit-timeout-secs", "60"
+    with workers(repository, *options) as served, Connections(served, 2) as clients:
+        stops, stays = (ask(one, "pid") for one in clients)
+        answer = clients[0].async_infer("held", [tensor(0)])
+        until(lambda: waiting(folder) == {stops}, served)
+        os.kill(stops, signal.SIGTERM)
+        until(lambda: all_new_get(served, stays), served, 20)
+        (folder / "go").touch()
+        assert int(answer.get_result().as_numpy("OUT")[0, 0]) == stops
+        until(partial(is_ready_more_than, served, 2), served)
+
+
+def test_a_stop_signal_to_each_process_is_one_stop_signal(repository: Path) -> None:
+    """As of systemd, to a whole control group."""
+    options = "--python-execution", "thread", "--exit-timeout-secs", "30"
+    with workers(repository, *options) as served, Connections(served, 2) as clients:
+        answers = [one.async_infer("pid", [tensor(-1500)]) for one in clients]
+        until(lambda: first_frame(served, "pid")["server"]["in_flight"] == 2)
+        for one in workers_of(served):
+            os.kill(one, signal.SIGTERM)
+        assert served.stop() == 0
+        assert len({int(one.get_result().as_numpy("OUT")[0, 0]) for one in answers}) == 2
 
 
 def test_a_second_stop_signal_ends_every_process_at_once(repository: Path) -> None:
@@ -274,6 +349,16 @@ def test_workers_end_when_their_parent_is_killed(repository: Path) -> None:
         served.process.kill()
         served.process.wait()
         until(lambda: not any(map(is_alive, processes)))
+
+
+def test_a_folder_that_a_killed_parent_left_is_removed_by_the_next_server(repository: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # a short path, as sockets need
+        with workers(repository, environment={"TMPDIR": folder}) as served:
+            (left,) = Path(folder).glob("flowserve-workers-*")
+            served.process.kill()
+        with workers(repository, environment={"TMPDIR": folder}) as served:
+            until(lambda: not left.exists(), served)
+        until(lambda: not [*Path(folder).glob("flowserve-workers-*")])
 
 
 def is_alive(pid: int) -> bool:
@@ -335,10 +420,8 @@ def test_metrics_statistics_and_the_live_page_are_those_of_all_workers(repositor
             assert rows["pid"]["inference_stats"]["success"]["count"] == 10
             assert rows["pid"]["batch_stats"][0]["compute_infer"]["count"] == 10
             assert rows["pid"]["last_inference"] <= time.time() * 1000
-        frame = first_frame(served, "pid")
-        (row,) = [one for one in frame["deployments"] if one["name"] == "pid"]
-        assert row["total"] == 10
-        assert frame["graph"]["nodes"][0]["instances"] == 2
+        until(lambda: shown_total(served) == 10)
+        assert first_frame(served, "pid")["graph"]["nodes"][0]["instances"] == 2
 
 
 def first_frame(served: Served, name: str) -> Any:
@@ -371,9 +454,13 @@ def test_no_counter_decreases_when_a_worker_ends(repository: Path) -> None:
                 ask(one, "pid")
         assert (metric(served, line), metric(served, bucket)) == (12, 12)
         assert statistics(served, "pid") == 12
-        (row,) = [one for one in first_frame(served, "pid")["deployments"] if one["name"] == "pid"]
-        assert row["total"] == 12
+        until(lambda: shown_total(served) == 12)  # a page that opens soon after another shows what that one read
         assert metric(served, "nv_inference_pending_request_count") == 0
+
+
+def shown_total(served: Served) -> int:
+    (row,) = [one for one in first_frame(served, "pid")["deployments"] if one["name"] == "pid"]
+    return int(row["total"])
 
 
 def statistics(served: Served, name: str) -> int:
@@ -441,6 +528,35 @@ def test_a_load_is_put_in_force_by_all_workers_or_by_none(repository: Path, tmp_
         clients[0].unload_model("flaky")
         for one in clients:
             assert not one.is_model_ready("flaky")
+
+
+def post(connection: http.client.HTTPConnection, path: str, body: Any) -> Any:
+    connection.request("POST", f"/v2/{path}", json.dumps(body))
+    response = connection.getresponse()
+    text = response.read()
+    assert response.status == 200, text
+    return json.loads(text or "null")
+
+
+def test_a_load_goes_on_although_the_worker_that_was_asked_for_it_ends(repository: Path, tmp_path: Path) -> None:
+    folder = held(repository, HELD_IN_LOADING, tmp_path / "held")
+    options = "--model-control-mode", "explicit", "--load-model", "pid", "--python-execution", "thread"
+    number = {"inputs": [{"name": "IN", "datatype": "INT32", "shape": [1, 1], "data": [0]}]}
+    with workers(repository, *options) as served, ExitStack() as stack:
+        asking, other = (http.client.HTTPConnection("127.0.0.1", served.port, timeout=60) for _ in range(2))
+        dies, lives = (post(one, "models/pid/infer", number)["outputs"][0]["data"][0] for one in (asking, other))
+        stack.callback(asking.close)
+        stack.callback(other.close)
+        asking.request("POST", "/v2/repository/models/held/load", "{}")
+        until(lambda: waiting(folder) == {dies, lives}, served)
+        os.kill(dies, signal.SIGKILL)
+        with pytest.raises(ConnectionError):
+            asking.getresponse()
+        (folder / "go").touch()
+        post(other, "repository/models/held/load", {})
+        until(partial(is_ready_more_than, served, 2), served)
+        with Connections(served, 3) as fresh:
+            assert {ask(one, "held") for one in fresh} == set(workers_of(served))
 
 
 def is_ready_more_than(served: Served, count: int) -> bool:

@@ -487,8 +487,12 @@ class World:
         if self.rng.random() < self.fails:
             self.scheduler.complete(batch, [], ModelFailed("it fell over"), self.now_ns)
         else:
-            self.scheduler.complete(batch, [self._run(batch)], None, self.now_ns)
+            self.complete(batch)
         return True
+
+    def complete(self, batch: Batch) -> None:
+        """Run a batch, and tell the scheduler of its end."""
+        self.scheduler.complete(batch, [self._run(batch)], None, self.now_ns)
 
     def _run(self, batch: Batch) -> Made:
         """The outputs of a batch; None of the requests that ended meanwhile."""

@@ -28,18 +28,20 @@ GRACE_S: Final = 0.5  # time for the event loop, after the exit timeout, to repo
 
 class Shutdown:
     """A context in which the first signal sets `asked` and starts the timeout, and the second ends the process at once.
-    A second SIGHUP has no effect, because a terminal that is closed may send two. SIGHUP stays ignored if it was
-    (nohup).
+    A second SIGHUP has no effect, because a terminal that is closed may send two, and a second SIGTERM has none in one
+    of several servers (`has_parent`): a service manager may send one to each process, and the parent another. SIGHUP
+    stays ignored if it was (nohup).
 
     It uses plain signal handlers rather than trio's receiver, because they also run while a model computes on the event
     loop.
     """
 
-    def __init__(self, exit_timeout_s: float, repositories: Sequence[Path]) -> None:
+    def __init__(self, exit_timeout_s: float, repositories: Sequence[Path], *, has_parent: bool = False) -> None:
         self.asked = trio.Event()
         self.deadline = float("inf")  # on trio's clock, finite after the first signal
         self._exit_timeout_s = exit_timeout_s
         self._repositories = [one.resolve() for one in repositories]
+        self._may_repeat = {HANG_UP, signal.SIGTERM} if has_parent else {HANG_UP}
         self._until_asked = trio.CancelScope()
         self._watchdog: threading.Timer | None = None
 
@@ -69,7 +71,7 @@ class Shutdown:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self._watchdog is not None:
-            if number == HANG_UP:
+            if number in self._may_repeat:
                 return
             end_now(128 + number, "second stop signal: ending at once")
         self._watchdog = threading.Timer(self._exit_timeout_s + GRACE_S, self._overdue)

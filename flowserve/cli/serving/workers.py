@@ -66,8 +66,9 @@ async def _run(arguments: argparse.Namespace) -> int:
             Ports(http, metrics, grpc),
             arguments.exit_timeout_secs + arguments.drain_delay_secs,
             lambda: say(f"listening on {where}"),
+            silence_s=arguments.worker_timeout_secs,
         )
-        folder = Path(stack.enter_context(private_folder()))
+        folder = stack.enter_context(private_folder())
         return await _run_until_stopped(parent, folder)
 
 
@@ -80,7 +81,7 @@ async def _run_until_stopped(parent: Parent, folder: Path) -> int:
         if not stop.is_set():
             stop.set()
         elif number != HANG_UP:  # a terminal that is closed may send two
-            parent.signal_all(signal.SIGTERM)
+            parent.end_all_at_once()
 
     def handle(number: int, _: FrameType | None) -> None:
         token.run_sync_soon(asked, number)

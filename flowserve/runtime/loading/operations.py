@@ -191,7 +191,7 @@ class Operations:
     ) -> dict[str, FlowserveError]:
         """Load these names and their steps. Returns the errors by name. `within`: the model whose own load makes this
         call. With `agree`, nothing is put in force before other servers have prepared the same, and nothing that failed
-        in one of them. Raises Unavailable if the two loads would wait for each other, and the errors of `agree`.
+        in one of them. Raises Unavailable if the two loads would wait for each other.
         """
         names = set(wanted)
         while True:
@@ -306,7 +306,7 @@ class Operations:
         reads = PendingReads((known.read for known in self._registry.known.values()), candidates)
         together = [*self._registry.made_of.groups(steps)]
         lock.groups = [*map(frozenset, together), *([frozenset(lock.names)] if lock.names - candidates.keys() else [])]
-        vote = None if agree is None else _Vote(len(together), errors, agree)
+        vote = None if agree is None else _Vote(together, errors, agree)
         try:
             async with trio.open_nursery() as nursery:
                 for group in together:
@@ -421,9 +421,10 @@ class _Vote:
     is prepared and not put in force, by name. `errors`: this server's.
     """
 
-    def __init__(self, groups: int, errors: dict[str, FlowserveError], agree: Agree) -> None:
+    def __init__(self, groups: Sequence[Collection[str]], errors: dict[str, FlowserveError], agree: Agree) -> None:
         self.built: dict[str, Built] = {}
-        self._missing = groups
+        self._names = frozenset().union(*groups)
+        self._missing = len(groups)
         self._errors = errors
         self._agree = agree
         self._all_here, self._is_over = trio.Event(), trio.Event()
@@ -432,9 +433,12 @@ class _Vote:
             self._all_here.set()
 
     async def take(self) -> None:
-        """Wait for every group, and then for the other servers. Raises the errors of `agree`."""
+        """Wait for every group, and then for the other servers. What `agree` raises is the error of every model."""
         await self._all_here.wait()
-        self._failed = await self._agree(dict(self._errors))
+        try:
+            self._failed = await self._agree(dict(self._errors))
+        except FlowserveError as error:
+            self._failed = dict.fromkeys(self._names, error)
         self._is_over.set()
 
     async def result_for(self, group: Sequence[Candidate]) -> dict[str, FlowserveError]:

@@ -27,7 +27,7 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
@@ -57,6 +57,7 @@ from flowserve.cluster.base import ActorEnd, ActorJob, ClusterEngine, InstanceJo
 from flowserve.cluster.files import digest_of
 from flowserve.cluster.frames import Outgoing, add_inputs
 from flowserve.cluster.link import ActorLink, Send, Tls, client_context, greet_actor
+from flowserve.cluster.traffic import MachineTraffic
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError, InstanceDied, MachineLost, Unavailable
 from flowserve.memory.arena import Arena
@@ -82,11 +83,14 @@ _NONE: Final[Mapping[int, Any]] = {}
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """A server's cluster. `give_up_s`: how long an instance may wait for a machine that has what it needs."""
+    """A server's cluster. `give_up_s`: how long an instance may wait for a machine that has what it needs. `traffic` is
+    that of each machine, by its name.
+    """
 
     engine: ClusterEngine
     give_up_s: float = 60.0
     tls: Tls | None = None
+    traffic: dict[str, MachineTraffic] = field(default_factory=dict)
 
 
 class ClusterModel:
@@ -305,14 +309,16 @@ class ClusterWorker:
         is_announced = len(workers) == 1 or self._announce(connection, run)
         try:
             if nbytes <= SENT_ON_LOOP_BYTES_MAX and is_announced:
+                connection.traffic.count(run, nbytes)
                 message, block = self._packed(number, run, work)
                 connection.send_soon(self._number, message, block)
             else:  # behind what announces its route
-                connection.later(partial(self._send, connection, number, run, work))
+                send = partial(self._send, connection, number, run, work)
+                connection.traffic.admit(run, nbytes, partial(connection.later, send))
         except OSError:
             return None  # the connection has ended, which its reading thread is about to tell
         except Exception:
-            connection.runs.pop(number, None)
+            connection.remove(number)
             raise
         return None
 
@@ -372,13 +378,14 @@ class ClusterWorker:
     def _send(self, connection: _Connection, number: int, run: _Run, work: Work) -> None:
         """Pack and send a batch, on the sending thread."""
         try:
+            run.batch.started_ns = self._actor.clock()  # until now it waited in the server
             message, block = self._packed(number, run, work)
             del work
             connection.link.send(self._number, message, block.finish(block.nbytes), block.nbytes)
         except (OSError, EOFError):
             raise
         except Exception as error:
-            if connection.runs.pop(number, None) is not None:
+            if connection.remove(number) is not None:
                 failed = error if isinstance(error, FlowserveError) else cannot_start(self, run.batch, error)
                 self._context.completions.add(run.batch, failed.with_traceback(None))
 
@@ -452,6 +459,7 @@ class _Connection:
         self.instances: dict[int, ClusterWorker] = {}
         self.routes: WeakKeyDictionary[Route, int] = WeakKeyDictionary()
         self.machine = started.machine
+        self.traffic = actor.cluster.traffic.setdefault(started.machine, MachineTraffic())
         self.is_over = False
         self.why = ""
         self._actor = actor
@@ -552,6 +560,13 @@ class _Connection:
         """Have the sending thread do it."""
         self._outgoing.put(send)
 
+    def remove(self, number: int) -> _Run | None:
+        """A batch is not under way any more. None if it was not."""
+        run = self.runs.pop(number, None)
+        if run is not None:
+            self.traffic.leave(run)
+        return run
+
     def _send_all(self) -> None:
         while (send := self._outgoing.get()) is not None:
             try:
@@ -647,7 +662,7 @@ class _Connection:
         if len(words) < 4:
             raise Garbled("a reply that is cut off")
         passed, at = read_passed(words, 3, words[2])
-        run = self.runs.pop(words[1], None)
+        run = self.remove(words[1])
         if run is None:
             raise Garbled(f"a reply to batch {words[1]}, which it does not have")
         try:
@@ -668,6 +683,8 @@ class _Connection:
             raise
         now_ns = self._actor.clock()
         _shift(made, run.batch.started_ns, now_ns)
+        computed_ns = sum([results.computed_ns - results.gathered_ns for results in made])
+        self.traffic.answered(max(now_ns - run.batch.started_ns - computed_ns, 0))
         for worker in run.workers[: k + 1]:
             worker.has_answered = True
         for following in [*self.runs.values()]:
@@ -697,6 +714,7 @@ class _Connection:
         kind = MachineLost if end.with_machine else InstanceDied
         runs, self.runs = self.runs, {}
         for run in runs.values():
+            self.traffic.leave(run)
             self._context.completions.waiting.append((run.batch, kind(f"{run.workers[0].where}: {end.text}")))
         self._context.wake()
 

@@ -1,0 +1,69 @@
+"""What is under way between the server and one machine, and how much may be.
+
+Decides that a large batch waits in the server until those before it have been answered, if their bytes and its own are
+more than may be under way; that one batch is always let through, however large; and that large ones are let through in
+the order in which they came, while small ones are sent at once. Nothing blocks. Does not know what a batch is, or how
+it is sent. Callers: runtime/workers/cluster, the metrics.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Final
+
+MACHINE_BYTES_MAX: Final = 256 << 20
+
+Begin = Callable[[], object]  # has a batch sent; called on any thread, and returns at once
+
+
+class MachineTraffic:
+    """Of all connections to one machine. `batches` were answered, and were `way_ns` on the way there and back, without
+    the time in which they waited for others there or were computed. Used on any thread.
+    """
+
+    def __init__(self, most: int = MACHINE_BYTES_MAX) -> None:
+        self.batches = 0
+        self.way_ns = 0
+        self.nbytes = 0  # under way
+        self._most = most
+        self._lock = threading.Lock()
+        self._under_way: dict[Hashable, int] = {}
+        self._waiting: dict[Hashable, tuple[int, Begin]] = {}
+
+    def count(self, batch: Hashable, nbytes: int) -> None:
+        """A small batch is being sent."""
+        with self._lock:
+            self._take(batch, nbytes)
+
+    def admit(self, batch: Hashable, nbytes: int, begin: Begin) -> None:
+        """Call `begin` as soon as there is room for a batch."""
+        with self._lock:
+            self._waiting[batch] = nbytes, begin
+            self._begin_waiting()
+
+    def leave(self, batch: Hashable) -> None:
+        """A batch was answered, or has failed, or will not be sent. No effect if it is not known."""
+        with self._lock:
+            self._waiting.pop(batch, None)
+            self.nbytes -= self._under_way.pop(batch, 0)
+            self._begin_waiting()
+
+    def answered(self, way_ns: int) -> None:
+        """Count a batch that was there."""
+        with self._lock:
+            self.batches += 1
+            self.way_ns += way_ns
+
+    def _begin_waiting(self) -> None:
+        while self._waiting:
+            batch, (nbytes, begin) = next(iter(self._waiting.items()))
+            if self.nbytes and self.nbytes + nbytes > self._most:
+                return
+            del self._waiting[batch]
+            self._take(batch, nbytes)
+            begin()
+
+    def _take(self, batch: Hashable, nbytes: int) -> None:
+        self._under_way[batch] = nbytes
+        self.nbytes += nbytes

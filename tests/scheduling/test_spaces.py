@@ -1,0 +1,102 @@
+"""Requests of graphs with spaces, step by step."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+
+from flowserve.config.convert import to_config
+from flowserve.config.parse import parse
+from flowserve.scheduling.spaces import SpaceFlow
+from tests.support.spaces_world import World
+
+# The third step waits for a tensor of the second one, but does not run for rows that the first one is sure of.
+CASCADE = """
+name: "cascade" platform: "ensemble" max_batch_size: 3
+input { name: "X" data_type: TYPE_FP32 dims: [ 2 ] }
+output { name: "OUT" data_type: TYPE_FP32 dims: [ 2 ] }
+ensemble_scheduling {
+  step {
+    model_name: "kind" model_version: -1
+    input_map { key: "X" value: "X" } output_map { key: "SURE" value: "sure" }
+  }
+  step {
+    model_name: "double" model_version: -1
+    input_map { key: "X" value: "X" } output_map { key: "Y" value: "slow" }
+  }
+  step {
+    model_name: "add" model_version: -1 when { tensor: "sure" not: true }
+    input_map [ { key: "A" value: "X" }, { key: "B" value: "slow" } ] output_map { key: "Y" value: "better" }
+  }
+  step {
+    model_name: "single" model_version: -1 when { tensor: "sure" not: true }
+    input_map { key: "X" value: "better" } output_map { key: "Y" value: "result" }
+  }
+  step {
+    model_name: "single" model_version: -1 when { tensor: "sure" }
+    input_map { key: "X" value: "X" } output_map { key: "Y" value: "result" }
+  }
+  step {
+    model_name: "minus" model_version: -1
+    input_map { key: "X" value: "result" } output_map { key: "Y" value: "OUT" }
+  }
+}
+"""
+
+
+def begin(row: list[float]) -> tuple[World, SpaceFlow]:
+    parsed = parse(CASCADE, "cascade")
+    world = World(to_config(parsed.message, parsed.source), Random(0))
+    flow = world.submit(np.array([row], np.float32))
+    assert isinstance(flow, SpaceFlow)
+    schedule(world)
+    return world, flow
+
+
+def schedule(world: World) -> None:
+    decisions = world.scheduler.schedule(world.now_ns)
+    if decisions is not None:
+        world.running += decisions.batches
+
+
+def running(world: World) -> list[str]:
+    return sorted(batch.tickets[0].node.model.name for batch in world.running)
+
+
+def end(world: World, model: str) -> None:
+    """The batch of a model ends, and the next ones begin."""
+    (batch,) = [one for one in world.running if one.tickets[0].node.model.name == model]
+    world.running.remove(batch)
+    world.complete(batch)
+    schedule(world)
+
+
+def test_a_request_does_not_wait_for_what_only_skipped_steps_read() -> None:
+    world, flow = begin([0, 0])  # the model "kind" is sure
+    assert running(world) == ["double", "kind"]
+    end(world, "kind")
+    assert running(world) == ["double", "single"]
+    end(world, "single")
+    assert running(world) == ["double", "minus"]
+    assert [world.graph.nodes[n].name for n in flow.skipped] == ["add", "single"]
+    end(world, "minus")
+    assert not flow.done  # the step under way belongs to it
+    end(world, "double")
+    assert flow.done
+    assert flow.error is None
+    # What came last has no reader, and is not held.
+    assert [slot for slot, tensor in enumerate(flow.tensors) if tensor is not None] == [*flow.plan.output_slots]
+
+
+def test_steps_whose_rows_are_taken_wait_for_all_that_they_read() -> None:
+    world, flow = begin([1, 0])
+    end(world, "kind")
+    assert running(world) == ["double"]
+    end(world, "double")
+    assert running(world) == ["add"]
+    end(world, "add")
+    end(world, "single")
+    end(world, "minus")
+    assert flow.done
+    assert flow.error is None
