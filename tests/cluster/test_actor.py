@@ -145,6 +145,10 @@ def test_other_versions_are_refused_with_both(tmp_path: Path) -> None:
         encode_run(1, 0, 0, [1], [(5,)], (0, 0), [(frames.BLOCK, 0, 8, (1, 2))]),
         encode_run(1, 0, 0, [1], [(0,)], (0, 0), [None, None]),
         encode_run(1, 0, 2, [1], [(0,)], (0, 0), [(frames.BLOCK, 0, 8, (1, 2))]),
+        pack(protocol.ROUTE, (1, 2)),
+        pack(protocol.ROUTE, (1, 2, 1, 0, 9, 0)),
+        pack(protocol.CANCEL, ()),
+        pack(protocol.RUN, (1, 5, 0, 1, 1, 4, 0, 0, 1)),
         b"\x00" * 8,
     ],
 )

@@ -20,44 +20,22 @@ from flowserve.runtime.workers.base import Outcome, Passed
 from flowserve.runtime.workers.cluster import ClusterWorker
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
-from tests.support.clusters import ask, is_running, local_cluster, row, serving, until, write_python
+from tests.support.clusters import (
+    PURE_STEP,
+    STEP,
+    STEP_CODE,
+    STEP_CONFIG,
+    ask,
+    is_running,
+    local_cluster,
+    row,
+    serving,
+    until,
+    write_chain,
+    write_ensemble,
+    write_python,
+)
 
-CONFIG = """
-backend: "python" max_batch_size: 8 dynamic_batching {}
-input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
-output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] } output { name: "PID" data_type: TYPE_INT32 dims: [ 1 ] }
-"""
-PURE = f'{CONFIG} parameters {{ key: "pure" value {{ string_value: "true" }} }}'
-# IN is [value, number of a model, what happens there]. The value is doubled.
-CODE = """
-import os
-import time
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        responses = []
-        for request in requests:
-            made = pb_utils.get_input_tensor_by_name(request, "IN").as_numpy().copy()
-            made[:, 0] *= 2
-            what = made[0, 2] if made[0, 1] == NUMBER else 0
-            if what == 1:
-                responses.append(pb_utils.InferenceResponse(error=pb_utils.TritonError("one fails")))
-                continue
-            if what == 2:
-                raise ValueError("all fail")
-            if what == 3:
-                os._exit(7)
-            if what == 5:
-                made = np.pad(made, ((0, 0), (0, 1)))
-            if what > 5:
-                time.sleep(float(what) / 1000)
-            pid = np.full((len(made), 1), os.getpid(), np.int32)
-            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", made), pb_utils.Tensor("PID", pid)]))
-        return responses
-"""
 SLOW = """
 import os
 import time
@@ -75,32 +53,7 @@ class TritonPythonModel:
     def finalize(self):
         open("ENDED", "w").close()
 """
-STEP = """
-  step {{ model_name: "{0}" model_version: -1 input_map {{ key: "IN" value: "{1}" }}
-    output_map {{ key: "OUT" value: "{2}" }} {3} }}
-"""
 NAMES = ("first", "second", "third")
-
-
-def write_chain(repository: Path, config: str = CONFIG, names: Iterable[str] = NAMES, pid: bool = True) -> None:
-    """Three models, and an ensemble of them; PID is the process of the last."""
-    names = [*names]
-    for number, name in enumerate(names):
-        write_python(repository, name, config, CODE.replace("NUMBER", str(number)))
-    tensors = ["IN", *names[:-1], "OUT"]
-    last = 'output_map { key: "PID" value: "PID" }' if pid else ""
-    steps = [STEP.format(name, *tensors[i : i + 2], last * (i == len(names) - 1)) for i, name in enumerate(names)]
-    write_ensemble(repository, steps, pid=pid)
-
-
-def write_ensemble(repository: Path, steps: Iterable[str], *, pid: bool = True) -> None:
-    (repository / "chain" / "1").mkdir(parents=True)
-    (repository / "chain" / "config.pbtxt").write_text(
-        'platform: "ensemble" max_batch_size: 8 input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }\n'
-        'output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }'
-        + 'output { name: "PID" data_type: TYPE_INT32 dims: [ 1 ] }' * pid
-        + f"ensemble_scheduling {{ {''.join(steps)} }}"
-    )
 
 
 def placed(count: int = 1, names: Iterable[str] = NAMES) -> Mapping[str, ModelPlace]:
@@ -211,7 +164,7 @@ class WantsOutputs(Seen):
 
 
 async def test_a_member_that_fails_or_has_another_shape_leaves_the_route_with_its_batch(tmp_path: Path) -> None:
-    write_chain(tmp_path, PURE)
+    write_chain(tmp_path, PURE_STEP)
     with local_cluster(1) as cluster:
         async with serving(tmp_path, cluster, placed()) as (engine, _):
             seen = Seen(engine)
@@ -244,7 +197,7 @@ async def test_a_batch_on_its_route_is_recalled_for_requests_that_wait(tmp_path:
 
 
 async def test_an_actor_that_ends_ends_all_its_instances_and_is_started_again_as_one(tmp_path: Path) -> None:
-    write_chain(tmp_path, PURE)
+    write_chain(tmp_path, PURE_STEP)
     with local_cluster(2) as cluster:
         async with serving(tmp_path, cluster, placed(2)) as (engine, _):
             seen = Seen(engine)
@@ -274,9 +227,9 @@ async def test_an_actor_that_ends_ends_all_its_instances_and_is_started_again_as
 async def test_a_batch_on_its_route_in_a_lost_machine_runs_once_more_if_all_models_are_pure(
     tmp_path: Path, is_pure: bool
 ) -> None:
-    write_chain(tmp_path, PURE)
+    write_chain(tmp_path, PURE_STEP)
     if not is_pure:
-        (tmp_path / "second" / "config.pbtxt").write_text(CONFIG)
+        (tmp_path / "second" / "config.pbtxt").write_text(STEP_CONFIG)
     with local_cluster(2) as cluster:
         async with serving(tmp_path, cluster, placed()) as (engine, _):
             answers: list[Any] = []
@@ -342,8 +295,8 @@ async def test_a_model_is_reloaded_in_its_actor_which_ends_with_its_last_model(t
 async def test_a_diamond_is_one_hop_if_its_first_model_is_in_the_segment(tmp_path: Path) -> None:
     names = ("first", "left", "right", "join")
     write_chain(tmp_path, names=names[:3], pid=False)
-    both = CONFIG.replace("output {", 'input { name: "MORE" data_type: TYPE_FP32 dims: [ -1 ] } output {', 1)
-    code = CODE.replace(".copy()", '.copy() + pb_utils.get_input_tensor_by_name(request, "MORE").as_numpy()')
+    both = STEP_CONFIG.replace("output {", 'input { name: "MORE" data_type: TYPE_FP32 dims: [ -1 ] } output {', 1)
+    code = STEP_CODE.replace(".copy()", '.copy() + pb_utils.get_input_tensor_by_name(request, "MORE").as_numpy()')
     write_python(tmp_path, "join", both, code.replace("NUMBER", "3"))
     (tmp_path / "chain" / "config.pbtxt").unlink()
     (tmp_path / "chain" / "1").rmdir()

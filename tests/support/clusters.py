@@ -1,12 +1,12 @@
 """An engine whose models run on machines that are processes of this one.
 
-Decided here: the model of these tests, and how an engine with a local cluster is opened. Engine, actors, sockets and
-machines are the real ones.
+Decided here: the models of these tests, a chain of them, and how an engine with a local cluster is opened. Engine,
+actors, sockets and machines are the real ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -57,6 +57,48 @@ class TritonPythonModel:
 """
 
 
+STEP_CONFIG = """
+backend: "python" max_batch_size: 8 dynamic_batching {}
+input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] } output { name: "PID" data_type: TYPE_INT32 dims: [ 1 ] }
+"""
+PURE_STEP = f'{STEP_CONFIG} parameters {{ key: "pure" value {{ string_value: "true" }} }}'
+# IN is [value, number of a model, what happens there]. The value is doubled.
+STEP_CODE = """
+import os
+import time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            made = pb_utils.get_input_tensor_by_name(request, "IN").as_numpy().copy()
+            made[:, 0] *= 2
+            what = made[0, 2] if made[0, 1] == NUMBER else 0
+            if what == 1:
+                responses.append(pb_utils.InferenceResponse(error=pb_utils.TritonError("one fails")))
+                continue
+            if what == 2:
+                raise ValueError("all fail")
+            if what == 3:
+                os._exit(7)
+            if what == 5:
+                made = np.pad(made, ((0, 0), (0, 1)))
+            if what > 5:
+                time.sleep(float(what) / 1000)
+            pid = np.full((len(made), 1), os.getpid(), np.int32)
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", made), pb_utils.Tensor("PID", pid)]))
+        return responses
+"""
+STEP = """
+  step {{ model_name: "{0}" model_version: -1 input_map {{ key: "IN" value: "{1}" }}
+    output_map {{ key: "OUT" value: "{2}" }} {3} }}
+"""
+
+
 def write_python(repository: Path, name: str, config: str = DOUBLE, code: str = DOUBLE_CODE) -> Path:
     """A model that doubles its input; its first number says what else it does."""
     folder = repository / name
@@ -64,6 +106,29 @@ def write_python(repository: Path, name: str, config: str = DOUBLE, code: str = 
     (folder / "config.pbtxt").write_text(config)
     (folder / "1" / "model.py").write_text(code)
     return folder
+
+
+def write_chain(
+    repository: Path, config: str = STEP_CONFIG, names: Iterable[str] = ("first", "second", "third"), pid: bool = True
+) -> None:
+    """Three models, and an ensemble of them; PID is the process of the last."""
+    names = [*names]
+    for number, name in enumerate(names):
+        write_python(repository, name, config, STEP_CODE.replace("NUMBER", str(number)))
+    tensors = ["IN", *names[:-1], "OUT"]
+    last = 'output_map { key: "PID" value: "PID" }' if pid else ""
+    steps = [STEP.format(name, *tensors[i : i + 2], last * (i == len(names) - 1)) for i, name in enumerate(names)]
+    write_ensemble(repository, steps, pid=pid)
+
+
+def write_ensemble(repository: Path, steps: Iterable[str], *, pid: bool = True) -> None:
+    (repository / "chain" / "1").mkdir(parents=True)
+    (repository / "chain" / "config.pbtxt").write_text(
+        'platform: "ensemble" max_batch_size: 8 input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }\n'
+        'output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }'
+        + 'output { name: "PID" data_type: TYPE_INT32 dims: [ 1 ] }' * pid
+        + f"ensemble_scheduling {{ {''.join(steps)} }}"
+    )
 
 
 @contextmanager
