@@ -102,8 +102,8 @@ def nested(inner: float, outer: float) -> Graph:
         second = large(x)
         with graph.when(second < -50):
             third = large(x)
-        third = graph.merge(third, otherwise=inner)
-    graph.output("Y", graph.merge(third, otherwise=outer))
+        fourth = graph.merge(third, otherwise=inner)
+    graph.output("Y", graph.merge(fourth, otherwise=outer))
     return graph
 
 
