@@ -207,7 +207,7 @@ def _document(name: str, proposal: Proposal, results: Mapping[str, Expected], te
         "models": [asdict(one) for one in proposal.models],
         "results": {label: asdict(one) for label, one in results.items()},
         "overloads": [*proposal.overloads],
-        "groups": [{"models": [*models], "saves_s": saved_s} for models, saved_s in proposal.groups],
+        "groups": [asdict(one) for one in proposal.groups],
         "placement": text,
     }
 

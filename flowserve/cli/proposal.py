@@ -1,9 +1,9 @@
 """A placement file from measured figures: which models run on other machines, how many instances, and why.
 
 Decides how figures become costs (`PartitionTask`), which models may be on which machines, and the text of the file.
-Every tensor goes by way of the server, since a placement file places single models; neighbours that could run as one
-step are named in a comment. Does not know how figures were measured, how the assignment is found (`partition`), or what
-is printed beside the file. Caller: `place`.
+The assignment is that of single models, whose tensors go by way of the server; neighbours on one machine then become a
+segment, unless several of them would share one interpreter of Python. Does not know how figures were measured, how the
+assignment is found (`partition`), or what is printed beside the file. Caller: `place`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Final
 
 from flowserve.cli.cluster import GPU
@@ -38,6 +39,7 @@ from flowserve.runtime.workers.cluster import DEPTH
 
 KIND_LABEL: Final = "kind"  # of machines, where there are several kinds that could run a model
 ON_SERVER: Final = "server"
+PYTHON: Final = "python"  # the backend of models that would share an interpreter
 _NO_TIME: Final = 1e-9
 
 
@@ -77,13 +79,26 @@ class ModelProposal:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupProposal:
+    """Neighbours on one kind of machine. As a segment they save `saves_s` of a request. `count` processes have `cores`
+    each. `is_segment`: whether they are one in the file.
+    """
+
+    models: tuple[str, ...]
+    saves_s: float
+    count: int
+    cores: int
+    is_segment: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
-    """`groups`: neighbours that could run as one step, each with the seconds of a request that this would save."""
+    """A placement at `rate` requests per second. `groups` are disjoint."""
 
     rate: float
     models: tuple[ModelProposal, ...]
     overloads: tuple[str, ...]
-    groups: tuple[tuple[tuple[str, ...], float], ...]
+    groups: tuple[GroupProposal, ...]
 
 
 def propose(
@@ -187,7 +202,7 @@ class _Draft:
                     f"model '{one.model}' would need {one.instances} instances {at}; {COUNT_MAX} are the most"
                 )
         overloads = tuple(self._overload_text(one) for one in loads(self.task, self.assignment) if one.overload)
-        return Proposal(self.task.rate, models, overloads, tuple(self._groups()))
+        return Proposal(self.task.rate, models, overloads, tuple(self._groups(models)))
 
     def _model(self, number: int) -> ModelProposal:
         model, kind = self.task.models[number], self.assignment[number]
@@ -239,10 +254,8 @@ class _Draft:
         name = self.task.kinds[load.kind].name
         return f"machines '{name}' have room for {load.most:g} instances, and {load.used:g} are needed"
 
-    def _groups(self) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Neighbours that could run as one step: models with one node each, whose tensors are passed on as they are;
-        and the time that each group would save.
-        """
+    def _groups(self, proposed: Sequence[ModelProposal]) -> Iterator[GroupProposal]:
+        """Neighbours that could run as one step: models with one node each, whose tensors are passed on as they are."""
         graph, names = self.subject.graph, [one.name for one in self.task.models]
         places = [self.assignment[names.index(node.model.name)] for node in graph.nodes]
         inner = [edge for edge in graph.edges if GRAPH not in (edge.producer, edge.consumer)]
@@ -257,7 +270,14 @@ class _Draft:
         for group in convex_groups(places, edges, joinable):
             members = tuple(graph.nodes[index].model.name for index in group)
             joined = tuple(len(names) + 1 if name in members else kind for name, kind in zip(names, apart, strict=True))
-            yield members, crossing_s(task, apart) - crossing_s(task, joined)
+            saves_s = crossing_s(task, apart) - crossing_s(task, joined)
+            inside = [one for one in proposed if one.model in members]
+            count = max(one.instances for one in inside)
+            cores = ceil(sum(one.instances for one in inside) / count)
+            interpreted = sum(self.subject.configs[name].backend == PYTHON for name in members)
+            has_room = cores <= self.task.kinds[self.assignment[names.index(members[0])]].cores
+            is_segment = interpreted < 2 and has_room and not any(one.on_gpu for one in inside)
+            yield GroupProposal(members, saves_s, count, cores, is_segment)
 
 
 def _use_text(load: MachineLoad) -> str:
@@ -273,21 +293,37 @@ def file_text(proposal: Proposal, title: str, kinds: Sequence[MachineKind]) -> s
     """The placement file, with comments."""
     lines = [f"# {title}", '# With Ray, add its head node: cluster { address: "HOST:6379" }']
     elsewhere = kinds[1:]
-    for one in proposal.models:
-        if one.is_placed:
-            # A GPU decides itself; of several kinds of machines with cores, a label does.
-            needs_label = not one.on_gpu and len(elsewhere) > 1
-            lines += [f"# {one.model}: {one.why}.", _place_text(one, KIND_LABEL if needs_label else "")]
-    if not any(one.is_placed for one in proposal.models):
+    placed = {one.model: one for one in proposal.models if one.is_placed}
+    segments = [group for group in proposal.groups if group.is_segment]
+    in_segments = {name for group in segments for name in group.models}
+    # A GPU decides itself; of several kinds of machines with cores, a label does.
+    labels = {
+        name: f' labels {{ key: "{KIND_LABEL}" value: "{one.where}" }}' if len(elsewhere) > 1 and not one.on_gpu else ""
+        for name, one in placed.items()
+    }
+    for name, one in placed.items():
+        if name not in in_segments:
+            needs = _needs_text(one.instances, "GPU" if one.on_gpu else "CPU", 1, labels[name])
+            lines += [f"# {name}: {one.why}.", f'place {{ model: "{name}" {needs} }}']
+    for group in segments:
+        lines += [f"# {name}: {placed[name].why}." for name in group.models]
+        names = ", ".join(f'"{name}"' for name in group.models)
+        needs = _needs_text(group.count, "CPU", group.cores, labels[group.models[0]])
+        lines.append(f"# As one step, {_saves_text(group)}.")
+        lines.append(f'segment {{ name: "{"-".join(group.models)}" models: [ {names} ] {needs} }}')
+    if not placed:
         lines.append("# No model is placed: the server is the best place for all of them.")
     lines += [
-        f"# neighbours on one machine: {', '.join(names)} (as one step, {1000 * saved_s:.2f} ms less of a request)"
-        for names, saved_s in proposal.groups
+        f"# neighbours on one machine: {', '.join(group.models)} (as a segment, {_saves_text(group)})"
+        for group in proposal.groups
+        if not group.is_segment
     ]
     return "\n".join([*lines, ""])
 
 
-def _place_text(one: ModelProposal, label: str) -> str:
-    unit = "GPU" if one.on_gpu else "CPU"
-    labels = f' labels {{ key: "{label}" value: "{one.where}" }}' if label else ""
-    return f'place {{ model: "{one.model}" count: {one.instances} resources {{ key: "{unit}" value: 1 }}{labels} }}'
+def _needs_text(count: int, resource: str, amount: int, labels: str) -> str:
+    return f'count: {count} resources {{ key: "{resource}" value: {amount} }}{labels}'
+
+
+def _saves_text(group: GroupProposal) -> str:
+    return f"{1000 * group.saves_s:.2f} ms less of a request"

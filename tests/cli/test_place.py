@@ -217,11 +217,33 @@ def test_an_overload_that_no_placement_avoids_is_stated(repository: Path) -> Non
 
 def test_neighbours_on_one_machine_are_named_with_what_one_step_would_save(repository: Path) -> None:
     found = proposed(repository, figures_of(0.02, 0.02), 100, CPUS, cores=1)
-    ((names, saved_s),) = found.groups
-    assert names == ("prepare", "heavy")
-    assert saved_s == pytest.approx(0.0004 + 2 * 1000 / 1e9)  # one way there and back, and the tensor between them
+    (group,) = found.groups
+    assert group.models == ("prepare", "heavy")
+    assert group.saves_s == pytest.approx(0.0004 + 2 * 1000 / 1e9)  # one way there and back, and the tensor between
     text = file_text(found, "Proposed.", (SERVER, CPUS))
-    assert "# neighbours on one machine: prepare, heavy (as one step, 0.40 ms less of a request)" in text
+    assert "# neighbours on one machine: prepare, heavy (as a segment, 0.40 ms less of a request)" in text
+    assert [*parse_placement(text, "cluster.pbtxt").places] == ["prepare", "heavy"]  # they would share an interpreter
+
+
+def test_neighbours_that_share_no_interpreter_are_a_segment(repository: Path) -> None:
+    subject = subject_of(repository)
+    configs = {**subject.configs, "heavy": replace(subject.configs["heavy"], backend="onnxruntime")}
+    figures = figures_of(0.02, 0.05)
+    kinds = (replace(SERVER, cores=1), replace(CPUS, count=6), GPUS)
+    found = propose(replace(subject, configs=configs), figures, kinds, LINK, 100)
+    needed = {one.model: one.instances for one in found.models}
+    text = file_text(found, "Proposed.", kinds)
+    places = parse_placement(text, "cluster.pbtxt").places
+    assert {one.segment for one in places.values()} == {"prepare-heavy"}
+    for one in places.values():
+        assert one.count == max(needed.values())
+        assert one.count * one.resources["CPU"] >= sum(needed.values())
+        assert one.labels == {"kind": "cpu"}
+    one_core = tuple(replace(kind, cores=1) for kind in kinds[:1]) + tuple(
+        replace(kind, cores=1, count=24) for kind in kinds[1:]
+    )
+    found = propose(replace(subject, configs=configs), figures, one_core, LINK, 100)
+    assert not found.groups[0].is_segment  # its processes would need two cores
 
 
 # ---------------------------------------------------------------------------------------------- expected results
