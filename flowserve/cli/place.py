@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -53,6 +54,8 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 
 def _place(arguments: argparse.Namespace) -> None:
     """Raises FlowserveError."""
+    if arguments.out is not None:
+        _check_writable(arguments.out)
     reading, graph = find_deployment(arguments.repository, arguments.model)
     configs = {node.model.name: reading.configs[node.model.name] for node in graph.nodes}
     given = dict(arguments.takes)
@@ -153,6 +156,12 @@ def _title(arguments: argparse.Namespace, proposal: Proposal) -> str:
     return (
         f"Proposed for '{arguments.model}' at {rate_text(proposal.rate)} requests/s, with {machines} beside the server."
     )
+
+
+def _check_writable(path: Path) -> None:
+    """Before anything is measured. Raises Invalid."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise Invalid(f"--out: '{path}' cannot be written")
 
 
 def _write(path: Path, text: str) -> None:

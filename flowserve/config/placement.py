@@ -139,6 +139,10 @@ def _needs(one: pb.Place | pb.Segment, what: tuple[str, str], here: str, source:
         if not (math.isfinite(amount) and amount > 0):
             text = f"each {each} of {of} needs {amount:g} of resource '{name}'"
             yield Problem(text, source.place(f"{here}.resources[{name}]"), "P5", "an amount is more than 0")
+    for field_name, found in (("resources", one.resources), ("labels", one.labels)):
+        if "" in found:
+            text = f"{field_name} of {of} have an entry without a key"
+            yield Problem(text, source.place(f"{here}.{field_name}[]"), "P5")
 
 
 def misplaced(placement: PlacementFile, configs: Mapping[str, ModelConfig]) -> Iterator[Problem]:

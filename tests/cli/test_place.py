@@ -246,6 +246,16 @@ def test_neighbours_that_share_no_interpreter_are_a_segment(repository: Path) ->
     assert not found.groups[0].is_segment  # its processes would need two cores
 
 
+def test_a_file_that_cannot_be_written_is_noticed_before_anything_is_measured(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for out in (tmp_path / "missing" / "cluster.pbtxt", tmp_path):
+        assert (
+            main(["place", str(repository), "score", "--machines", "cpu*1", "--seconds", "3600", "-o", str(out)]) == 1
+        )
+        assert f"--out: '{out}' cannot be written" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------------------------------- expected results
 
 

@@ -93,6 +93,10 @@ def test_a_file_names_models_with_what_their_instances_need() -> None:
             'place { model: "a" resources { key: "CPU" value: inf } }',
             "1:32: each instance of model 'a' needs inf of resource 'CPU' [P5]",
         ),
+        (
+            'place { model: "a" labels { value: "b" } resources { key: "CPU" value: 1 } }',
+            "1:20: labels of model 'a' have an entry without a key [P5]",
+        ),
     ],
 )
 def test_rules_of_the_file_alone(text: str, found: str) -> None:
