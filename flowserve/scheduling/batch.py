@@ -86,10 +86,8 @@ class ModelQueue:
         self.may_have_tickets = False  # False: no ticket waits. Cheaper to read than the length of the queue
         self.is_dirty = False  # whether it is in the scheduler's list of queues to examine
 
-    def is_idle(self, group: object, taken: int = 0) -> bool:
-        """Whether no batch but the `taken` ones is at the instances of a group, all of which are there."""
-        if not self.members:
-            return self.running == taken and bool(self.free or taken)
+    def is_idle_in(self, group: object, taken: int = 0) -> bool:
+        """Whether no batch but the `taken` ones is at the instance of a group, where there are several groups."""
         return self.free.count(self.members[group]) == self.depth - taken
 
     @property

@@ -294,8 +294,10 @@ class Scheduler:
                 self.streams.settle(now_ns)
             elif not self._to_run:
                 break
-        if self._routed:
-            self._recall_late(now_ns)
+        for batch in self._routed:
+            if now_ns >= batch.started_ns + RECALL_NS and not batch.is_recalled and _blocks_tickets(batch):
+                batch.is_recalled = True
+                self._notify(Recall(batch))
         if not (self._batches or self._finished or self._notices or self._lookups):
             self.next_deadline()
             return None
@@ -343,13 +345,6 @@ class Scheduler:
             deadline = queue.batcher.deadline()
             if deadline is not None and deadline <= now_ns:
                 self._mark(queue)
-
-    def _recall_late(self, now_ns: int) -> None:
-        """Recall the batches that have been on their route for so long that tickets do not wait for them any more."""
-        for batch in self._routed:
-            if not batch.is_recalled and now_ns >= batch.started_ns + RECALL_NS and _blocks_tickets(batch):
-                batch.is_recalled = True
-                self._notify(Recall(batch))
 
     def _queue_arrivals(self, now_ns: int) -> None:
         arrivals = self._arrivals
@@ -503,14 +498,23 @@ class Scheduler:
             return
         if self.rate_limit is not None or self._retries or self._ending or batch.rows > route.rows_max:
             return
-        group = route.groups.get(batch.instance)
-        if len(tickets) > route.requests_max or not batch.queue.is_idle(group, 1) or len(batch.queue.batcher):
+        queue, groups = batch.queue, route.groups
+        if len(tickets) > route.requests_max or len(queue.batcher):
+            return
+        if not queue.is_idle_in(groups[batch.instance], 1) if groups else queue.running > 1:
             return
         instances = [batch.instance]
         for queue in route.queues[1:]:
-            if not queue.is_idle(group) or (queue.may_have_tickets and len(queue.batcher)):
+            if queue.may_have_tickets and len(queue.batcher):
                 return
-            instances.append(queue.members[group] if queue.members else queue.free[0])
+            if not groups:
+                if queue.running or not queue.free:
+                    return
+                instances.append(queue.free[0])
+            elif queue.is_idle_in(group := groups[batch.instance]):
+                instances.append(queue.members[group])
+            else:
+                return
         for ticket in tickets:
             flow = ticket.flow
             if flow.plan is not plan or ticket.node is not node or flow.queues is not queues or not ticket.rows:
@@ -518,7 +522,7 @@ class Scheduler:
             if self._due is not None and flow in self._due:
                 return
         for queue, instance in zip(route.queues[1:], instances[1:], strict=True):
-            queue.free.remove(instance)
+            queue.free.remove(instance)  # of a queue that is not divided, the first
             queue.running += 1
         batch.take(route, instances)
         self._routed[batch] = None
