@@ -248,10 +248,10 @@ def test_a_killed_worker_is_started_again_while_the_other_serves(repository: Pat
 
 
 def test_a_worker_that_does_not_answer_is_killed_and_started_again(repository: Path) -> None:
-    with workers(repository, "--worker-timeout-secs", "1") as served, Connections(served, 2) as clients:
+    with workers(repository, "--worker-timeout-secs", "3") as served, Connections(served, 2) as clients:
         (hangs, _), (lives, client) = sorted({ask(one, "pid"): one for one in clients}.items())
         os.kill(hangs, signal.SIGSTOP)
-        until(lambda: re.search(r"worker \d has not answered for 1 s: it is killed", served.log), served)
+        until(lambda: re.search(r"worker \d has not answered for 3 s: it is killed", served.log), served)
         until(lambda: served.log.count("is ready") >= 3, served)
         assert ask(client, "pid") == lives
         until(lambda: len(workers_of(served)) == 2 and hangs not in workers_of(served))
