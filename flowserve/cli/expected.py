@@ -16,14 +16,14 @@ import numpy as np
 from flowserve.cli.step_figures import BatchTime, GraphFigures, MeasuredGraph
 from flowserve.config.types import InstanceGroup, LimitedResource, ModelConfig, RateLimiter
 from flowserve.graph.types import Graph
+from flowserve.runtime.clock import SECOND_NS
 from flowserve.scheduling.rate_limit.limiter import Available
 from flowserve.testing.simulated_rows import RowPlan
-from flowserve.testing.simulation import MS_NS, Arrival, SimulatedDeployment
+from flowserve.testing.simulation import Arrival, SimulatedDeployment
 
 REQUESTS: Final = 2000
 BEHIND: Final = 0.9  # of the rate; as many requests arrive at random in a little more or less time
 _CORES: Final = "cores"
-_S_NS: Final = 1000 * MS_NS
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def expect(
     world = SimulatedDeployment(
         subject.graph,
         configs,
-        lambda model, rows: round(takes[model].of(max(rows, 1)) * _S_NS / answers[model]),
+        lambda model, rows: round(takes[model].of(max(rows, 1)) * SECOND_NS / answers[model]),
         lambda model, number: answers[model],
         (Available(_CORES, cores),),
         _row_plan(subject.graph, figures.shares),

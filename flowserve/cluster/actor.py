@@ -11,7 +11,7 @@ Decides how a batch passes its route (`scheduling/batch.py`), all of whose stage
 it to the next one with the outputs where they are, and the last replies. A batch returns earlier, with the outputs of
 all stages that it has passed, if a member failed, an output cannot be handed on as it is, or it was recalled.
 
-Errors that were decided here: a model that raises fails its batch; a message that cannot be right ends the actor.
+A model that raises fails its batch; a message that cannot be right ends the actor.
 
 Does not know an engine: `python -m flowserve.cluster.actor` is a process of the local one, and other engines run
 `Actor` in processes of their own.
@@ -51,11 +51,12 @@ from flowserve.backends.worker.driver import BatchRequests, stage_words, text_ab
 from flowserve.backends.worker.protocol import Garbled, RouteHop, RunMessage, encode_error, pack, unpack
 from flowserve.backends.worker.tensors import OutputWriter
 from flowserve.cluster import frames
+from flowserve.cluster.agents import FAILED, STARTED
 from flowserve.cluster.base import ActorJob, InstanceJob, versions
 from flowserve.cluster.files import files_here
 from flowserve.cluster.frames import Buffer, OutgoingArena, inputs_of_block
 from flowserve.cluster.link import ActorLink, greet_server, server_context
-from flowserve.cluster.pipes import read_pickled
+from flowserve.cluster.pipes import read_pickled, standard_pipes
 from flowserve.errors import FlowserveError, ModelFailed, Unavailable, Unsupported
 from flowserve.memory.column import Column, whole_output
 from flowserve.memory.heap import tune_malloc
@@ -531,25 +532,18 @@ def main() -> None:
     """A process of the local engine: an `ActorJob` comes on standard input, the port is told on standard output, then
     each `InstanceJob` comes, and the process ends with standard input, as its machine does.
     """
-    told, source = os.dup(1), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # what the model prints is no answer
+    source, answers = standard_pipes()
     job = read_pickled(source)
     assert isinstance(job, ActorJob)
     tune_malloc()
-    actor: Actor | None = None
-    answer: dict[str, Any] = {}
     try:
         actor = Actor(job, "127.0.0.1")
-        answer["port"] = actor.port
     except FlowserveError as error:
-        answer["error"] = encode_error(error)
-    try:
-        os.write(told, json.dumps(answer).encode() + b"\n")
-    except BrokenPipeError:  # its machine has ended
+        answers.tell(FAILED, str(error))
         return
-    if actor is not None:
-        threading.Thread(target=_add_all, args=(actor, source), name="lifeline", daemon=True).start()
-        actor.serve(lambda: os._exit(1))
+    answers.tell(STARTED, actor.port)
+    threading.Thread(target=_add_all, args=(actor, source), name="lifeline", daemon=True).start()
+    actor.serve(lambda: os._exit(1))
 
 
 def _add_all(actor: Actor, source: BinaryIO) -> None:

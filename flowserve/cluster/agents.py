@@ -85,7 +85,9 @@ class Agent:
         """What it answers to START: the words behind STARTED. Raises Unavailable."""
         self._ends[number] = SimpleQueue()
         try:
-            return self.ask(START, number, job, needs, give_up_s, within_s=give_up_s + _END_S)
+            return self.ask(
+                START, number, job, needs, give_up_s, within_s=give_up_s + _END_S
+            )  # the agent gives up first
         except Unavailable:
             self._ends.pop(number, None)
             raise
@@ -100,7 +102,8 @@ class Agent:
             try:
                 answer, *words = answers.get(timeout=within_s)
             except Empty:
-                raise Unavailable(f"it was not started within {within_s:g} s") from None
+                what = "started" if kind == START else "sent its model"
+                raise Unavailable(f"it was not {what} within {within_s:g} s") from None
             if answer == FAILED:
                 raise Unavailable(str(words[0]))
             if answer not in (STARTED, ADDED):
@@ -221,6 +224,11 @@ class LocalCluster:
         """As `ClusterEngine.kill`."""
         self._agents[started.machine].tell(KILL, started.number)
 
+    @property
+    def is_reachable(self) -> bool:
+        """As `ClusterEngine.is_reachable`."""
+        return bool(self._on)
+
     def machines(self) -> Sequence[str]:
         """As `ClusterEngine.machines`."""
         with self._lock:
@@ -299,6 +307,12 @@ class RayCluster:
         agent = self._agent
         if agent is not None:
             agent.tell(KILL, started.number)
+
+    @property
+    def is_reachable(self) -> bool:
+        """As `ClusterEngine.is_reachable`: whether the process that uses Ray is there."""
+        agent = self._agent
+        return agent is not None and not agent.is_gone.is_set()
 
     def machines(self) -> Sequence[str]:
         """As `ClusterEngine.machines`: those that were used."""

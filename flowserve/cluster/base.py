@@ -3,8 +3,7 @@
 Decides what an actor is started with (`ActorJob`) and what its instances are (`InstanceJob`), what it needs
 (`MachineNeeds`), and what is known of one that was started (`Started`) or has ended (`ActorEnd`). Jobs travel the way
 of the engine, which is trusted as a process trusts its command line; that of an actor holds the secret of the
-connection. Does not know an engine. Callers: `agents`, `actor`, the
-engines' processes, and runtime/.
+connection. Does not know an engine. Callers: `agents`, `actor`, the engines' processes, runtime/ and the metrics.
 """
 
 from __future__ import annotations
@@ -93,6 +92,10 @@ class ClusterEngine(Protocol):
 
     def kill(self, started: Started) -> None:
         """End an actor at once. Harmless if it has ended."""
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether it could start an actor now, as far as it is known. Does not block."""
 
     def machines(self) -> Sequence[str]:
         """The machines that are there."""

@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import threading
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from flowserve.cluster.agents import ADD, ADDED, ENDED, FAILED, KILL, START, STARTED
 from flowserve.cluster.base import ActorJob, InstanceJob
@@ -63,17 +63,17 @@ class _Machine:
             line = actor.stdout.readline()
         except OSError:
             pass  # it has ended, which is told below
-        answer: dict[str, Any] = json.loads(line) if line else {}
-        if "port" in answer:
-            self._tell(STARTED, number, "127.0.0.1", answer["port"], actor.pid)
-        elif "error" in answer:
-            self._tell(FAILED, number, answer["error"][1])
+        answer, *words = json.loads(line) if line else ("",)
+        if answer == STARTED:
+            self._tell(STARTED, number, "127.0.0.1", *words, actor.pid)
+        elif answer == FAILED:
+            self._tell(FAILED, number, *words)
         status = actor.wait()
         self._actors.pop(number, None)
         actor.stdin.close()
         actor.stdout.close()
         how = f"ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
-        self._tell(ENDED if "port" in answer else FAILED, number, f"its process {actor.pid} {how}")
+        self._tell(ENDED if answer == STARTED else FAILED, number, f"its process {actor.pid} {how}")
         return None
 
 

@@ -134,13 +134,11 @@ def _taken_apart(space: Space, tensors: Sequence[Tensor], count: Tensor | None) 
     return Spread(items, rows, np.repeat(np.arange(rows), counts), counts)
 
 
-def take(tensor: Tensor, spread: Spread, has_rows: bool) -> Tensor | None:
-    """The rows of a tensor of the parent space that a space has, None if it has none. `has_rows`: whether the tensors
-    of the space have a batch dimension. Raises ModelFailed if the tensor has other rows than those that the space was
+def take(tensor: Tensor, spread: Spread, has_rows: bool) -> Tensor:
+    """The rows of a tensor of the parent space that a space has, at least one. `has_rows`: whether the tensors of the
+    space have a batch dimension. Raises ModelFailed if the tensor has other rows than those that the space was
     made from; models without a batch dimension may write such a tensor.
     """
-    if not spread.rows:
-        return None
     if has_rows:
         tensor = _with_rows(tensor)
         if tensor.stop - tensor.start != spread.parent_rows:
@@ -156,10 +154,8 @@ def _with_rows(tensor: Tensor) -> Tensor:
     return tensor.viewed((1, *tensor.shape), has_rows=True) if tensor.stop == WHOLE else tensor
 
 
-def items(tensor: Tensor, spread: Spread) -> Tensor | None:
-    """The items of a tensor that a space takes apart: a view, unless a count leaves some out."""
-    if not spread.rows:
-        return None
+def items(tensor: Tensor, spread: Spread) -> Tensor:
+    """The items of a tensor that a space takes apart, at least one: a view, unless a count leaves some out."""
     flat = _as_items(_with_rows(tensor))
     if spread.rows == flat.stop:
         return flat

@@ -39,7 +39,7 @@ Handler = Callable[[Any, bytes], Result | Awaitable[Result]]
 NOTHING: Final[Result] = (None, b"")
 
 
-def error_of(name: str, text: str) -> FlowserveError:
+def error_named(name: str, text: str) -> FlowserveError:
     """The error of this class, with this text; Internal if there is no such class."""
     return _CLASSES.get(name, Internal)(text)
 
@@ -153,7 +153,7 @@ class ProcessLink:
             if number in self._running:
                 self._running[number].cancel()
         elif number in self._open:
-            self._open[number].end((value, data) if kind == _RESULT else error_of(*value))
+            self._open[number].end((value, data) if kind == _RESULT else error_named(*value))
 
     # ------------------------------------------------------------------ calls of the other end
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 import trio
 
 from flowserve.errors import FlowserveError, Internal, Unavailable
-from flowserve.replicas.link import NOTHING, Handler, LinkClosed, ProcessLink, Result, error_of
+from flowserve.replicas.link import NOTHING, Handler, LinkClosed, ProcessLink, Result, error_named
 from flowserve.replicas.operations import FOLLOW, LOAD, UNLOAD
 from flowserve.repository.override import Override
 from flowserve.runtime.engine.engine import Engine
@@ -317,7 +317,7 @@ class Replica:
         """Put a prepared load in force without the models that failed anywhere; drop it if it `is_dropped`."""
         number, failed, is_dropped = arguments
         one = self._prepared.pop(number)
-        one.verdict = {name: error_of(*pair) for name, pair in failed.items()}
+        one.verdict = {name: error_named(*pair) for name, pair in failed.items()}
         one.is_dropped = is_dropped
         one.decided.set()
         await one.ended.wait()

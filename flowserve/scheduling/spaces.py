@@ -62,12 +62,12 @@ class RowOperations(Protocol):
         """The spread of a space whose tensors the request did not give: no row passes a test, and no row has items."""
 
     def take(self, tensor: Any, spread: Any, has_rows: bool, /) -> Any:
-        """The rows of a tensor of the parent space that a space has. `has_rows`, here and below: whether the tensors of
-        the space that the result belongs to have a batch dimension.
+        """The rows of a tensor of the parent space that a space has, at least one. `has_rows`, here and below: whether
+        the tensors of the space that the result belongs to have a batch dimension.
         """
 
     def items(self, tensor: Any, spread: Any, /) -> Any:
-        """The items of a tensor that a space takes apart."""
+        """The items of a tensor that a space takes apart, at least one."""
 
     def part(self, tensor: Any, start: int, stop: int, /) -> Any:
         """Some rows of a tensor."""

@@ -120,13 +120,11 @@ class SimulatedRows:
     def undecided(self, space: Space, parent_rows: int) -> SimulatedSpread:
         return SimulatedSpread(0, parent_rows)
 
-    def take(self, tensor: SimulatedTensor, spread: SimulatedSpread, has_rows: bool) -> SimulatedTensor | None:
-        if not spread.rows:
-            return None
+    def take(self, tensor: SimulatedTensor, spread: SimulatedSpread, has_rows: bool) -> SimulatedTensor:
         return tensor.with_rows(spread.rows if has_rows else -1)
 
-    def items(self, tensor: SimulatedTensor, spread: SimulatedSpread) -> SimulatedTensor | None:
-        return tensor.with_rows(spread.rows, tensor.dims[1:]) if spread.rows else None
+    def items(self, tensor: SimulatedTensor, spread: SimulatedSpread) -> SimulatedTensor:
+        return tensor.with_rows(spread.rows, tensor.dims[1:])
 
     def part(self, tensor: SimulatedTensor, start: int, stop: int) -> SimulatedTensor:
         return tensor.with_rows(stop - start)

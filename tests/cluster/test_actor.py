@@ -204,5 +204,5 @@ def test_a_process_whose_machine_ended_while_it_started_ends_in_silence() -> Non
     assert process.stderr is not None
     with process.stdin, process.stderr:
         process.stdin.write(pickled(ActorJob("m_0", SECRET)))
-        process.stdin.flush()
+        process.stdin.close()  # with its output, by the end of the machine's process
         assert (process.stderr.read(), process.wait()) == (b"", 0)

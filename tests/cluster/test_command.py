@@ -82,6 +82,7 @@ def test_a_server_runs_models_on_machines_that_end_with_it(tmp_path: Path, serve
     processes = {answer["outputs"][1]["data"][0] for answer in answers}
     assert len(processes) == 3
     figures = httpx.get(f"{served.base_url}/metrics").text
+    assert "\nflowserve_cluster_reachable 1\n" in figures
     assert sum(map(int, re.findall(r'flowserve_link_batches_total{machine="local-\d"} (\d+)', figures))) == 6
     assert len(re.findall(r'flowserve_link_seconds_total{machine="local-\d"} 0\.\d+', figures)) == 2
     assert len(re.findall(r'flowserve_link_bytes{machine="local-\d"} 0', figures)) == 2

@@ -191,6 +191,7 @@ async def test_batches_of_any_other_model_fail_with_the_name_of_the_lost_machine
     write_python(tmp_path, "m")
     with local_cluster(1) as cluster:
         async with serving(tmp_path, cluster, {"m": ModelPlace("m", count=1)}) as (engine, _):
+            assert cluster.is_reachable
             async with trio.open_nursery() as nursery:
 
                 async def send() -> None:
@@ -200,6 +201,7 @@ async def test_batches_of_any_other_model_fail_with_the_name_of_the_lost_machine
                 nursery.start_soon(send)
                 await until(lambda: worker_of(engine, "m").running)
                 os.kill(cluster.processes()["local-1"], signal.SIGKILL)
+            await until(lambda: not cluster.is_reachable)
             left = "no machine of the cluster is left"
             await until(lambda: left in engine.deployments.outage(engine.deployments.find("m")))
             with pytest.raises(Unavailable):

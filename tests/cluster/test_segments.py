@@ -160,6 +160,7 @@ class WantsOutputs(Seen):
     def computed(self, batch: Batch, outcome: Outcome, now_ns: int) -> None:
         super().computed(batch, outcome, now_ns)
         results = outcome.made[-1] if isinstance(outcome, Passed) else outcome
+        # A member of a stage's outputs, which the type leaves open.
         assert results.outputs[0][0] is not None  # type: ignore[union-attr]
 
 

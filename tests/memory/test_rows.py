@@ -136,7 +136,6 @@ def test_a_batch_copies_picked_rows_once(dtype: Any) -> None:
 
 def test_all_rows_are_the_tensor_itself_and_none_are_nothing() -> None:
     assert rows.take(CROPS, rows.Spread(2, 2, None), has_rows=True) is CROPS
-    assert rows.take(CROPS, rows.Spread(0, 2, np.zeros(0, np.intp)), has_rows=True) is None
 
 
 def merged(dims: tuple[int, ...] = (1,), fill: Any = None, dtype: DType = DType.INT32) -> Derived:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.errors import FlowserveError, InstanceDied, MachineLost
-from flowserve.scheduling.batch import RECALL_NS, Batch, Recall
+from flowserve.scheduling.batch import RECALL_NS, Batch, ModelQueue, Recall
 from flowserve.testing.simulation import BatchResults
 from flowserve.testing.strategies import Handle, chain_graph
 from tests.support.recorder import Recorder, simple_model
@@ -202,10 +202,10 @@ class Actors:
             error = MachineLost("lost") if with_machine else InstanceDied("died")
             self.server.scheduler.complete(batch, [], error, self.now)
 
-    def _back(self, actor: int, name: str, queue: object) -> None:
+    def _back(self, actor: int, name: str, queue: ModelQueue) -> None:
         self._away.remove((actor, name))
         for _ in range(DEPTH):
-            self.server.scheduler.give_back(queue, actor)  # type: ignore[arg-type]
+            self.server.scheduler.give_back(queue, actor)
 
     def _at(self, time: int, event: Callable[[], object]) -> None:
         heapq.heappush(self._events, (time, next(self._order), event))

@@ -185,20 +185,24 @@ def _stores_text(engine: Engine) -> bytes:
 
 
 def _machines_text(engine: Engine) -> bytes:
-    """What was under way to the other machines of a cluster."""
+    """Whether the cluster can be reached, and what was under way to its machines."""
     cluster = engine.options.cluster
-    if cluster is None or not cluster.traffic:
+    if cluster is None:
         return b""
     found = [((("machine", name),), one) for name, one in sorted(cluster.traffic.items())]
     batches = [(labels, one.batches) for labels, one in found]
     seconds = [(labels, one.way_ns / SECOND_NS) for labels, one in found]
     nbytes = [(labels, one.nbytes) for labels, one in found]
-    text = "Batches that a machine of the cluster answered"
-    first = family("flowserve_link_batches_total", text, COUNTER, batches)
-    text = "Time of these batches on the way there and back, without their computation"
-    second = family("flowserve_link_seconds_total", text, COUNTER, seconds)
-    text = "Bytes of the inputs of batches under way to a machine of the cluster"
-    return (first + second + family("flowserve_link_bytes", text, GAUGE, nbytes)).encode()
+    text = "Whether the cluster can start instances (1) or not (0)"
+    parts = [family("flowserve_cluster_reachable", text, GAUGE, [((), float(cluster.engine.is_reachable))])]
+    if found:
+        text = "Batches that a machine of the cluster answered"
+        parts.append(family("flowserve_link_batches_total", text, COUNTER, batches))
+        text = "Time of these batches on the way there and back, without their computation"
+        parts.append(family("flowserve_link_seconds_total", text, COUNTER, seconds))
+        text = "Bytes of the inputs of batches under way to a machine of the cluster"
+        parts.append(family("flowserve_link_bytes", text, GAUGE, nbytes))
+    return "".join(parts).encode()
 
 
 def _budget_text(budget: Budget) -> bytes:
