@@ -12,6 +12,7 @@ from traceback import format_exception
 from typing import ClassVar, Final
 
 TRACEBACK_CHARACTERS_MAX: Final = 16_384
+NO_PERMISSION: Final = "the user that flowserve runs as must be allowed to read it"  # a hint
 
 
 class FlowserveError(Exception):

@@ -92,7 +92,8 @@ def _write(drawn: bytes, picture: str, output: Path | None) -> None:
         try:
             output.write_bytes(drawn)
         except OSError as error:
-            raise Invalid(f"'{output}' cannot be written: {error.strerror}") from error
+            why = f"{error.strerror}" if output.parent.exists() else f"there is no folder '{output.parent}'"
+            raise Invalid(f"'{output}' cannot be written: {why}") from error
         return
     if picture == "png" and sys.stdout.isatty():
         raise Invalid("a PNG cannot be shown on a terminal; add -o FILE, or redirect the output")

@@ -26,7 +26,9 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     path: Path = arguments.folder
     name = path.name
     if not NAME.fullmatch(name):
-        raise Invalid(f"{name!r} cannot be the graph's name: small letters, digits and _, a letter first")
+        text = f"{name!r} cannot be the graph's name: small letters, digits and _, a letter first"
+        close = re.sub(r"\W+", "_", name.lower()).strip("_")
+        raise Invalid(f"{text}, for example {close}" if NAME.fullmatch(close) else text)
     try:
         path.mkdir(parents=True)
         for file in TEMPLATE.rglob("*.*"):

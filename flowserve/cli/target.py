@@ -76,12 +76,22 @@ def find_graph(word: str) -> PythonGraph:
         raise
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            raise NotFound(f"there is no folder '{word}', and no module '{error.name}' to import") from error
+            hint = did_you_mean(module, [file.stem for file in Path().glob("*.py")], "'")
+            hint = hint or "modules are searched in the current folder, and among the installed ones"
+            raise NotFound(f"there is no folder '{word}', and no module '{error.name}' to import ({hint})") from error
         text = f"module '{module}' cannot be imported: {type(error).__name__}: {error}"
-        raise Problems([Problem(text, _culprit(error))]) from error
+        is_missing = isinstance(error, ModuleNotFoundError)
+        hint = (
+            f"install it in the Python environment at {sys.prefix}, or write it beside the module" if is_missing else ""
+        )
+        raise Problems([Problem(text, _culprit(error), hint=hint)]) from error
     graphs = {name: value for name, value in vars(found).items() if is_graph(value)}
     if attribute not in graphs:
-        hint = did_you_mean(attribute, graphs) or f"it has {', '.join(graphs) or 'none'}"
+        if not graphs and hasattr(found, attribute):
+            kind = type(getattr(found, attribute)).__name__
+            hint = f"'{attribute}' is of type {kind}; flowserve.Graph makes a graph"
+        else:
+            hint = did_you_mean(attribute, graphs) or f"it has {', '.join(graphs) or 'none'}"
         raise NotFound(f"module '{module}' has no graph '{attribute}' ({hint})")
     return graphs[attribute]
 

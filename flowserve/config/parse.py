@@ -23,7 +23,7 @@ from flowserve.config.build import MODEL_CONFIG, Builder, Format
 from flowserve.config.suggest import nearest
 from flowserve.config.syntax import Text, parse_json, parse_pbtxt
 from flowserve.config.types import SourceMap
-from flowserve.errors import Place, Problem, Problems
+from flowserve.errors import NO_PERMISSION, Place, Problem, Problems
 
 # Real configurations have a few kilobytes. The limit avoids seconds of parsing for a file of another kind.
 SIZE_MAX_BYTES: Final = 1 << 20
@@ -82,7 +82,9 @@ def read_text(path: Path, file: str) -> str:
         with path.open("rb") as stream:
             raw = stream.read(SIZE_MAX_BYTES + 1)
     except OSError as error:
-        raise Problems([Problem(f"cannot be read: {error.strerror or type(error).__name__}", Place(file))]) from None
+        hint = NO_PERMISSION if isinstance(error, PermissionError) else ""
+        text = f"cannot be read: {error.strerror or type(error).__name__}"
+        raise Problems([Problem(text, Place(file), hint=hint)]) from None
     if len(raw) > SIZE_MAX_BYTES:
         raise Problems([_too_large(file)])
     try:

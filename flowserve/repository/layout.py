@@ -17,7 +17,7 @@ from flowserve.config.load import CONFIG_FILE
 from flowserve.config.parameters import MARKS
 from flowserve.config.suggest import did_you_mean, meant
 from flowserve.config.types import VersionPolicy
-from flowserve.errors import FlowserveError, NotFound, Place, Problem, Problems
+from flowserve.errors import NO_PERMISSION, FlowserveError, NotFound, Place, Problem, Problems
 
 # Folders of a model that are not versions: Triton's own, and Python's cache.
 SET_ASIDE: Final = frozenset({"warmup", "initial_state", "configs", "labels", "__pycache__"})
@@ -53,6 +53,10 @@ def find_models(repositories: Sequence[Path], only: Collection[str] | None = Non
     warnings: list[Problem] = []
     for repository in dict.fromkeys(repositories):
         folders, skipped = _scan(repository, only)
+        if not folders and only is None and is_version_folder(repository.name) and is_model_folder(repository.parent):
+            text = f"'{repository}' is a version of one model; a repository is the folder that holds models' folders"
+            hint = f"give '{Path(os.path.abspath(repository)).parent.parent}'"
+            raise Problems([Problem(text, rule="R5", hint=hint)])
         if not folders and only is None and is_model_folder(repository):
             text = f"'{repository}' is the folder of one model; a repository is the folder that holds such folders"
             hint = f"give '{Path(os.path.abspath(repository)).parent}'"
@@ -154,7 +158,9 @@ def _entries(repository: Path, only: Collection[str] | None) -> list[os.DirEntry
     except NotADirectoryError:
         raise Problems([Problem(not_a_repository(repository))]) from None
     except OSError as error:
-        raise Problems([Problem(f"model repository '{repository}' cannot be read: {error.strerror}")]) from error
+        hint = NO_PERMISSION if isinstance(error, PermissionError) else ""
+        text = f"model repository '{repository}' cannot be read: {error.strerror}"
+        raise Problems([Problem(text, hint=hint)]) from error
 
 
 def model_folder_at(path: Path) -> ModelFolder:
@@ -169,7 +175,7 @@ def model_folder_at(path: Path) -> ModelFolder:
             warnings += _misplaced(path, folders)
     except OSError as error:
         inside = []
-        hint = "it is skipped; the user that flowserve runs as must be allowed to read it and what is in it"
+        hint = f"it is skipped; {NO_PERMISSION}"
         warnings.append(Problem(f"cannot be read: {error.strerror}", Place(path.name), "R6", hint))
     for name in inside:
         if _is_hidden(name) or name in SET_ASIDE:

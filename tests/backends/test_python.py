@@ -43,6 +43,7 @@ Open = Callable[..., Opened]
 FILE = "1/model.py"
 
 HEAD = "import numpy as np\nimport triton_python_backend_utils as pb_utils\n"
+RETURNS = "execute returns [pb_utils.InferenceResponse([pb_utils.Tensor(NAME, ARRAY)]), ...]"
 DOUBLE = """
 class TritonPythonModel:
     def execute(self, requests):
@@ -795,13 +796,13 @@ def test_an_object_that_is_no_response_fails_its_request_only(python: Open) -> N
         rows(1, 2)
     )
     assert values(results) == [rows(1).tolist(), None]
-    assert str(results.errors[1]) == "model 'm' answered NoneType where InferenceResponse was expected"
+    assert str(results.errors[1]) == f"model 'm' answered NoneType where InferenceResponse was expected; {RETURNS}"
 
 
 @pytest.mark.parametrize("others", [answer("x"), "responses.append(x)"])
 def test_a_returned_array_fails_its_request_with_the_expected_type(python: Open, others: str) -> None:
     results = python(executing(f"if x[0, 0] == 2:\n    responses.append(x)\nelse:\n    {others}")).whole(rows(1, 2))
-    assert str(results.errors[1]) == "model 'm' answered ndarray where InferenceResponse was expected"
+    assert str(results.errors[1]) == f"model 'm' answered ndarray where InferenceResponse was expected; {RETURNS}"
     assert list(results.errors) == ([1] if others == answer("x") else [0, 1])
 
 
@@ -813,7 +814,7 @@ def test_an_array_beside_a_response_through_a_sender_fails_its_request_only(pyth
     )
     results = python(executing(body)).whole(rows(1, 2))
     assert values(results) == [rows(1).tolist(), None]
-    assert str(results.errors[1]) == "model 'm' answered ndarray where InferenceResponse was expected"
+    assert str(results.errors[1]) == f"model 'm' answered ndarray where InferenceResponse was expected; {RETURNS}"
 
 
 @pytest.mark.parametrize(
@@ -858,6 +859,10 @@ def test_functions_that_need_a_server_raise_without_one(python: Open, body: str,
         (
             "class TritonPythonModel:\n  def initialize(self, args): raise OSError('no weights')\n  execute = 1",
             "model 'm' (m/1/model.py:2): initialize failed: OSError: no weights",
+        ),
+        (
+            "class TritonPythonModel:\n  def initialize(self, args): open('weights.npy')\n  execute = 1",
+            "'weights.npy' (a relative path starts at the server's folder; args['model_repository'] is the model's)",
         ),
         ("import sys; sys.exit(1)", "import failed: SystemExit: 1"),
     ],

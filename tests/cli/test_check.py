@@ -294,8 +294,10 @@ def test_every_version_and_every_file_beside_it_is_checked_without_running_code(
         "config.pbtxt": MODEL_PY,
         "warmup/x": "short",
         "1/model.py": "def broken(:\n",
-        "2/model.py": "class TritonPythonModel: ...\nraise RuntimeError",
+        "2/model.py": "class TritonPythonModel: execute = print\nraise RuntimeError",
         "3/model.py": "class TritonPythonMode: ...",
+        "4/model.py": "\nclass TritonPythonModel:\n    def exceute(self, requests): ...",
+        "5/model.py": "from base import Base\nclass TritonPythonModel(Base): ...",
     }.items():
         (repository / "own" / path).parent.mkdir(parents=True, exist_ok=True)
         (repository / "own" / path).write_text(text)
@@ -306,7 +308,8 @@ def test_every_version_and_every_file_beside_it_is_checked_without_running_code(
     assert f"own/1/model.py:1:12: error: model 'own' is not valid Python {version}: invalid syntax [M92]\n" in err
     assert "own/3/model.py:1:1: error: model 'own' has no class TritonPythonModel [M92]\n" in err
     assert "    call class TritonPythonMode TritonPythonModel\n" in err
-    assert "\n3 problems" in err
+    assert "own/4/model.py:2:1: error: model 'own': class TritonPythonModel has no method execute [M92]\n" in err
+    assert "\n4 problems" in err
 
 
 def test_a_missing_version_and_an_unreadable_file_are_reported_once(
@@ -395,7 +398,7 @@ def test_consequences_of_a_mistake_are_not_reported(checked: Callable[..., Check
         (repository / name / "config.pbtxt").write_text(text)
     edit(repository, "dims: 4 }\noutput", "dim: 4 }\noutput")
     (repository / "own/1").mkdir(parents=True)
-    (repository / "own/1/model.py").write_text("class TritonPythonModel: ...")
+    (repository / "own/1/model.py").write_text("class TritonPythonModel: execute = print")
     (repository / "own/config.pbtxt").write_text(MODEL_PY)
     _, _, err = checked()
     assert rules(err) == ["good/config.pbtxt:3:18 M10", "own/config.pbtxt:5:40 M56", "same/config.pbtxt:1:1 M8"]

@@ -105,7 +105,7 @@ def test_an_undrawable_target_is_reported_in_one_line(drawn: Drawn, repository: 
         (repository, "uter"): "no deployment is called 'uter' (did you mean \"outer\"?)",
         (repository / "outer", "same"): "is the folder of deployment 'outer'; it does not hold 'same'",
         (repository, "-o", "outer.jpeg"): "'outer.jpeg' does not say which picture it should hold",
-        (repository, "outer", "-o", repository / "no" / "g.svg"): "cannot be written: No such file or directory",
+        (repository, "outer", "-o", repository / "no" / "g.svg"): "/no/g.svg' cannot be written: there is no folder '",
         (repository / "nowhere",): "does not exist",
     }.items():
         status, out, err = drawn(*arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -55,6 +56,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
     (tmp_path / "raises.py").write_text("\nx = 1 / 0")
     (tmp_path / "parses.py").write_text("import json\n\njson.loads('{')")
     (tmp_path / "unfinished.py").write_text("x = 1\ny = (")
+    (tmp_path / "number_of_steps.py").write_text("graph = 3")
     (tmp_path / "imports.py").write_text("import no_such_package")
     (tmp_path / "declares.py").write_text(DECLARES)
     monkeypatch.chdir(tmp_path)
@@ -98,12 +100,18 @@ def test_performance_advice_names_the_line_of_python(home: str, capsys: pytest.C
         ("{home}:broken", "{home}.py:15:10: error: must specify 'step' for ensemble 'broken' [M83]"),
         ("{home}:grap", "module '{home}' has no graph 'grap' (did you mean \"graph\"?)"),
         ("{home}:factor", "module '{home}' has no graph 'factor' (it has graph, broken, slow)"),
-        ("no_such:graph", "there is no folder 'no_such:graph', and no module 'no_such' to import"),
+        (
+            "no_such:graph",
+            "there is no folder 'no_such:graph', and no module 'no_such' to import (modules are searched",
+        ),
+        ("declare:graph", "no module 'declare' to import (did you mean 'declares'?)"),
+        ("number_of_steps:graph", "no graph 'graph' ('graph' is of type int; flowserve.Graph makes a graph)"),
         ("declares:graph", "declares.py:3:2: error: function 'f' does not take 2 arrays: it is f(x) [B3]"),
         ("raises:graph", "raises.py:2:5: error: module 'raises' cannot be imported: ZeroDivisionError: division"),
         ("parses:graph", "parses.py:3:1: error: module 'parses' cannot be imported: JSONDecodeError: Expecting"),
         ("unfinished:graph", "unfinished.py:2:5: error: module 'unfinished' cannot be imported: SyntaxError: '(' was"),
         ("imports:graph", "imports.py:1:1: error: module 'imports' cannot be imported: ModuleNotFoundError: No module"),
+        ("imports:graph", f"    install it in the Python environment at {sys.prefix}, or write it beside the module\n"),
         ("raises", "'raises' is a module, and no folder of models; name a graph in it: 'raises:NAME'"),
         ("sub/m.py:graph", "is named as its module is imported: 'm:graph', in the folder 'sub'"),
     ],

@@ -19,7 +19,9 @@ from flowserve.runtime.engine.options import EngineOptions
 from flowserve.version import __version__
 from tests.support.engine import add_function
 
-NOT_FOUND = {"error": "Not Found"}
+NOT_FOUND = {
+    "error": "Not Found: no such path; /docs has the list of them, and inference is POST /v2/models/NAME/infer"
+}
 
 
 def http(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
@@ -140,7 +142,7 @@ async def test_a_bad_request_gets_a_4xx_and_affects_no_other(
 async def test_unknown_models_and_versions_are_404(api: Any) -> None:
     for path, text in [
         ("/v2/models/nope/infer", "Request for unknown model: 'nope' is not found"),
-        ("/v2/models/double/versions/9/infer", "Request for unknown model: 'double' version 9 is not found"),
+        ("/v2/models/double/versions/9/infer", "Request for unknown model: 'double' version 9 is not found (it has 1)"),
     ]:
         assert await ask(api, "POST", path, numbers([1, 2, 3, 4])) == (404, {"error": text})
 

@@ -28,7 +28,7 @@ async def test_the_app_answers_under_hypercorn(engine: Engine) -> None:
         async with httpx.AsyncClient(base_url=url) as client:
             assert (await client.get("/v2/health/ready")).status_code == 200
             assert (await client.get("/v2/models/double")).json()["name"] == "double"
-            assert (await client.get("/nope")).json() == {"error": "Not Found"}
+            assert (await client.get("/nope")).json()["error"].startswith("Not Found: ")
             array = np.arange(40_000, dtype=np.float32).reshape(-1, 4)[:16]
             header = json.dumps(
                 {

@@ -92,15 +92,21 @@ def test_a_body_that_is_not_a_json_object_is_refused(text: bytes) -> None:
 
 @pytest.mark.fault("J3")
 def test_inputs_that_are_no_list_are_refused_and_missing_inputs_accepted_here() -> None:
-    assert refusal(request(inputs={})) == "Unable to parse 'inputs': attempt to access JSON non-array as array"
+    text = "Unable to parse 'inputs': attempt to access JSON non-array as array; write a list: [...]"
+    assert refusal(request(inputs={})) == text
     assert parse_header(b"{}", "m").inputs == ()
     assert parse_header(request(inputs=[]), "m").inputs == ()
 
 
 def test_inputs_by_another_name_are_named() -> None:
-    assert refusal(b'{"id": "x", "instances": [[1, 2]]}') == (
-        "Unable to parse 'inputs': attempt to access non-existing object member 'inputs': it has 'instances'"
+    text = refusal(b'{"id": "x", "instances": [[1, 2]]}')
+    assert text.startswith(
+        "Unable to parse 'inputs': attempt to access non-existing object member 'inputs': it has 'instances'; expected "
     )
+    assert refusal(b"").startswith("failed to parse the request JSON buffer: Input is a zero-length")
+    for shown in (text, refusal(b"[]"), refusal(b"")):
+        example = shown.partition("expected ")[2].partition("; ")[0]
+        assert parse_header(example.encode(), "m").inputs[0].shape == (1, 2)
 
 
 @pytest.mark.fault("J1")

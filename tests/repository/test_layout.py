@@ -125,6 +125,16 @@ def test_a_model_folder_given_as_repository_is_refused(make: Make) -> None:
     )
 
 
+def test_a_version_folder_given_as_repository_is_refused(make: Make) -> None:
+    root = make("m/1", "m/config.pbtxt", "m/1/model.onnx")
+    with pytest.raises(Problems) as refused:
+        find_models([root / "m/1"])
+    assert str(refused.value).startswith(f"'{root / 'm/1'}' is a version of one model")
+    assert f"(give '{root}')" in str(refused.value)
+    repository = make("7/net/1", "7/net/config.pbtxt")
+    assert [folder.name for folder in find_models([repository / "7"]).folders] == ["net"]
+
+
 @pytest.mark.fault("C10")
 def test_circular_and_broken_links_are_harmless(make: Make) -> None:
     root = make("m/1")

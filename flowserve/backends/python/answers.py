@@ -212,7 +212,8 @@ class AnswerReader:
             if not isinstance(response, InferenceResponse):
                 found = type(response).__name__
                 text = f"model '{self._model}' answered {found} where InferenceResponse was expected"
-                errors[m] = ModelFailed(text)
+                remedy = "execute returns [pb_utils.InferenceResponse([pb_utils.Tensor(NAME, ARRAY)]), ...]"
+                errors[m] = ModelFailed(f"{text}; {remedy}")
                 continue
             if response._error is not None:
                 errors[m] = error_of(response._error)

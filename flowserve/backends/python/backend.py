@@ -50,11 +50,12 @@ class PythonBackend:
         return Completion() if written is None else completion_from(config, written)
 
     def verify(self, config: ModelConfig, files: ModelFiles) -> None:
-        """Raises if the file is not valid Python or does not mention the class. It is not imported."""
+        """Raises if the file is not valid Python, or does not mention the class or `execute`. It is not imported."""
         source = ModelSource(config, files)
         text = source.text()
         if CLASS not in text and "import *" not in text:
             raise source.no_class()
+        source.check_execute(text)
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> PythonModel:
         """Instances may run on the event loop only if the option `execution` allows it."""

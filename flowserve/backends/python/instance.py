@@ -481,7 +481,8 @@ class PythonInstance:
             if returned is None:
                 return [None] * len(work.rows)
             if not isinstance(returned, list):
-                raise TypeError(f"Expected a list in the execute return, found type '{type(returned)}'.")
+                text = f"Expected a list in the execute return, found type '{type(returned)}'."
+                raise TypeError(f"{text} It holds one InferenceResponse for each request")
             return [*returned]
         except RAISED as error:
             if work.senders is None and any(has_response(request) for request in requests):

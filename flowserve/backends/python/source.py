@@ -41,7 +41,7 @@ from flowserve.backends.python.pb_utils import triton_python_backend_utils as pb
 from flowserve.backends.python.pb_utils.context import NO_CODE, Code, ModelContext, ModelScope, active
 from flowserve.config.parameters import ENVIRONMENT, MARKS
 from flowserve.config.types import InstanceGroup, ModelConfig
-from flowserve.errors import FlowserveError, ModelFailed, Place, Problem, Problems
+from flowserve.errors import NO_PERMISSION, FlowserveError, ModelFailed, Place, Problem, Problems
 
 log = logging.getLogger("flowserve.python")
 
@@ -128,7 +128,9 @@ class ModelSource:
             raise Problems([Problem(text, place)]) from error
         except (OSError, ValueError) as error:
             why = (isinstance(error, OSError) and error.strerror) or error
-            raise Problems([Problem(f"model '{self.config.name}' cannot be read: {why}", Place(self.shown))]) from error
+            hint = NO_PERMISSION if isinstance(error, PermissionError) else ""
+            text = f"model '{self.config.name}' cannot be read: {why}"
+            raise Problems([Problem(text, Place(self.shown), hint=hint)]) from error
         try:
             return decode_source(raw)
         except UnicodeDecodeError:  # in a comment: Python's import does not decode comments
@@ -157,6 +159,21 @@ class ModelSource:
             place = Place(self.shown, classes[0].lineno, classes[0].col_offset + 1)
             hint = f"call class {classes[0].name} {CLASS}"
         return Problems([Problem(f"model '{self.config.name}' has no class {CLASS}", place, hint=hint)])
+
+    def check_execute(self, text: str) -> None:
+        """Raises Problems if the class of the file, with this text, can have no `execute`: it neither defines nor
+        mentions one, and inherits from nothing. Code for another version of Python is not examined.
+        """
+        try:
+            classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == CLASS]
+        except SyntaxError:
+            return
+        if len(classes) == 1 and not (classes[0].bases or classes[0].keywords) and "execute" not in text:
+            place = Place(self.shown, classes[0].lineno, classes[0].col_offset + 1)
+            hint = "write def execute(self, requests), which returns a list with a response for each request"
+            raise Problems(
+                [Problem(f"model '{self.config.name}': class {CLASS} has no method execute", place, hint=hint)]
+            )
 
     def arguments(self, instance: str, group: InstanceGroup) -> dict[str, str]:
         """The argument of `initialize`: all strings, as on Triton."""
@@ -187,6 +204,8 @@ class ModelSource:
             if isinstance(error, ModuleNotFoundError):
                 where_not = f"neither beside {MODEL_FILE} nor in the Python environment at {sys.prefix}"
                 hint = f" (it is {where_not}: install it there)"
+            elif isinstance(error, FileNotFoundError) and error.filename and not os.path.isabs(error.filename):
+                hint = " (a relative path starts at the server's folder; args['model_repository'] is the model's)"
             failed = ModelFailed(f"model '{self.config.name}' ({line_of(place)}): {what} failed: {reason(error)}{hint}")
             failed.place = place
             raise failed from error

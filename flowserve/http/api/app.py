@@ -267,6 +267,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 405 and "Allow" in headers:
         right = [one for one in sorted(headers["Allow"].split(", ")) if one != "HEAD"]
         text += f": {request.method} where {' or '.join(right)} is asked for"
+    if error.status_code == 404:
+        text += ": no such path; /docs has the list of them, and inference is POST /v2/models/NAME/infer"
     return error_response(text, error.status_code, headers)
 
 

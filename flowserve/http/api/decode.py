@@ -300,7 +300,9 @@ def _converted(values: list[Any], header: InputHeader) -> Array:
     found = set(map(type, values)) - allowed
     if found:
         names = " and ".join(sorted(_JSON_NAMES.get(kind, kind.__name__) for kind in found))
-        raise Invalid(f"Unable to parse 'data': input '{header.name}' is {header.dtype}, its data holds {names}")
+        remedy = "; write strings in double quotes" if header.dtype is DType.BYTES else ""
+        text = f"Unable to parse 'data': input '{header.name}' is {header.dtype}, its data holds {names}{remedy}"
+        raise Invalid(text)
     if header.dtype is DType.BYTES:
         array: Array = np.empty(len(values), np.object_)
         try:

@@ -211,9 +211,13 @@ def missing(key: str, where: str) -> Invalid:
     return Invalid(f"Unable to parse '{key}': attempt to access non-existing object member '{key}'{where}")
 
 
+_WRITE: Final = {"array": "a list: [...]", "object": "an object: {...}", "string": "it in double quotes"}
+
+
 def wrong_type(key: str, kind: str, where: str = "") -> Invalid:
     """The error for a member that is not of this kind."""
-    return Invalid(f"Unable to parse '{key}': attempt to access JSON non-{kind} as {kind}{where}")
+    remedy = f"; write {_WRITE[kind]}" if kind in _WRITE else ""
+    return Invalid(f"Unable to parse '{key}': attempt to access JSON non-{kind} as {kind}{where}{remedy}")
 
 
 def _too_many(key: str, value: list[Any] | dict[str, Any], where: str) -> Invalid:

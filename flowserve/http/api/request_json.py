@@ -104,6 +104,12 @@ class InferHeader:
     copied_bytes: int
 
 
+_EXPECTED: Final = (
+    'expected {"inputs": [{"name": "NAME", "datatype": "FP32", "shape": [1, 2], "data": [1.5, 2.5]}]}; '
+    'the path .../generate takes {"NAME": VALUE}'
+)
+
+
 def parse_header(text: BytesLike, model: str, limits: ElementLimits = _LIMITS) -> InferHeader:
     """The checked header. Raises `Invalid` naming the field, `TooLarge` for more elements than `limits`."""
     try:
@@ -111,10 +117,10 @@ def parse_header(text: BytesLike, model: str, limits: ElementLimits = _LIMITS) -
     except Invalid as error:
         raise explained(error, text) from None
     if not isinstance(document, dict):
-        raise Invalid("failed to parse the request JSON buffer: the request is not a JSON object")
+        raise Invalid(f"failed to parse the request JSON buffer: the request is not a JSON object; {_EXPECTED}")
     if "inputs" not in document and (others := document.keys() - _BESIDE_INPUTS):
         # A model may need no input, but this was meant as one.
-        raise missing("inputs", f": it has {min(others)[:100]!r}")
+        raise missing("inputs", f": it has {min(others)[:100]!r}; {_EXPECTED}")
     parameters = object_of(document, "parameters")
     outputs, form, portions = _outputs(document, bool_of(parameters, BINARY_OUTPUT))
     inputs = _inputs(document, model)
@@ -145,6 +151,8 @@ def parse_header(text: BytesLike, model: str, limits: ElementLimits = _LIMITS) -
 def explained(error: Invalid, text: BytesLike) -> Invalid:
     """The error of a text that is no JSON, with the supported way to send what it seems to be."""
     start = bytes(memoryview(text)[:4])
+    if not start:
+        return Invalid(f"{error}; {_EXPECTED}")
     for magic, kind in _FILES.items():
         if start.startswith(magic):
             return Invalid(f"{error}: the body is {kind}; {_FILE_HINT}")

@@ -146,7 +146,8 @@ class Deployments:
             raise Unavailable(f"Request for unknown model: '{name}'{which} is not at ready state{reason}")
         if not version:
             raise NotFound(f"Request for unknown model: '{name}' has no available versions")
-        raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
+        known = f" (it has {', '.join(map(str, entry.versions))})" if self._options.tells_names else ""
+        raise NotFound(f"Request for unknown model: '{name}' version {version} is not found{known}")
 
     def _hint(self, name: str) -> str:
         if not self._options.tells_names:

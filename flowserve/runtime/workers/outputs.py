@@ -56,7 +56,9 @@ def record_notes(notes: OutputNotes, model: str, statistics: Statistics) -> None
     """Count missing outputs; log a difference of an output once for each version of a model."""
     for name, text in notes.unlike.items():
         if statistics.is_first(f"unlike {name}"):
-            what = "it is passed on as it is (--strict-outputs refuses it)"
+            what = (
+                "change one of the two (array.astype converts); it is passed on as it is (--strict-outputs refuses it)"
+            )
             log.warning("model '%s', output '%s': %s; %s", model, name, text, what)
     for name, count in notes.left_out.items():
         statistics.missing_outputs += count

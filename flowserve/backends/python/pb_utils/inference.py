@@ -77,7 +77,8 @@ class Tensor:
     def __init__(self, name: str, numpy_array: Array) -> None:
         if type(numpy_array) is not np.ndarray:
             if not isinstance(numpy_array, np.ndarray):
-                raise TypeError(f"Tensor '{name}' wants a numpy array, got {type(numpy_array).__name__}")
+                kind = type(numpy_array).__name__
+                raise TypeError(f"Tensor '{name}' wants a numpy array, got {kind}; np.array(VALUES, DTYPE) makes one")
             numpy_array = np.asarray(numpy_array)  # the plain elements, of masked arrays too
         self._name = name
         self._array: Array | None = numpy_array
