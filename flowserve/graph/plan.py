@@ -385,7 +385,10 @@ class _Wires:
 
 def _with_absences(graph: Graph, nodes: Sequence[PlanNode], plan: SpacePlan, wires: _Wires) -> SpacePlan:
     """With what follows when a space has no row, and the tests of each node."""
-    operations = tuple(_with_absence(graph, nodes, plan, one, wires) for one in plan.operations)
+    operations = tuple(
+        one if one.opens is None else replace(one, absence=_absence(graph, nodes, plan, one, one.opens, wires))
+        for one in plan.operations
+    )
     tests: list[list[tuple[int, Operation]]] = [[] for _ in nodes]
     for operation in operations:
         if operation.index in wires.tested:
@@ -394,13 +397,10 @@ def _with_absences(graph: Graph, nodes: Sequence[PlanNode], plan: SpacePlan, wir
     return replace(plan, operations=operations, tests=tuple(map(tuple, tests)))
 
 
-def _with_absence(
-    graph: Graph, nodes: Sequence[PlanNode], plan: SpacePlan, operation: Operation, wires: _Wires
-) -> Operation:
-    """An operation that opens a space, with what follows when the space has no row."""
-    if operation.opens is None:
-        return operation
-    inside = {operation.opens.index}
+def _absence(
+    graph: Graph, nodes: Sequence[PlanNode], plan: SpacePlan, operation: Operation, opened: Space, wires: _Wires
+) -> Absence:
+    inside = {opened.index}
     for space in graph.spaces:  # a space comes after the one around it
         if space.parent in inside:
             inside.add(space.index)
@@ -411,12 +411,11 @@ def _with_absence(
     waiting = Counter(n for slot in (*written, operation.slot) for n in wires.consumers[slot] if n not in members)
     reads = [*(node.distinct_inputs for node in within), *(one.reads for one in around)]
     reading = Counter(slot for slots in reads for slot in slots if slot < wires.count and slot not in written)
-    absence = Absence(
+    return Absence(
         spaces=tuple(one.opens for one in around if one.opens is not None),
         waiting=tuple(waiting.items()),
         reading=tuple(reading.items()),
     )
-    return replace(operation, absence=absence)
 
 
 def _plan_node(graph: Graph, node: Node, wires: _Wires, missing: Sequence[int], *, is_apart: bool) -> PlanNode:

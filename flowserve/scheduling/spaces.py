@@ -7,7 +7,9 @@ returns handles and spreads. Called by the scheduler.
 
 A *spread* says which rows a space has. It has a slot as a tensor has, so a node, or an operation of the plan, is ready
 when all slots that it reads are written. When a space begins without a row, its steps and operations are skipped all at
-once, and what waits for their slots goes on: no step can wait for a branch that was not taken.
+once, and what waits for their slots goes on: no step can wait for a branch that was not taken. Where a test reads an
+output of a step that runs once for all rows, the space begins when that step ends, and its rows are found for all
+members of the step's batch together.
 
 A *part* is a flow of its own for a part of the rows of one step: it is queued, batched, retried and withdrawn as the
 flow of a request. `max_inflight_requests` limits the parts of one step that are under way, and so does a full queue;
@@ -484,13 +486,14 @@ class SpaceFlow(Flow):
 
     def _made(self, operation: Operation, tensors: Sequence[Any]) -> Any:
         """The spread of a space, or a tensor at its border, of these tensors."""
+        space, graph = operation.opens, self.plan.graph
         try:
-            if operation.opens is not None:
-                return self._opened(operation, operation.opens, tensors)
-            return self._derived(operation, tensors)
+            return self._derived(operation, tensors) if space is None else self._opened(operation, space, tensors)
         except FlowserveError as error:
+            if space and isinstance(error, ModelFailed) and all(graph.made_by(ref)[0] == GRAPH for ref in space.opens):
+                error = Invalid(str(error))  # its client wrote these tensors
             error.lineage = error.lineage or self._border(operation)
-            raise
+            raise error from None
         except Exception as error:  # of the code that reads tensors: it ends this request and not the scheduler
             failed = Internal(f"rows cannot be chosen or put together: {type(error).__name__}: {error}")
             failed.lineage = self._border(operation)
@@ -505,17 +508,10 @@ class SpaceFlow(Flow):
         return _lineage(spaces[index - 1]) if index else ""
 
     def _opened(self, operation: Operation, space: Space, tensors: Sequence[Any]) -> Any:
-        graph = self.plan.graph
         parent_rows = self.spreads[operation.around].rows if operation.around else self._request_rows
-        try:
-            if not parent_rows or (None in tensors and self._is_undecided(space, tensors)):
-                return self.rows.undecided(space, parent_rows)
-            return self.rows.open_space(space, tensors)
-        except FlowserveError as error:
-            if isinstance(error, ModelFailed) and all(graph.made_by(ref)[0] == GRAPH for ref in space.opens):
-                error = Invalid(str(error))  # its client wrote these tensors
-            error.lineage = _lineage(space)
-            raise error from None
+        if not parent_rows or (None in tensors and self._is_undecided(space, tensors)):
+            return self.rows.undecided(space, parent_rows)
+        return self.rows.open_space(space, tensors)
 
     def _is_undecided(self, space: Space, tensors: Sequence[Any]) -> bool:
         """Whether the request did not give the tensors of a space: they are optional inputs. Raises Internal if a
