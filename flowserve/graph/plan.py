@@ -118,14 +118,15 @@ class Operation:
 @dataclass(frozen=True, slots=True, eq=False)
 class SpacePlan:
     """What a graph with spaces adds to its plan. `spreads[n]`: the slot of the spread of node n's space, NO_SLOT for
-    the request's own rows. `first`: the operations that read only the request's inputs. `blank`: the initial spreads of
-    a flow, by the number of the space. `tests[n]`: the operations that test only the j-th output of node n, which runs
-    for the request's own rows, as (j, operation): they follow from the end of the step, which is one for all members of
-    a batch, and read no slot.
+    the request's own rows. `nodes[s]`: the nodes of space s that are needed. `first`: the operations that read only the
+    request's inputs. `blank`: the initial spreads of a flow, by the number of the space. `tests[n]`: the operations
+    that test only the j-th output of node n, which runs for the request's own rows, as (j, operation): they follow from
+    the end of the step, which is one for all members of a batch, and read no slot.
     """
 
     operations: tuple[Operation, ...]
     spreads: tuple[int, ...]
+    nodes: tuple[tuple[int, ...], ...]
     first: tuple[int, ...]
     blank: tuple[None, ...]
     tests: tuple[tuple[tuple[int, Operation], ...], ...]
@@ -178,7 +179,7 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
     is_apart = nested is not None or spaces is not None
     nodes = tuple(_plan_node(graph, node, wires, missing, is_apart=is_apart) for node in graph.nodes)
     if spaces is not None:
-        spaces = _with_absences(graph, nodes, spaces, wires)
+        spaces = _with_nodes(graph, nodes, spaces, wires)
     consumers = tuple(map(tuple, wires.consumers))
     return Plan(
         graph=graph,
@@ -364,7 +365,8 @@ class _Wires:
             seen.update(needed)
         spreads_of = tuple(self.slot_of[_SPREAD, node.space] if node.space else NO_SLOT for node in graph.nodes)
         first = tuple(one.index for one in operations if one.reads and max(one.reads) < len(graph.inputs))
-        return SpacePlan(tuple(operations), spreads_of, first, (None,) * (len(graph.spaces) + 1), ())
+        blank = (None,) * (len(graph.spaces) + 1)
+        return SpacePlan(tuple(operations), spreads_of, ((),) * len(blank), first, blank, ())
 
     def _add_input(self, graph: Graph, edge: Edge, slot: int, read_slot: int) -> None:
         """Add an edge that a node reads: the tensor in `slot`, which this input finds in `read_slot`."""
@@ -383,8 +385,8 @@ class _Wires:
             self.readers[slot] += 1
 
 
-def _with_absences(graph: Graph, nodes: Sequence[PlanNode], plan: SpacePlan, wires: _Wires) -> SpacePlan:
-    """With what follows when a space has no row, and the tests of each node."""
+def _with_nodes(graph: Graph, nodes: Sequence[PlanNode], plan: SpacePlan, wires: _Wires) -> SpacePlan:
+    """With the nodes of each space, what follows when it has no row, and the tests of each node."""
     operations = tuple(
         one if one.opens is None else replace(one, absence=_absence(graph, nodes, plan, one, one.opens, wires))
         for one in plan.operations
@@ -394,7 +396,11 @@ def _with_absences(graph: Graph, nodes: Sequence[PlanNode], plan: SpacePlan, wir
         if operation.index in wires.tested:
             n, j = wires.tested[operation.index]
             tests[n].append((j, operation))
-    return replace(plan, operations=operations, tests=tuple(map(tuple, tests)))
+    inside: list[list[int]] = [[] for _ in plan.blank]
+    for node in nodes:
+        if node.writes:
+            inside[graph.nodes[node.index].space].append(node.index)
+    return replace(plan, operations=operations, nodes=tuple(map(tuple, inside)), tests=tuple(map(tuple, tests)))
 
 
 def _absence(

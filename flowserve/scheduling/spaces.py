@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, Final, Protocol
 
 from flowserve.errors import FlowserveError, Internal, Invalid, ModelFailed
@@ -268,7 +267,7 @@ class SpaceFlow(Flow):
         assert self.plan.spaces is not None
         tests = self.plan.spaces.tests[node.index]
         if tests:
-            k = len(node.outputs)
+            k = len(node.writes)
             for j, operation in tests:
                 spread = row[k] or self._made(operation, [outputs[j][m]])
                 self._begin_space(operation, spread, ready)
@@ -278,20 +277,20 @@ class SpaceFlow(Flow):
         return tickets
 
     def _members(self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]]) -> list[tuple[Any, ...]]:
-        """Of each member of a batch of a node: the outputs, and the spreads that its tests make of them, None for one
-        that is opened alone.
+        """Of each member of a batch of a node: what it writes, and the spreads that its tests make of its outputs, None
+        for one that is opened alone.
         """
         plan = self.plan
         assert plan.spaces is not None
         columns: list[Sequence[Any]] = []
-        for output, slot in zip(outputs, node.outputs, strict=True):
-            is_read = slot != NO_SLOT and plan.readers[slot]
-            columns.append(output if is_read else [_UNREAD] * len(output))
+        for j, slot, _ in node.writes:
+            columns.append(outputs[j] if plan.readers[slot] else [_UNREAD] * len(outputs[j]))
         for j, operation in plan.spaces.tests[node.index]:
             assert operation.opens is not None
-            spreads: Sequence[Any] = ()
-            with suppress(Exception):  # which each member meets alone, and which ends no other then
+            try:
                 spreads = self.rows.open_together(operation.opens, outputs[j])
+            except Exception:  # each member meets it alone, and it ends no other
+                spreads = ()
             columns.append(spreads or [None] * len(outputs[j]))
         return [*zip(*columns, strict=True)]
 
@@ -312,9 +311,7 @@ class SpaceFlow(Flow):
         if step.left:
             self._queue_parts(step, _MORE_PARTS, tickets)
             return tickets
-        joined: list[Any] = [None] * len(node.outputs)
-        for j, *_ in node.writes:
-            joined[j] = self._joined(node, [made[j] for made in step.outputs], j)
+        joined = [self._joined(node, [made[j] for made in step.outputs], j) for j, *_ in node.writes]
         ready: list[int] = []
         self._written(node, joined, ready)
         if ready:
@@ -353,17 +350,19 @@ class SpaceFlow(Flow):
         return [node for node in self.plan.nodes if node.writes and not self.missing[node.index]]
 
     def _written(self, node: PlanNode, row: Sequence[Any], ready: list[int]) -> None:
-        """A step is over: it has written its outputs and read its inputs. What has all it reads is added to `ready`."""
+        """A step is over: it has written `row`, in the order of its `writes`, and read its inputs. What has all that it
+        reads is added to `ready`.
+        """
         if None in row:
-            for j, slot, _ in node.writes:
-                if row[j] is None and self.plan.needed_by[slot]:
+            for k, (_, slot, _) in enumerate(node.writes):
+                if row[k] is None and self.plan.needed_by[slot]:
                     raise self._missing_input(node, slot)
         tensors, missing, readers = self.tensors, self.missing, self.readers
         missing[node.index] = _OVER
         self.open -= 1
-        for j, slot, consumers in node.writes:
+        for k, (_, slot, consumers) in enumerate(node.writes):
             if readers[slot]:  # not if all of them were skipped
-                tensors[slot] = row[j]
+                tensors[slot] = row[k]
             for n in consumers:
                 missing[n] -= 1
                 if not missing[n]:
@@ -574,9 +573,9 @@ class SpaceFlow(Flow):
 
 def skipped(plan: Plan, spreads: Sequence[Spread | None]) -> list[int]:
     """The nodes whose space had no row."""
-    nodes = plan.graph.nodes
-    found = [(node.index, spreads[nodes[node.index].space]) for node in plan.nodes if node.writes]
-    return [n for n, spread in found if spread is not None and not spread.rows]
+    assert plan.spaces is not None
+    nodes = zip(plan.spaces.nodes, spreads, strict=True)
+    return [n for inside, spread in nodes if spread is not None and not spread.rows for n in inside]
 
 
 def _quoted(names: Sequence[str]) -> str:
