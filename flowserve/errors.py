@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from traceback import format_exception
+from typing import ClassVar, Final
+
+TRACEBACK_CHARACTERS_MAX: Final = 16_384
 
 
 class FlowserveError(Exception):
@@ -17,6 +20,7 @@ class FlowserveError(Exception):
     kind: ClassVar[str] = "internal"
     lineage: str = ""  # the step of a graph in which it occurred, as text appended to the message
     place: Place | None = None  # the place in the user's files, if known
+    raised: Raised | None = None  # the exception of a model's code that is the cause, for the log
 
 
 class Invalid(FlowserveError):
@@ -96,14 +100,30 @@ class ModelUnknown(ModelFailed):
     kind = "unknown"
 
 
-class ModelRaised(ModelFailed):
-    """A model's own code raised the exception that is this error's cause. Its traceback is not logged yet: the code
-    that gives up on the batch, without running a part of it again, logs it.
+class Raised:
+    """The traceback of an exception of a model's code, as text: its frames would hold the batch. The errors of all
+    requests that fail by it share this object, and the first line of the log about one of them takes the text.
     """
 
-    def as_told(self) -> ModelFailed:
-        """The error for callers: without the cause, whose frames reference the batch."""
-        return ModelFailed(str(self))
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        if len(text) > TRACEBACK_CHARACTERS_MAX:
+            half = TRACEBACK_CHARACTERS_MAX // 2
+            text = f"{text[:half]}\n... (cut)\n{text[-half:]}"
+        self._text = text.removesuffix("\n")
+
+    def take(self) -> str:
+        """The text; "" if it was taken before."""
+        text, self._text = self._text, ""
+        return text
+
+
+def model_raised(text: str, error: BaseException) -> ModelFailed:
+    """The error of a batch whose model raised `error`. `text`: for the clients."""
+    failed = ModelFailed(text)
+    failed.raised = Raised("".join(format_exception(error)))
+    return failed
 
 
 class InstanceDied(ModelFailed):

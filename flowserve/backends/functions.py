@@ -25,7 +25,7 @@ import numpy as np
 
 from flowserve.backends.base import ClockNs, ModelFiles, Results, Sender, Sent, Work
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
-from flowserve.errors import FlowserveError, Invalid, ModelFailed, ModelRaised
+from flowserve.errors import FlowserveError, Invalid, ModelFailed, model_raised
 from flowserve.graph.builder import BACKEND, FunctionModel
 from flowserve.memory.assemble import gather
 from flowserve.memory.column import Column
@@ -169,7 +169,7 @@ class FunctionInstance:
         try:
             answer = [self._function(*arrays)]  # in a list: reference counts tell whether the function keeps an array
         except BaseException as error:  # sys.exit() in a function is its own failure too
-            raise ModelRaised(self._failure(error)) from error
+            raise model_raised(self._failure(error), error) from None
         computed_ns = clock()
         outputs: list[Any] = []  # columns are sequences, read as lists
         columns = self._answers.of_batch(answer, self._rows(work))
@@ -226,8 +226,7 @@ class DecoupledFunctionInstance(FunctionInstance):
             except FlowserveError as error:
                 sender.fail(error)
             except BaseException as error:
-                log.error("model '%s', instance '%s' failed", self._model, self._name, exc_info=error)
-                sender.fail(ModelFailed(self._failure(error)))
+                sender.fail(model_raised(self._failure(error), error))
             else:
                 sender.finish(is_empty=True)
         return Results([], gathered_ns=gathered_ns, computed_ns=clock())

@@ -85,6 +85,8 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info and record.exc_info[0] is not None:
             line["exception"] = self.formatException(record.exc_info)
+        elif record.exc_text:  # of an exception in another process
+            line["exception"] = record.exc_text
         return json.dumps(line, default=str)
 
 

@@ -94,7 +94,9 @@ class Ticket:
         """
         if error.lineage or not self.flow.plan.graph.is_ensemble:
             return error
-        return self.flow.located(type(error)(str(error)), self.node, getattr(instance, "name", ""))
+        own = type(error)(str(error))
+        own.raised = error.raised
+        return self.flow.located(own, self.node, getattr(instance, "name", ""))
 
     def __repr__(self) -> str:
         return f"Ticket({self.node.name}, rows={self.rows})"

@@ -164,9 +164,10 @@ def test_an_error_of_the_model_fails_its_batch_and_the_next_one_runs(tmp_path: P
     with actor(tmp_path) as (made, *_), connected(made) as server:
         server.open()
         server.run(1, -2.0)
-        kind, words, (_, text), _ = server.hear()
+        kind, words, (_, text, traceback), _ = server.hear()
         assert (kind, words[1]) == (protocol.FAILED, 1)
         assert "minus two" in text
+        assert traceback.startswith("Traceback")
         server.run(2, -1.0)
         kind, _, told, block = server.hear()
         assert (kind, block) == (protocol.DONE, None)

@@ -165,8 +165,32 @@ async def test_one_failing_request_of_a_pure_model_fails_alone_and_is_logged_onc
         row = engine.deployments.statistics("pure")[0]["inference_stats"]
         assert (row["success"]["count"], row["fail"]["count"]) == (15, 1)
     told = "model 'pure', instance 'pure_0' failed"
-    assert caplog.messages == [told, f"a request to 'pure' failed: {told}: thirteen"]
-    assert "ValueError: thirteen" in caplog.text
+    assert caplog.messages == [f"a request to 'pure' failed: {told}: thirteen"]
+    assert caplog.text.count("ValueError: thirteen") == 1
+    assert caplog.text.count("Traceback") == 1
+
+
+async def test_an_exception_whose_caller_has_left_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    has_begun, may_raise = trio.Event(), threading.Event()
+    token = trio.lowlevel.current_trio_token()
+
+    def raises(_: Array) -> Array:
+        token.run_sync_soon(has_begun.set)
+        assert may_raise.wait(30)
+        raise ValueError("too late")
+
+    async with running() as engine:
+        add_function(engine, "late", [raises], inline=False)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, engine, "late", 1.0, {})
+            await has_begun.wait()
+            nursery.cancel_scope.cancel()
+        may_raise.set()
+        with trio.fail_after(30):
+            while not caplog.records:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+    assert caplog.messages == ["model 'late', instance 'late_0' failed: too late"]
+    assert caplog.text.count("Traceback") == 1
 
 
 @pytest.mark.fault("E7")

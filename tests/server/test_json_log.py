@@ -27,7 +27,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about the age of its generated code
     import tritonclient.grpc as triton_grpc
 
-PLACES = ["thread", "inline", *(["process"] if SUPPORTED else [])]
+ELSEWHERE = ["thread", *(["process"] if SUPPORTED else [])]
+PLACES = ["inline", *ELSEWHERE]
 TENSORS = """
 input [{ name: "X" data_type: TYPE_FP32 dims: [1] }] output [{ name: "Y" data_type: TYPE_FP32 dims: [1] }]"""
 CONFIG = f"""backend: "python" max_batch_size: 8 {TENSORS}
@@ -37,6 +38,20 @@ class TritonPythonModel:
     def execute(self, requests):
         raise ValueError("first\\nsecond\\u2028third \\x1b[2K")
 """
+ANSWERS_AND_RAISES = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+            response = pb_utils.InferenceResponse([pb_utils.Tensor("Y", x)])
+            request.get_response_sender().send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        raise ValueError("afterwards")
+"""
+DECOUPLED = "model_transaction_policy { decoupled: true }"
+BATCH_OF_3 = "dynamic_batching { preferred_batch_size: [3] max_queue_delay_microseconds: 60000000 }"
 CALLS = """
 import triton_python_backend_utils as pb_utils
 
@@ -65,6 +80,10 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("logged")
     for place in PLACES:
         write_model(folder, f"raises_{place}", CONFIG % place, {"1/model.py": RAISES})
+        write_model(folder, f"raises_in_batches_{place}", f"{CONFIG % place} {BATCH_OF_3}", {"1/model.py": RAISES})
+    for place in ELSEWHERE:
+        late = f"answers_and_raises_{place}"
+        write_model(folder, late, f"{CONFIG % place} {DECOUPLED}", {"1/model.py": ANSWERS_AND_RAISES})
     write_model(folder, "calls", CONFIG % "thread", {"1/model.py": CALLS})
     write_model(folder, "graph", ENSEMBLE)
     return folder
@@ -104,16 +123,13 @@ def _infer(served: Served, model: str, **headers: str) -> httpx.Response:
 
 @pytest.mark.server
 @pytest.mark.parametrize("model", [*(f"raises_{place}" for place in PLACES), "graph", "calls"])
-def test_a_failed_request_is_one_line_with_its_trace_and_the_traceback_is_another(
+def test_a_failed_request_is_one_line_with_its_trace_and_its_traceback(
     model: str, served: Served, logged: Callable[[], list[dict[str, Any]]]
 ) -> None:
     assert _infer(served, model, traceparent=CONTEXT).status_code == 500
-    failed = _failed(logged())
-    deadline = time.monotonic() + 30
-    while not (raised := [one for one in logged() if "Traceback" in str(one)]):  # what a process prints is read later
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    traceback = raised[0].get("exception") or raised[0]["message"].partition("\n")[2]  # as a model's process printed it
+    failed = logged()
+    assert failed == _failed(failed)
+    (traceback,) = [one["exception"] for one in failed if "exception" in one]
     assert traceback.startswith("Traceback")
     assert traceback.endswith("ValueError: first\nsecond\u2028third \x1b[2K")
     # A call that a model makes belongs to the trace of the request that the model runs.
@@ -122,6 +138,39 @@ def test_a_failed_request_is_one_line_with_its_trace_and_the_traceback_is_anothe
         assert one["level"] == "ERROR"
         assert (one["trace_id"], one["span_id"]) == (TRACE, SPAN)
     assert failed[-1]["request_id"] == "r1"
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("place", PLACES)
+def test_requests_that_fail_together_have_a_line_each_and_the_first_has_the_traceback(
+    place: str, served: Served, logged: Callable[[], list[dict[str, Any]]]
+) -> None:
+    sent = [f"{number:032x}" for number in range(1, 4)]
+    with ThreadPoolExecutor(3) as pool:
+        model = f"raises_in_batches_{place}"
+        for response in pool.map(lambda trace: _infer(served, model, traceparent=f"00-{trace}-{SPAN}-01"), sent):
+            assert response.status_code == 500
+    records = logged()
+    assert sorted(record["trace_id"] for record in records) == sent
+    assert ["exception" in record for record in records] == [True, False, False]
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_an_exception_after_the_last_response_is_one_line_with_the_trace(
+    place: str, served: Served, logged: Callable[[], list[dict[str, Any]]]
+) -> None:
+    url = f"{served.base_url}/v2/models/answers_and_raises_{place}/generate"
+    response = httpx.post(url, json={"X": 1.0, "id": "r1"}, headers={"traceparent": CONTEXT}, verify=False)
+    assert response.status_code == 200
+    deadline = time.monotonic() + 30
+    while not (records := logged()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (record,) = records
+    assert (record["trace_id"], record["span_id"]) == (TRACE, SPAN)
+    assert record["instance"].startswith("answers_and_raises")
+    assert record["exception"].endswith("ValueError: afterwards")
 
 
 @pytest.mark.server

@@ -54,7 +54,7 @@ from flowserve.backends.python.pb_utils.inference import (
 )
 from flowserve.backends.python.source import CLASS, RAISED, ModelSource, forget_model, line_of, reason
 from flowserve.config.types import InstanceGroup
-from flowserve.errors import FlowserveError, Invalid, ModelFailed
+from flowserve.errors import FlowserveError, Invalid, ModelFailed, model_raised
 from flowserve.graph.types import inner_shape
 from flowserve.memory.column import Column
 from flowserve.memory.pool import POOLED_BYTES_MIN
@@ -492,6 +492,7 @@ class PythonInstance:
 
     def _sent_before(self, requests: Sequence[ReceivedRequest], error: BaseException) -> list[Any]:
         """`execute` raised after it had sent responses: those count, and the other requests get the error."""
+        log.error("model '%s', instance '%s' failed", self.model_name, self._name, exc_info=error)
         failed = InferenceResponse(error=TritonError(str(self._failed(error))))
         return [None if has_response(request) else failed for request in requests]
 
@@ -511,7 +512,7 @@ class PythonInstance:
         for sender in senders:
             sender.fail(failed)  # before the frames free their requests, which would report another error
         try:
-            raise failed from error
+            raise failed from None
         finally:
             del failed, error  # breaks the reference cycle with this frame, which would delay the release of tensors
 
@@ -564,12 +565,12 @@ class PythonInstance:
         return self._owns_process and self._source.config.decoupled and not self.is_iterative
 
     def _failed(self, error: BaseException) -> ModelFailed:
-        log.error("model '%s', instance '%s' failed", self.model_name, self._name, exc_info=error)
         where = line_of(self._source.raised_at(error))
-        return ModelFailed(
+        text = (
             f"Failed to process the request(s) for model instance '{self._name}', message: {reason(error)} "
             f"(model '{self.model_name}', {where}{self._missing_input(error)})"
         )
+        return model_raised(text, error)
 
     def _missing_input(self, error: BaseException) -> str:
         """A remedy if the model used a tensor that `get_input_tensor_by_name` did not find, "" otherwise."""

@@ -25,7 +25,7 @@ from flowserve.backends.base import ClockNs, Instance, Results, Work
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import Garbled, Job, RunMessage, encode_error, encode_notes, pack, unpack
 from flowserve.backends.worker.tensors import NOTHING_PLACED, InputReader, OutputWriter, Placed, Run, Together
-from flowserve.errors import FlowserveError, ModelFailed
+from flowserve.errors import FlowserveError, model_raised
 from flowserve.memory.device import why_lost
 from flowserve.memory.release import Idle, ProcessMemory
 from flowserve.memory.segment import Segment
@@ -153,9 +153,8 @@ class Driver:
             text, self._has_failed = encode_error(error), True
         except Exception as error:
             # A backend's own fault: its traceback belongs in the log, never in a response.
-            log.exception("instance %s failed", self._job.instance)
             what = f"model '{self._job.model}', instance '{self._job.instance}' failed: {error}"
-            text, self._has_failed = encode_error(ModelFailed(what)), True
+            text, self._has_failed = encode_error(model_raised(what, error)), True
         kept = self._inputs.finish(run)
         if self._has_failed:
             self._look_for_loss()

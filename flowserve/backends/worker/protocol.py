@@ -46,6 +46,7 @@ from flowserve.errors import (
     ModelUnknown,
     NotFound,
     Place,
+    Raised,
     TooLarge,
     Unavailable,
     Unsupported,
@@ -258,14 +259,19 @@ def unpack(message: bytes) -> tuple[int, tuple[int, ...], bytes]:
 
 
 def encode_error(error: FlowserveError) -> list[str]:
-    """An error as the TEXT of a message."""
-    return [error.kind, str(error)[:ERROR_CHARACTERS_MAX]]
+    """An error as the TEXT of a message, with the traceback of the model's exception unless it was sent before."""
+    text = [error.kind, str(error)[:ERROR_CHARACTERS_MAX]]
+    traceback = "" if error.raised is None else error.raised.take()
+    return [*text, traceback] if traceback else text
 
 
 def decode_error(text: Any) -> FlowserveError:
     """The error whose `encode_error` a worker process sent. For any other value, an error that shows the value."""
-    if isinstance(text, list) and len(text) == 2 and isinstance(text[1], str):
-        return _KINDS.get(text[0] if isinstance(text[0], str) else "", ModelFailed)(text[1])
+    if isinstance(text, list) and 2 <= len(text) <= 3 and all(isinstance(one, str) for one in text[1:]):
+        error = _KINDS.get(text[0] if isinstance(text[0], str) else "", ModelFailed)(text[1])
+        if len(text) == 3:
+            error.raised = Raised(text[2])
+        return error
     return ModelFailed(f"a model's process reported a failure in a form that is none: {str(text)[:200]}")
 
 

@@ -170,13 +170,16 @@ class WorkerSender(CreditSender):
     def __init__(self, server: StreamDriver, number: int, member: int) -> None:
         super().__init__()
         self._server = server
+        self._is_over = False
         self.key = (number, member)
 
     def _tell_answer(self, sent: Sent) -> None:
         self._quietly(partial(self._server.answer, *self.key, sent))
 
     def _tell_over(self, error: FlowserveError | None, *, is_empty: bool = False) -> None:
-        self._quietly(partial(self._server.over, *self.key, error, is_empty=is_empty))
+        if not self._is_over:  # the model's exception after that is the batch's, not this request's
+            self._is_over = True
+            self._quietly(partial(self._server.over, *self.key, error, is_empty=is_empty))
 
     def _tell_waits(self) -> None:
         self._quietly(partial(self._server.waits, *self.key))

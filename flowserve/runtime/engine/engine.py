@@ -23,7 +23,7 @@ import trio
 from trio.lowlevel import Abort, RaiseCancelT, Task, current_task, reschedule, wait_task_rescheduled
 
 from flowserve.backends.base import LoadedModel, Results
-from flowserve.errors import DeadlineExceeded, FlowserveError, Internal, ModelRaised, Unavailable
+from flowserve.errors import DeadlineExceeded, FlowserveError, Internal, Unavailable
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
 from flowserve.observe.log_fields import of_request
@@ -62,8 +62,8 @@ from flowserve.runtime.workers.base import (
     WorkerContext,
     cannot_start,
     fields_of,
-    log_raised,
-    reported,
+    log_failure,
+    log_unnoticed,
     slots_of,
 )
 from flowserve.runtime.workers.outputs import take_notes
@@ -279,14 +279,11 @@ class Engine:
             self._account()
             stage.begin_at(made[-1].computed_ns)
         statistics = stage.queue.statistics
-        told = reported(error)
-        if self.scheduler.complete(batch, made, told, now_ns):
+        if self.scheduler.complete(batch, made, error, now_ns):
             present_tickets(statistics, stage.tickets)  # parts of it are tried again
-            error.__cause__ = error.__context__ = None  # its frames hold the batch
             return
-        record_batch(statistics, stage, told, now_ns)
-        if isinstance(error, ModelRaised):
-            log_raised(error, stage)
+        record_batch(statistics, stage, error, now_ns)
+        log_unnoticed(error, stage)
 
     def _break_off(self, batch: Batch, error: Exception) -> None:
         """Handle an internal error in the completion of a batch; if it propagated, it would stop the server."""
@@ -750,7 +747,7 @@ def _own(error: FlowserveError, flow: Flow) -> FlowserveError:
     deployment.statistics.note_error(text, wall_clock_ms())
     if isinstance(error, Internal):  # the server's side has to act, and the client may not be its operator's
         extra = of_request(flow.request, model=deployment.name)
-        log.error("a request to '%s' failed: %s", deployment.name, text, extra=extra)
+        log_failure("a request to '%s' failed: %s", deployment.name, text, error=error, extra=extra)
     return type(error)(text)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import trio
 
 from flowserve.backends.base import Results, Work
-from flowserve.errors import FlowserveError, Internal, ModelRaised, Overloaded
+from flowserve.errors import FlowserveError, Internal, Overloaded
 from flowserve.memory.column import Column
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.log_fields import of_requests
@@ -31,13 +31,13 @@ log = logging.getLogger("flowserve.runtime")
 
 @dataclass(slots=True, eq=False)
 class Returned:
-    """The outcome of a decoupled model's batch: its instance is free. Its responses and its error, if it `has_failed`,
-    were reported separately. `rescheduled`: as in `Results`.
+    """The outcome of a decoupled model's batch: its instance is free. Its responses, and its `error` if it failed, were
+    reported separately. `rescheduled`: as in `Results`.
     """
 
     gathered_ns: int = 0
     computed_ns: int = 0
-    has_failed: bool = False
+    error: FlowserveError | None = None
     rescheduled: Sequence[int] = ()
 
 
@@ -203,23 +203,28 @@ class WorkerContext:
     calls: Any = None
 
 
-def reported(error: FlowserveError) -> FlowserveError:
-    """The error of a batch for its callers: without the cause, whose frames hold references to the batch."""
-    return error.as_told() if isinstance(error, ModelRaised) else error
-
-
 def fields_of(batch: Batch) -> Mapping[str, Any]:
     """`extra` of a log record about a batch."""
     members = (ticket.flow.whole.request for ticket in batch.tickets)
     return of_requests(members, model=batch.queue.key.name, instance=batch.instance.name)
 
 
-def log_raised(error: ModelRaised, batch: Batch) -> None:
-    """Write the traceback of a model's exception; nothing of its batch is run again."""
-    model, instance = batch.queue.key.name, batch.instance.name
-    text = "model '%s', instance '%s' failed"
-    log.error(text, model, instance, exc_info=error.__cause__, extra=fields_of(batch))
-    error.__cause__ = error.__context__ = None  # its frames hold the batch
+def log_failure(text: str, *arguments: object, error: FlowserveError, extra: Mapping[str, Any]) -> None:
+    """One line about a failure, with the traceback of the model's exception unless an earlier line has it."""
+    if log.isEnabledFor(logging.ERROR):
+        record = log.makeRecord(log.name, logging.ERROR, "", 0, text, arguments, None, extra=extra)
+        record.exc_text = (error.raised.take() if error.raised is not None else "") or None
+        log.handle(record)
+
+
+def log_unnoticed(error: FlowserveError, batch: Batch) -> None:
+    """Log a model's exception where no request of its batch fails by it: their callers have left, or have had their
+    last responses. Otherwise the line about the first such request has its traceback.
+    """
+    raised = error.raised
+    failed = (ticket.flow.whole.error for ticket in batch.tickets)
+    if raised is not None and not any(one is not None and one.raised is raised for one in failed):
+        log_failure("%s", error, error=error, extra=fields_of(batch))
 
 
 def cannot_start(worker: Worker, batch: Batch, error: Exception) -> FlowserveError:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from flowserve.backends.base import CallsModels, Instance, NeedsOthers, Results, SharesOutputs, Work
-from flowserve.errors import FlowserveError, ModelFailed, ModelRaised, Unavailable
+from flowserve.errors import FlowserveError, ModelFailed, Unavailable, model_raised
 from flowserve.memory import raw
 from flowserve.memory.column import Column, whole_output
 from flowserve.memory.devices import check_for_loss, lost
@@ -36,7 +36,6 @@ from flowserve.runtime.workers.base import (
     StateAdapter,
     WorkerContext,
     cannot_start,
-    log_raised,
     works,
 )
 from flowserve.runtime.workers.streaming import ResponseStreams, thread_senders
@@ -200,12 +199,9 @@ class LocalWorker:
         """The outcome of a decoupled model's run: over when `execute` returns, whatever is still to be sent."""
         if isinstance(outcome, Results):
             return Returned(outcome.gathered_ns, outcome.computed_ns, rescheduled=outcome.rescheduled)
-        if isinstance(outcome, ModelRaised):
-            log_raised(outcome, batch)
-            outcome = outcome.as_told()
         for sender in work.senders or ():
             sender.fail(outcome)  # after its earlier responses; a sender that is finished does not fail
-        return Returned(has_failed=True)
+        return Returned(error=outcome)
 
     def _next_stage(self, batch: Batch, i: int, work: Work) -> Results | FlowserveError | None:
         worker = batch.instances[i]
@@ -225,7 +221,7 @@ class LocalWorker:
             return _without_frames(error)
         except BaseException as error:  # any kind: behind a dead thread requests would wait for ever
             check_for_loss()
-            return _raised(f"model '{self._model}', instance '{self.name}' failed: {error}", error)
+            return model_raised(f"model '{self._model}', instance '{self.name}' failed: {error}", error)
         taken = results.taken = []
         for column in work.inputs:
             taken.append(column.nbytes)  # noqa: PERF401  # a comprehension is one more call
@@ -345,15 +341,8 @@ def _without_frames(error: FlowserveError) -> FlowserveError:
     """The error without frames. The frames of the worker and of the engine hold the outcome of the batch: with them the
     error would be in a cycle, and hold the tensors of the batch until the collector runs.
     """
-    if not isinstance(error, ModelRaised):  # its cause is logged first
-        error.__cause__ = error.__context__ = None
+    error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
-
-
-def _raised(text: str, cause: BaseException) -> ModelRaised:
-    failed = ModelRaised(text)  # in a frame that is none of the cause's: they would hold each other
-    failed.__cause__ = cause
-    return failed
 
 
 class Placement:

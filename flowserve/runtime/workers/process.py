@@ -288,7 +288,7 @@ class ProcessWorker:
             return error
         if self._sink is not None:
             self._sink.fail(error, batch.tickets)
-        return Returned(has_failed=True)
+        return Returned(error=error)
 
     # ------------------------------------------------------------------ its process, on the event loop
 

@@ -33,7 +33,7 @@ from flowserve.observe.statistics import BACKEND, Statistics
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.ipc.channel import Channel, Unseen
 from flowserve.runtime.ipc.tensors import OutputReader
-from flowserve.runtime.workers.base import Outcome, Returned
+from flowserve.runtime.workers.base import Outcome, Returned, log_unnoticed
 from flowserve.runtime.workers.outputs import in_order, record_notes, unusable_output
 from flowserve.runtime.workers.parameters import request_after
 from flowserve.scheduling.batch import Batch
@@ -168,7 +168,9 @@ class ResponseStreams:
     def returned(self, batch: Batch, outcome: Returned) -> None:
         """A batch gave its instance back."""
         now_ns = self._clock()
-        if not outcome.has_failed:
+        if outcome.error is not None:
+            log_unnoticed(outcome.error, batch)
+        else:
             started_ns = batch.started_ns
             statistics: Statistics = batch.queue.statistics
             input_ns = max(outcome.gathered_ns - started_ns, 0)
