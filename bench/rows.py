@@ -293,9 +293,9 @@ def _run(way: _Way, requests: Path, server: Server, seconds: float) -> tuple[Mea
             target=run_load, args=(requests.with_name(f"{requests.name}-beside"), server, 1, 0.0, length)
         )
         others.start()
-    run_load(requests, server, way.connections, 0.0, _WARMUP_S)
+    run_load(requests, server, way.connections, 0.0, _WARMUP_S, cycle=True)
     before = _counts(server, way.batches_of)
-    measured = run_load(requests, server, way.connections, 0.0, seconds)
+    measured = run_load(requests, server, way.connections, 0.0, seconds, cycle=True)
     if others is not None:
         others.join()
     after = _counts(server, way.batches_of)

@@ -38,7 +38,7 @@ _SPREAD: Final = -3  # as the first number of a `Ref`: the rows of a space
 class PlanNode:
     """`inputs[i]` is the slot of the model's i-th input, `outputs[j]` of its j-th output; NO_SLOT where unmapped.
     `distinct_inputs` are the input slots, each once: a step reads a tensor once, however many inputs it feeds.
-    `writes` are the mapped outputs as (j, slot, consumers of the slot).
+    `writes` are the mapped outputs as (j, slot, consumers of the slot, but for `SpacePlan.tests`).
 
     `variable` lists the input indices whose shapes must agree within a batch (some dimension is -1, not ragged).
     `optional`: some input may be absent; then all members of a batch must carry the same set.
@@ -77,13 +77,12 @@ class PlanNode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Absence:
-    """What follows when a space has no row, all of it at once. The `nodes` and `operations` in it and in the spaces
-    within it (`spaces`) write nothing. Those outside wait for that many slots less: `waiting`, as (node or operation,
-    slots). Other slots have that many readers less: `reading`, as (slot, readers).
+    """What follows when a space has no row, all of it at once. The nodes and operations in it and in the spaces within
+    it (`spaces`) write nothing: each waits for the spread of its space. Those outside wait for that many slots less,
+    the spread's own included: `waiting`, as (node or operation, slots). Other slots have that many readers less:
+    `reading`, as (slot, readers).
     """
 
-    nodes: tuple[int, ...]
-    operations: tuple[int, ...]
     spaces: tuple[Space, ...]
     waiting: tuple[tuple[int, int], ...]
     reading: tuple[tuple[int, int], ...]
@@ -99,7 +98,7 @@ class Operation:
     the tensor itself. `around`: the space of the result, of a space that around it; 0 for the request's own rows.
     `has_rows`: whether the result has a batch dimension. `examined`: the slots of the tensors whose elements it reads;
     of others it only says which rows the result has, so that they may stay on a device. `absence`: of the space that it
-    opens.
+    opens. `branches`: of a merge, the slots of each tensor and of its spread.
     """
 
     index: int
@@ -113,17 +112,24 @@ class Operation:
     has_rows: bool = True
     examined: tuple[int, ...] = ()
     absence: Absence | None = None
+    branches: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpacePlan:
     """What a graph with spaces adds to its plan. `spreads[n]`: the slot of the spread of node n's space, NO_SLOT for
-    the request's own rows. `first`: the operations that read only the request's inputs.
+    the request's own rows. `nodes[s]`: the nodes of space s that are needed. `first`: the operations that read only the
+    request's inputs. `blank`: the initial spreads of a flow, by the number of the space. `tests[n]`: the operations
+    that test only the j-th output of node n, which runs for the request's own rows, as (j, operation): they follow from
+    the end of the step, which is one for all members of a batch, and read no slot.
     """
 
     operations: tuple[Operation, ...]
     spreads: tuple[int, ...]
+    nodes: tuple[tuple[int, ...], ...]
     first: tuple[int, ...]
+    blank: tuple[None, ...]
+    tests: tuple[tuple[tuple[int, Operation], ...], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,9 +179,7 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
     is_apart = nested is not None or spaces is not None
     nodes = tuple(_plan_node(graph, node, wires, missing, is_apart=is_apart) for node in graph.nodes)
     if spaces is not None:
-        spaces = replace(
-            spaces, operations=tuple(_with_absence(graph, nodes, spaces, one, wires) for one in spaces.operations)
-        )
+        spaces = _with_nodes(graph, nodes, spaces, wires)
     consumers = tuple(map(tuple, wires.consumers))
     return Plan(
         graph=graph,
@@ -270,6 +274,7 @@ class _Wires:
         self.readers = [0] * count + [1] * len(own)
         self.needed_by = [""] * count
         self.read: set[int] = set()  # all slots that have a reader
+        self.tested: dict[int, Ref] = {}  # the output that an operation of `SpacePlan.tests` tests
         self.output_slots = [NO_SLOT] * len(graph.outputs)
         self._refs: dict[Ref, None] = {}  # of the tensors that are read, and of the spaces of nodes
         for edge in edges:
@@ -329,8 +334,29 @@ class _Wires:
                 examined = ()
             elif are_batched and space is not None and space.each is not None:
                 examined = tensors[len(space.each.tensors) :]  # the count
-            operation = Operation(index, reads, slot, tensors, spreads, space, derived, around, has_rows, examined)
-            operations.append(operation)
+            is_test = space is not None and space.test is not None and not around
+            if is_test and refs[0][0] >= 0 and not graph.nodes[refs[0][0]].space:
+                self.tested[index] = refs[0]
+                self.read.add(tensors[0])
+                self.consumers[tensors[0]].append(index)
+                reads = ()
+            is_merge = derived is not None and derived.how is Derivation.MERGE
+            branches = tuple(zip(tensors, spreads, strict=True)) if is_merge else ()
+            operations.append(
+                Operation(
+                    index,
+                    reads,
+                    slot,
+                    tensors,
+                    spreads,
+                    space,
+                    derived,
+                    around,
+                    has_rows,
+                    examined,
+                    branches=branches,
+                )
+            )
             for read in reads:
                 self.read.add(read)
                 self.consumers[read].append(index)
@@ -338,8 +364,9 @@ class _Wires:
             waiting += [one for one in needed if one not in seen]
             seen.update(needed)
         spreads_of = tuple(self.slot_of[_SPREAD, node.space] if node.space else NO_SLOT for node in graph.nodes)
-        first = tuple(one.index for one in operations if max(one.reads) < len(graph.inputs))
-        return SpacePlan(tuple(operations), spreads_of, first)
+        first = tuple(one.index for one in operations if one.reads and max(one.reads) < len(graph.inputs))
+        blank = (None,) * (len(graph.spaces) + 1)
+        return SpacePlan(tuple(operations), spreads_of, ((),) * len(blank), first, blank, ())
 
     def _add_input(self, graph: Graph, edge: Edge, slot: int, read_slot: int) -> None:
         """Add an edge that a node reads: the tensor in `slot`, which this input finds in `read_slot`."""
@@ -358,13 +385,28 @@ class _Wires:
             self.readers[slot] += 1
 
 
-def _with_absence(
-    graph: Graph, nodes: Sequence[PlanNode], plan: SpacePlan, operation: Operation, wires: _Wires
-) -> Operation:
-    """An operation that opens a space, with what follows when the space has no row."""
-    if operation.opens is None:
-        return operation
-    inside = {operation.opens.index}
+def _with_nodes(graph: Graph, nodes: Sequence[PlanNode], plan: SpacePlan, wires: _Wires) -> SpacePlan:
+    """With the nodes of each space, what follows when it has no row, and the tests of each node."""
+    operations = tuple(
+        one if one.opens is None else replace(one, absence=_absence(graph, nodes, plan, one, one.opens, wires))
+        for one in plan.operations
+    )
+    tests: list[list[tuple[int, Operation]]] = [[] for _ in nodes]
+    for operation in operations:
+        if operation.index in wires.tested:
+            n, j = wires.tested[operation.index]
+            tests[n].append((j, operation))
+    inside: list[list[int]] = [[] for _ in plan.blank]
+    for node in nodes:
+        if node.writes:
+            inside[graph.nodes[node.index].space].append(node.index)
+    return replace(plan, operations=operations, nodes=tuple(map(tuple, inside)), tests=tuple(map(tuple, tests)))
+
+
+def _absence(
+    graph: Graph, nodes: Sequence[PlanNode], plan: SpacePlan, operation: Operation, opened: Space, wires: _Wires
+) -> Absence:
+    inside = {opened.index}
     for space in graph.spaces:  # a space comes after the one around it
         if space.parent in inside:
             inside.add(space.index)
@@ -372,24 +414,25 @@ def _with_absence(
     around = [one for one in plan.operations if one.around in inside]
     members = {*(node.index for node in within), *(one.index for one in around)}
     written = {slot for node in within for _, slot, _ in node.writes} | {one.slot for one in around}
-    waiting = Counter(n for slot in written for n in wires.consumers[slot] if n not in members)
+    waiting = Counter(n for slot in (*written, operation.slot) for n in wires.consumers[slot] if n not in members)
     reads = [*(node.distinct_inputs for node in within), *(one.reads for one in around)]
     reading = Counter(slot for slots in reads for slot in slots if slot < wires.count and slot not in written)
-    absence = Absence(
-        nodes=tuple(node.index for node in within),
-        operations=tuple(one.index for one in around),
+    return Absence(
         spaces=tuple(one.opens for one in around if one.opens is not None),
         waiting=tuple(waiting.items()),
         reading=tuple(reading.items()),
     )
-    return replace(operation, absence=absence)
 
 
 def _plan_node(graph: Graph, node: Node, wires: _Wires, missing: Sequence[int], *, is_apart: bool) -> PlanNode:
     inputs = tuple(wires.fed.get((node.index, i), NO_SLOT) for i in range(len(node.inputs)))
     made = [wires.slot_of.get((node.index, j), NO_SLOT) for j in range(len(node.outputs))]
     written = tuple(slot if slot in wires.read else NO_SLOT for slot in made)
-    writes = tuple((j, slot, tuple(wires.consumers[slot])) for j, slot in enumerate(written) if slot != NO_SLOT)
+    writes = tuple(
+        (j, slot, tuple(n for n in wires.consumers[slot] if n not in wires.tested))
+        for j, slot in enumerate(written)
+        if slot != NO_SLOT
+    )
     converted = [slot for slot in inputs if slot >= wires.count]
     sole = tuple(
         not is_apart and 0 <= slot < wires.count and wires.readers[slot] == inputs.count(slot) == 1 for slot in inputs

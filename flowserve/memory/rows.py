@@ -10,7 +10,7 @@ caller, `scheduling/spaces`, gets this module as its `RowOperations`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from flowserve.config.types import RowTest
 from flowserve.errors import Invalid, ModelFailed
 from flowserve.graph.types import Derived, Space
+from flowserve.memory.column import Column
 from flowserve.memory.recipe import Joined, Picked, Recipe, host_array
 from flowserve.memory.tensor import WHOLE, Tensor
 from flowserve.values import Array
@@ -51,6 +52,23 @@ def open_space(space: Space, tensors: Sequence[Tensor]) -> Spread:
     return _taken_apart(space, tensors[: len(names)], tensors[-1] if has_count else None)
 
 
+def open_together(space: Space, output: Sequence[Tensor | None]) -> list[Spread]:
+    """The rows of a space that is a test, for each member of a batch, by one comparison of the model's output for all
+    of them. Nothing if that is not one array on the host, with one number for each row.
+    """
+    column = output if type(output) is Column else Column.of([*output], [])
+    block = column.block
+    assert space.test is not None
+    rows = column.rows or [tensor.stop - tensor.start for tensor in column if tensor is not None]
+    if not isinstance(block, np.ndarray) or not block.size == len(block) == sum(rows):
+        return []
+    taken = _taken(space.test, space.others, block.reshape(-1))
+    if rows.count(1) == len(rows):
+        none, one = _NONE_OR_ALL
+        return [one if passes else none for passes in taken.tolist()]
+    return [_chosen(taken[stop - n : stop]) for n, stop in zip(rows, accumulate(rows), strict=True)]
+
+
 def undecided(space: Space, parent_rows: int) -> Spread:
     """The rows of a space whose tensors the request did not give: none, but all of an `otherwise`."""
     if space.test is not None and space.test.otherwise:
@@ -59,6 +77,7 @@ def undecided(space: Space, parent_rows: int) -> Spread:
 
 
 _NO_ROWS = np.zeros(0, np.intp)
+_NONE_OR_ALL = Spread(0, 1, _NO_ROWS), Spread(1, 1, None)  # of a request of one row
 
 
 def _tested(test: RowTest, others: Sequence[RowTest], tensor: Tensor) -> Spread:
@@ -66,16 +85,24 @@ def _tested(test: RowTest, others: Sequence[RowTest], tensor: Tensor) -> Spread:
     count = 1 if tensor.stop == WHOLE else len(array)
     if array.size != count:
         raise ModelFailed(f"a test needs one number for each row, and '{test.tensor}' has shape {[*array.shape]}")
-    numbers = array.reshape(count)
-    if test.otherwise:
-        taken = np.zeros(count, bool)
-        for other in others:
-            taken |= _passing(other, numbers)
-        taken = ~taken
-    else:
-        taken = _passing(test, numbers)
+    return _chosen(_taken(test, others, array.reshape(count)))
+
+
+def _taken(test: RowTest, others: Sequence[RowTest], numbers: Array) -> Array:
+    """Which numbers a test takes; `others` are those of the tests beside an `otherwise`."""
+    if not test.otherwise:
+        return _passing(test, numbers)
+    taken = np.zeros(len(numbers), bool)
+    for other in others:
+        taken |= _passing(other, numbers)
+    return ~taken
+
+
+def _chosen(taken: Array) -> Spread:
     picked = taken.nonzero()[0]
-    rows = len(picked)
+    rows, count = len(picked), len(taken)
+    if count == 1:
+        return _NONE_OR_ALL[rows]
     return Spread(rows, count, None if rows == count else picked)
 
 
@@ -211,10 +238,10 @@ def _same_shapes(tensors: Sequence[Tensor], name: str) -> None:
 def merge(
     derived: Derived, tensors: Sequence[Tensor | None], spreads: Sequence[Spread | None], has_rows: bool
 ) -> Tensor | None:
-    """One tensor of what several conditions wrote, each for other rows. `spreads[i]` None: `tensors[i]` has all rows,
-    and those that no condition took are its. Rows that nothing wrote get the value of `fill`; without one the tensor is
-    None, and so it is if models left it out for all rows. Raises ModelFailed if the shapes differ, or if models left
-    the tensor out for some rows.
+    """One tensor of what several conditions wrote, each for other rows, and none for all of them unless its model left
+    the tensor out. `spreads[i]` None: `tensors[i]` has all rows, and those that no condition took are its. Rows that
+    nothing wrote get the value of `fill`; without one the tensor is None, and so it is if models left it out for all
+    rows. Raises ModelFailed if the shapes differ, or if models left the tensor out for some rows.
     """
     base = None
     written: list[tuple[Tensor, Spread]] = []
@@ -226,8 +253,6 @@ def merge(
         rows = spread.parent_rows
         if not spread.rows:
             continue
-        if spread.picked is None:
-            return tensor
         if tensor is None:
             left_out += spread.rows
         else:

@@ -76,13 +76,13 @@ class SpaceTraffic:
         self.requests = 0
         self.items = [0] * (len(ITEM_EDGES) + 1)
 
-    def began(self, rows: int, parent_rows: int) -> None:
-        """Count the space of one request."""
-        self.requests += 1
-        self.taken += rows
-        self.offered += parent_rows
+    def began(self, rows: int, parent_rows: int, requests: int) -> None:
+        """Count the space of so many requests, of `parent_rows` rows each."""
+        self.requests += requests
+        self.taken += rows * requests
+        self.offered += parent_rows * requests
         if self.is_of_items:
-            self.items[bisect_left(ITEM_EDGES, rows)] += 1
+            self.items[bisect_left(ITEM_EDGES, rows)] += requests
 
     def as_json(self) -> dict[str, Any]:
         return {"name": self.name, "requests": self.requests, "rows": self.taken, "parent_rows": self.offered}

@@ -39,9 +39,11 @@ class CalledFlow(Flow):
         super().__init__(plan, *arguments, **options)
         self.finished: set[int] = set()
 
-    def finish_step(self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int) -> list[Ticket]:
+    def finish_step(
+        self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int, shared: dict[Any, Any]
+    ) -> list[Ticket]:
         self.finished.add(node.index)
-        return super().finish_step(node, outputs, m)
+        return super().finish_step(node, outputs, m, shared)
 
     def skip_to(self, nodes: Sequence[PlanNode], inner: Sequence[tuple[int, int]]) -> None:
         self.finished.update(node.index for node in nodes[:-1])
@@ -381,8 +383,9 @@ def _is_pending(flow: Called, node: PlanNode) -> bool:
 
 def _pending(flow: Called) -> Iterator[PlanNode]:
     if not flow.done:
+        finished = flow.finished
         for node in flow.plan.nodes:
-            if node.writes and node.index not in flow.finished:
+            if node.writes and node.index not in finished:
                 yield node
 
 

@@ -182,9 +182,11 @@ class Flow:
             tickets.append(self._ticket(plan.nodes[index]))  # noqa: PERF401  # a comprehension is one more call
         return tickets
 
-    def finish_step(self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int) -> list[Ticket]:
+    def finish_step(
+        self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int, shared: dict[Any, Any]
+    ) -> list[Ticket]:
         """Store a finished step's outputs and return the steps that became ready. `outputs[j][m]` is the model's j-th
-        output for this flow.
+        output for this flow. `shared`: what flows of other kinds find out once for all members of these outputs.
 
         Afterwards `open` is 0 if that was the last step. An omitted output (None) is omitted from the response and from
         the optional inputs that it feeds. Raises a FlowserveError if the flow cannot continue.

@@ -705,10 +705,14 @@ class Scheduler:
         errors: Mapping[int, FlowserveError],
         now_ns: int,
         passed: Collection[int] = (),
+        shared: dict[Any, Any] | None = None,
     ) -> None:
         """Advance the flows of these tickets by one step; each ticket comes with its position in the batch. The next
-        tickets are queued, except those of nodes that the batch `passed`.
+        tickets are queued, except those of nodes that the batch `passed`. `shared` is of these outputs, as in
+        `Flow.finish_step`.
         """
+        if shared is None:
+            shared = {}
         for m, ticket in tickets:
             flow = ticket.flow
             if flow.done:
@@ -718,7 +722,7 @@ class Scheduler:
                 continue
             one = ticket
             try:
-                following = flow.finish_step(ticket.node, outputs, m)
+                following = flow.finish_step(ticket.node, outputs, m, shared)
                 if passed:
                     following = [one for one in following if one.node.index not in passed]
                 if following:
@@ -870,9 +874,13 @@ class Scheduler:
 
     def _release_in_order(self, order: Order, now_ns: int) -> None:
         """Advance the flows of every outcome that is next in order."""
+        shared: dict[Any, Any] = {}
+        before: object = None
         while (outcome := order.pop()) is not None:
             m, ticket, outputs, errors = outcome
-            self._advance_each(((m, ticket),), outputs, errors, now_ns)
+            if outputs is not before:
+                before, shared = outputs, {}
+            self._advance_each(((m, ticket),), outputs, errors, now_ns, shared=shared)
 
     def _can_start(self, queue: ModelQueue, kept_by: Sequence[Batch]) -> bool:
         """Whether a batch of this queue could ever start if these batches never freed their instances."""

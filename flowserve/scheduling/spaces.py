@@ -7,7 +7,9 @@ returns handles and spreads. Called by the scheduler.
 
 A *spread* says which rows a space has. It has a slot as a tensor has, so a node, or an operation of the plan, is ready
 when all slots that it reads are written. When a space begins without a row, its steps and operations are skipped all at
-once, and what waits for their slots goes on: no step can wait for a branch that was not taken.
+once, and what waits for their slots goes on: no step can wait for a branch that was not taken. Where a test reads an
+output of a step that runs once for all rows, the space begins when that step ends, and its rows are found for all
+members of the step's batch together.
 
 A *part* is a flow of its own for a part of the rows of one step: it is queued, batched, retried and withdrawn as the
 flow of a request. `max_inflight_requests` limits the parts of one step that are under way, and so does a full queue;
@@ -25,16 +27,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from flowserve.errors import FlowserveError, Internal, Invalid, ModelFailed
-from flowserve.graph.plan import NO_SLOT, Absence, Operation, Plan, PlanNode
+from flowserve.graph.plan import NO_SLOT, Operation, Plan, PlanNode
 from flowserve.graph.types import GRAPH, Conversion, Derivation, Derived, Space
 from flowserve.scheduling.flow import TOOK_NOTHING, E, Facts, Flow, Ticket
 
 _TAKE, _ITEMS, _MERGE = Derivation.TAKE, Derivation.ITEMS, Derivation.MERGE
-_GATHER, _RESHAPE = Derivation.GATHER, Derivation.RESHAPE
+_GATHER, _PRESENT = Derivation.GATHER, Derivation.PRESENT
 # Parts that are queued when one is finished, if the step may have so many: a step that a full queue held back has more
 # parts under way again as the queue empties.
 _MORE_PARTS: Final = 2
-_NEVER: Final = 1 << 30  # slots that a skipped step waits for
+_OVER: Final = 1 << 30  # slots that a finished step waits for
+_UNREAD: Final = ()  # instead of an output that is only tested
 
 
 class Spread(Protocol):
@@ -58,6 +61,11 @@ class RowOperations(Protocol):
     def open_space(self, space: Space, tensors: Sequence[Any], /) -> Any:
         """The spread of a space; `tensors` as `space.opens`. A count that is None: all items are real."""
 
+    def open_together(self, space: Space, output: Sequence[Any], /) -> Sequence[Any]:
+        """The spreads of a space for all members of a batch, from the model's output that the space tests; () if each
+        is opened alone.
+        """
+
     def undecided(self, space: Space, parent_rows: int, /) -> Any:
         """The spread of a space whose tensors the request did not give: no row passes a test, and no row has items."""
 
@@ -79,7 +87,9 @@ class RowOperations(Protocol):
         """The outputs of the parts of a step, in order, as one tensor with a batch dimension."""
 
     def merge(self, derived: Derived, tensors: Sequence[Any], spreads: Sequence[Any], has_rows: bool, /) -> Any:
-        """One tensor of what several conditions wrote. `spreads[i]` None: `tensors[i]` has all rows."""
+        """One tensor of what several conditions wrote, none of them for all rows. `spreads[i]` None: `tensors[i]` has
+        all rows.
+        """
 
     def gather(self, derived: Derived, tensor: Any, spread: Any, has_rows: bool, /) -> Any:
         """The items of each row as one row."""
@@ -131,7 +141,9 @@ class Part(Flow):
         """Its ticket. Raises `Invalid` if the model does not accept the shapes."""
         return self._ticket(node)
 
-    def finish_step(self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int) -> list[Ticket]:
+    def finish_step(
+        self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int, shared: dict[Any, Any]
+    ) -> list[Ticket]:
         return self.step.flow.finish_part(self, [column[m] for column in outputs])
 
     def located(self, error: E, node: PlanNode, instance: str = "") -> E:
@@ -190,47 +202,97 @@ class _Step:
 
 
 class SpaceFlow(Flow):
-    """The flow of a request of a graph with spaces. `live`: its parts that are queued or running. `finished`: the nodes
-    whose steps are over; `skipped`: those whose space had no row. `spreads`: of each space that began, by its number.
+    """The flow of a request of a graph with spaces. `live`: its parts that are queued or running. `spreads`: of each
+    space that began, by its number; else None.
     """
 
-    __slots__ = ("_held_back", "_ready", "_request_rows", "finished", "live", "rows", "skipped", "spreads")
+    __slots__ = ("_held_back", "_request_rows", "live", "rows", "spreads")
 
-    def __init__(self, plan: Plan, *arguments: Any, rows: RowOperations, **options: Any) -> None:
+    def __init__(
+        self,
+        rows: RowOperations,
+        plan: Plan,
+        queues: Sequence[Any],
+        inputs: Sequence[Facts | None],
+        arrived_ns: int,
+        stamp: int = 0,
+        request: Any = None,
+        owner: Any = None,
+        priority: int = 0,
+        timeout_ns: int = 0,
+    ) -> None:
         """As `Flow`; `rows` works on the tensors."""
-        super().__init__(plan, *arguments, **options)
+        Flow.__init__(self, plan, queues, inputs, arrived_ns, stamp, request, owner, priority, timeout_ns)
+        assert plan.spaces is not None
         self.rows = rows
         self.live: dict[Part, None] = {}
-        self.finished: set[int] = set()
-        self.skipped: list[int] = []
-        self.spreads: dict[int, Spread] = {}
+        self.spreads: list[Any] = [*plan.spaces.blank]
         self._held_back: list[_Step] = []  # steps that a full queue left without a part under way
-        self._ready: list[int] = []  # nodes and operations that have all they read
         self._request_rows = 1
-        for tensor in self.tensors:  # the request's inputs first; nothing else is written yet
+        for tensor in inputs:
             if tensor is not None:
                 self._request_rows = 1 if tensor.stop < 0 else tensor.stop - tensor.start
                 break
 
+    @property
+    def skipped(self) -> list[int]:
+        """The nodes whose space had no row."""
+        return skipped(self.plan, self.spreads)
+
+    @property
+    def finished(self) -> set[int]:
+        """The nodes whose steps are over."""
+        return {*self.skipped, *(n for n in range(len(self.plan.nodes)) if self.missing[n] == _OVER)}
+
     def begin(self, changed: Callable[[Any], None] | None = None) -> list[Ticket]:
-        plan, spaces = self.plan, self.plan.spaces
-        assert spaces is not None
-        if plan.lacking:
-            self._check_given(plan)
-        self._ready += plan.first
-        self._ready += spaces.first
-        tickets: list[Ticket] = []
-        self._go_on(tickets)
+        tickets = Flow.begin(self)
+        assert self.plan.spaces is not None
+        if self.plan.spaces.first:
+            self._go_on([*self.plan.spaces.first], tickets)
         return tickets
 
     def is_last_reader(self, slot: int) -> bool:
         return False  # several slots may hold the same rows
 
-    def finish_step(self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int) -> list[Ticket]:
+    def finish_step(
+        self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int, shared: dict[Any, Any]
+    ) -> list[Ticket]:
+        members = shared.get(node)
+        if members is None:
+            members = shared[node] = self._members(node, outputs)
         tickets: list[Ticket] = []
-        self._finish(node, [column[m] for column in outputs])
-        self._go_on(tickets)
+        ready: list[int] = []
+        row = members[m]
+        self._written(node, row, ready)
+        assert self.plan.spaces is not None
+        tests = self.plan.spaces.tests[node.index]
+        if tests:
+            k = len(node.writes)
+            for j, operation in tests:
+                spread = row[k] or self._made(operation, [outputs[j][m]])
+                self._begin_space(operation, spread, ready)
+                k += 1
+        if ready:
+            self._go_on(ready, tickets)
         return tickets
+
+    def _members(self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]]) -> list[tuple[Any, ...]]:
+        """Of each member of a batch of a node: what it writes, and the spreads that its tests make of its outputs, None
+        for one that is opened alone.
+        """
+        plan = self.plan
+        assert plan.spaces is not None
+        columns: list[Sequence[Any]] = []
+        for j, slot, _ in node.writes:
+            columns.append(outputs[j] if plan.readers[slot] else [_UNREAD] * len(outputs[j]))
+        for j, operation in plan.spaces.tests[node.index]:
+            assert operation.opens is not None
+            try:
+                spreads = self.rows.open_together(operation.opens, outputs[j])
+            except Exception:  # each member meets it alone, and it ends no other
+                spreads = ()
+            columns.append(spreads or [None] * len(outputs[j]))
+        return [*zip(*columns, strict=True)]
 
     def finish_part(self, part: Part, outputs: Sequence[Any]) -> list[Ticket]:
         """Store the outputs of a part. After the last part of a step the flow goes on. Returns the tickets that are to
@@ -249,11 +311,11 @@ class SpaceFlow(Flow):
         if step.left:
             self._queue_parts(step, _MORE_PARTS, tickets)
             return tickets
-        joined: list[Any] = [None] * len(node.outputs)
-        for j, *_ in node.writes:
-            joined[j] = self._joined(node, [made[j] for made in step.outputs], j)
-        self._finish(node, joined)
-        self._go_on(tickets)
+        joined = [self._joined(node, [made[j] for made in step.outputs], j) for j, *_ in node.writes]
+        ready: list[int] = []
+        self._written(node, joined, ready)
+        if ready:
+            self._go_on(ready, tickets)
         part.open = self.open
         return tickets
 
@@ -285,48 +347,47 @@ class SpaceFlow(Flow):
     def steps_under_way(self) -> list[PlanNode]:
         if self.done or not self.open:
             return []
-        found = {part.step.node.index for part in self.live}
-        own = [node for node in super().steps_under_way() if self._spread_slot(node) == NO_SLOT]
-        return sorted({*own, *(self.plan.nodes[n] for n in found)}, key=lambda node: node.index)
+        return [node for node in self.plan.nodes if node.writes and not self.missing[node.index]]
 
-    def _spread_slot(self, node: PlanNode) -> int:
-        assert self.plan.spaces is not None
-        return self.plan.spaces.spreads[node.index]
-
-    def _written(self, node: PlanNode, row: Sequence[Any]) -> None:
-        """A node has written its outputs and read its inputs."""
+    def _written(self, node: PlanNode, row: Sequence[Any], ready: list[int]) -> None:
+        """A step is over: it has written `row`, in the order of its `writes`, and read its inputs. What has all that it
+        reads is added to `ready`.
+        """
+        if None in row:
+            for k, (_, slot, _) in enumerate(node.writes):
+                if row[k] is None and self.plan.needed_by[slot]:
+                    raise self._missing_input(node, slot)
         tensors, missing, readers = self.tensors, self.missing, self.readers
-        self.finished.add(node.index)
-        for j, slot, consumers in node.writes:
+        missing[node.index] = _OVER
+        self.open -= 1
+        for k, (_, slot, consumers) in enumerate(node.writes):
             if readers[slot]:  # not if all of them were skipped
-                tensors[slot] = row[j]
+                tensors[slot] = row[k]
             for n in consumers:
                 missing[n] -= 1
                 if not missing[n]:
-                    self._ready.append(n)
+                    ready.append(n)
         for slot in node.distinct_inputs:
             readers[slot] -= 1
             if not readers[slot]:
                 tensors[slot] = None
 
-    def _go_on(self, tickets: list[Ticket]) -> None:
+    def _go_on(self, ready: list[int], tickets: list[Ticket]) -> None:
         """Start everything that is ready, and what becomes ready by that."""
-        plan, ready = self.plan, self._ready
+        plan = self.plan
         nodes, spaces = plan.nodes, plan.spaces
         assert spaces is not None
         count = len(nodes)
         for n in ready:  # it grows meanwhile
             if n >= count:
-                self._operate(spaces.operations[n - count])
+                self._operate(spaces.operations[n - count], ready)
                 continue
+            self.open += 1
             slot = spaces.spreads[n]
             if slot == NO_SLOT:
-                self.open += 1
                 tickets.append(self._ticket(nodes[n]))
             else:
-                self.open += 1
                 self._start(nodes[n], self.tensors[slot], tickets)
-        ready.clear()
 
     def _start(self, node: PlanNode, spread: Spread, tickets: list[Ticket]) -> None:
         """Queue a step of a space, in parts."""
@@ -343,34 +404,6 @@ class SpaceFlow(Flow):
             part = step.next_part(self.rows, has_rows=has_rows)
             self.live[part] = None
             tickets.append(part.ticket(node))
-
-    def _skip(self, absence: Absence) -> None:
-        """A space has no row: its steps are skipped, and those of the spaces within it."""
-        tensors, missing, readers, ready = self.tensors, self.missing, self.readers, self._ready
-        self.skipped += absence.nodes
-        self.finished.update(absence.nodes)
-        for n in absence.nodes:
-            missing[n] = _NEVER
-        for n in absence.operations:
-            missing[n] = _NEVER
-        for space in absence.spaces:
-            self.spreads[space.index] = self.rows.undecided(space, 0)
-        for n, slots in absence.waiting:
-            missing[n] -= slots
-            if not missing[n]:
-                ready.append(n)
-        for slot, count in absence.reading:
-            readers[slot] -= count
-            if not readers[slot]:
-                tensors[slot] = None
-
-    def _finish(self, node: PlanNode, row: Sequence[Any]) -> None:
-        if None in row:
-            for j, slot, _ in node.writes:
-                if row[j] is None and self.plan.needed_by[slot]:
-                    raise self._missing_input(node, slot)
-        self._written(node, row)
-        self.open -= 1
 
     def _joined(self, node: PlanNode, parts: Sequence[Any], j: int) -> Any:
         graph = self.plan.graph
@@ -391,31 +424,79 @@ class SpaceFlow(Flow):
 
     # Operations
 
-    def _operate(self, operation: Operation) -> None:
-        try:
-            made = self._derived(operation) if operation.opens is None else self._opened(operation, operation.opens)
-        except FlowserveError as error:
-            error.lineage = error.lineage or self._border(operation)
-            raise
-        except Exception as error:  # of the code that reads tensors: it ends this request and not the scheduler
-            failed = Internal(f"rows cannot be chosen or put together: {type(error).__name__}: {error}")
-            failed.lineage = self._border(operation)
-            raise failed from None
-        if made is None and self.plan.needed_by[operation.slot]:
-            raise self._left_out(operation)
+    def _operate(self, operation: Operation, ready: list[int]) -> None:
         tensors, missing, readers = self.tensors, self.missing, self.readers
-        if readers[operation.slot]:
-            tensors[operation.slot] = made
-        if operation.absence is not None and not made.rows:
-            self._skip(operation.absence)
-        for n in self.plan.consumers[operation.slot]:
-            missing[n] -= 1
-            if not missing[n]:
-                self._ready.append(n)
+        made = self._only_branch(operation) if operation.branches else None
+        if made is None:
+            made = self._made(operation, [tensors[slot] for slot in operation.tensors])
+        if operation.opens is not None:
+            self._begin_space(operation, made, ready)
+        else:
+            slot = operation.slot
+            if made is None and self.plan.needed_by[slot]:
+                raise self._left_out(operation)
+            if readers[slot]:
+                tensors[slot] = made
+            for n in self.plan.consumers[slot]:
+                missing[n] -= 1
+                if not missing[n]:
+                    ready.append(n)
         for slot in operation.reads:
             readers[slot] -= 1
             if not readers[slot]:
                 tensors[slot] = None
+
+    def _begin_space(self, operation: Operation, spread: Spread, ready: list[int]) -> None:
+        """A space has these rows. If it has none, its steps are skipped, and those of the spaces within it."""
+        space, absence, slot = operation.opens, operation.absence, operation.slot
+        assert space is not None
+        assert absence is not None
+        tensors, missing, readers = self.tensors, self.missing, self.readers
+        self.spreads[space.index] = spread
+        if readers[slot]:
+            tensors[slot] = spread
+        if spread.rows:
+            for n in self.plan.consumers[slot]:
+                missing[n] -= 1
+                if not missing[n]:
+                    ready.append(n)
+            return
+        for within in absence.spaces:
+            self.spreads[within.index] = self.rows.undecided(within, 0)
+        for n, slots in absence.waiting:
+            missing[n] -= slots
+            if not missing[n]:
+                ready.append(n)
+        for slot, count in absence.reading:
+            readers[slot] -= count
+            if not readers[slot]:
+                tensors[slot] = None
+
+    def _only_branch(self, operation: Operation) -> Any:
+        """What a merge makes if all rows are of one branch: the tensor of that branch. None if they may not be."""
+        tensors = self.tensors
+        base = None
+        for slot, of in operation.branches:
+            if of == NO_SLOT:
+                base = tensors[slot]
+            elif rows := tensors[of].rows:
+                return tensors[slot] if rows == tensors[of].parent_rows else None
+        return base if base is not None and (base.stop >= 0 or not operation.has_rows) else None
+
+    def _made(self, operation: Operation, tensors: Sequence[Any]) -> Any:
+        """The spread of a space, or a tensor at its border, of these tensors."""
+        space, graph = operation.opens, self.plan.graph
+        try:
+            return self._derived(operation, tensors) if space is None else self._opened(operation, space, tensors)
+        except FlowserveError as error:
+            if space and isinstance(error, ModelFailed) and all(graph.made_by(ref)[0] == GRAPH for ref in space.opens):
+                error = Invalid(str(error))  # its client wrote these tensors
+            error.lineage = error.lineage or self._border(operation)
+            raise error from None
+        except Exception as error:  # of the code that reads tensors: it ends this request and not the scheduler
+            failed = Internal(f"rows cannot be chosen or put together: {type(error).__name__}: {error}")
+            failed.lineage = self._border(operation)
+            raise failed from None
 
     def _border(self, operation: Operation) -> str:
         """The place of an operation in the graph, for the text of an error: the innermost space that it is about."""
@@ -425,23 +506,11 @@ class SpaceFlow(Flow):
         index = max((*derived.spaces, derived.space))
         return _lineage(spaces[index - 1]) if index else ""
 
-    def _opened(self, operation: Operation, space: Space) -> Spread:
-        """The rows of a space begin."""
-        tensors = [self.tensors[slot] for slot in operation.tensors]
-        graph = self.plan.graph
+    def _opened(self, operation: Operation, space: Space, tensors: Sequence[Any]) -> Any:
         parent_rows = self.spreads[operation.around].rows if operation.around else self._request_rows
-        try:
-            if not parent_rows or (None in tensors and self._is_undecided(space, tensors)):
-                spread: Spread = self.rows.undecided(space, parent_rows)
-            else:
-                spread = self.rows.open_space(space, tensors)
-        except FlowserveError as error:
-            if isinstance(error, ModelFailed) and all(graph.made_by(ref)[0] == GRAPH for ref in space.opens):
-                error = Invalid(str(error))  # its client wrote these tensors
-            error.lineage = _lineage(space)
-            raise error from None
-        self.spreads[space.index] = spread
-        return spread
+        if not parent_rows or (None in tensors and self._is_undecided(space, tensors)):
+            return self.rows.undecided(space, parent_rows)
+        return self.rows.open_space(space, tensors)
 
     def _is_undecided(self, space: Space, tensors: Sequence[Any]) -> bool:
         """Whether the request did not give the tensors of a space: they are optional inputs. Raises Internal if a
@@ -459,26 +528,26 @@ class SpaceFlow(Flow):
             raise Invalid(f"{_quoted(names)} are taken apart together, and {_quoted(lacking)} was not given")
         return bool(lacking)
 
-    def _derived(self, operation: Operation) -> Any:
+    def _derived(self, operation: Operation, tensors: Sequence[Any]) -> Any:
         """A tensor at the border of a space; None if there is none for these rows."""
         derived, rows, held = operation.derived, self.rows, self.tensors
         assert derived is not None
         how = derived.how
-        if how is _TAKE:
-            tensor, spread = held[operation.tensors[0]], held[operation.spreads[0]]
-            return None if tensor is None else rows.take(tensor, spread, operation.has_rows)
-        if how is _ITEMS:
-            tensor, spread = held[operation.tensors[0]], held[operation.spreads[0]]
-            return None if tensor is None else rows.items(tensor, spread)
-        if how is _RESHAPE:
-            tensor = held[operation.tensors[0]]
-            return None if tensor is None else tensor.converted(Conversion(derived.reshapes))
         spreads = [held[slot] if slot != NO_SLOT else None for slot in operation.spreads]
         if how is _MERGE:
-            return rows.merge(derived, [held[slot] for slot in operation.tensors], spreads, operation.has_rows)
+            return rows.merge(derived, tensors, spreads, operation.has_rows)
         if how is _GATHER:
-            return rows.gather(derived, held[operation.tensors[0]], spreads[0], operation.has_rows)
-        return rows.present(derived, spreads, operation.has_rows)
+            return rows.gather(derived, tensors[0], spreads[0], operation.has_rows)
+        if how is _PRESENT:
+            return rows.present(derived, spreads, operation.has_rows)
+        (tensor,) = tensors
+        if tensor is None:
+            return None
+        if how is _TAKE:
+            return rows.take(tensor, spreads[0], operation.has_rows)
+        if how is _ITEMS:
+            return rows.items(tensor, spreads[0])
+        return tensor.converted(Conversion(derived.reshapes))
 
     def _left_out(self, operation: Operation) -> FlowserveError:
         plan, derived = self.plan, operation.derived
@@ -490,7 +559,6 @@ class SpaceFlow(Flow):
     def check(self) -> None:
         assert self.done or self.open > 0, f"(3) {self!r} is neither done nor going anywhere"
         assert all(count >= 0 for count in self.missing), "(2) a node became ready twice"
-        assert not self._ready, "(5) a step is ready and was not started"
         under_way: dict[int, int] = {}
         for part in self.live:
             under_way[part.step.node.index] = under_way.get(part.step.node.index, 0) + 1
@@ -501,6 +569,13 @@ class SpaceFlow(Flow):
 
     def __repr__(self) -> str:
         return f"SpaceFlow({self.plan.graph.name}, open={self.open}, parts={len(self.live)}, done={self.done})"
+
+
+def skipped(plan: Plan, spreads: Sequence[Spread | None]) -> list[int]:
+    """The nodes whose space had no row."""
+    assert plan.spaces is not None
+    nodes = zip(plan.spaces.nodes, spreads, strict=True)
+    return [n for inside, spread in nodes if spread is not None and not spread.rows for n in inside]
 
 
 def _quoted(names: Sequence[str]) -> str:

@@ -117,6 +117,9 @@ class SimulatedRows:
             return SimulatedSpread(rows * int(number), rows)
         return SimulatedSpread(self._plan.taken(space, number, rows), rows)
 
+    def open_together(self, space: Space, output: Sequence[SimulatedTensor]) -> Sequence[SimulatedSpread]:
+        return ()  # each request has shares of its own
+
     def undecided(self, space: Space, parent_rows: int) -> SimulatedSpread:
         return SimulatedSpread(0, parent_rows)
 

@@ -396,7 +396,7 @@ class SimulatedDeployment(Agenda):
         )
         make = deployment.make_stream
         if self._graph.spaces:
-            make = partial(SpaceFlow, rows=SimulatedRows(self._row_plan, number))
+            make = partial(SpaceFlow, SimulatedRows(self._row_plan, number))
         flow = make(
             deployment.plan,
             deployment.queues,

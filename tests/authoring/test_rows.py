@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import trio
 
 from flowserve import Engine, Graph, Problems, model
 from flowserve.errors import Internal, Invalid, ModelFailed
@@ -399,9 +400,51 @@ def test_an_unexpected_error_at_a_border_fails_one_request(monkeypatch: pytest.M
         raise IndexError("no such row")
 
     with Engine(cascade(), python_execution="inline") as engine:
-        merge = rows.merge
-        monkeypatch.setattr(rows, "merge", fail)
-        with pytest.raises(Internal, match=r"rows cannot be chosen or put together: IndexError: no such row"):
-            engine.infer("cascade", {"X": [[0.2, 0]]})
-        monkeypatch.setattr(rows, "merge", merge)
-        assert engine.infer("cascade", {"X": [[0.2, 0]]})["Y"].shape == (1, 1)
+        for name in ("merge", "open_space"):
+            with monkeypatch.context() as patched:
+                patched.setattr(rows, name, fail)
+                patched.setattr(rows, "open_together", fail if name == "open_space" else rows.open_together)
+                with pytest.raises(Internal, match=r"rows cannot be chosen or put together: IndexError: no such row"):
+                    engine.infer("cascade", {"X": [[0.2, 0], [0.9, 0]]})
+            assert engine.infer("cascade", {"X": [[0.2, 0], [0.9, 0]]})["Y"].shape == (2, 1)
+
+
+async def test_skipped_steps_and_rows_of_spaces_are_counted_for_each_request() -> None:
+    async with Engine(cascade(), python_execution="inline") as engine:
+
+        async def ask(*numbers: float) -> None:
+            await engine.infer("cascade", {"X": [[number, 0] for number in numbers]})
+
+        async with trio.open_nursery() as nursery:
+            for numbers in ((0.9,), (0.2,), (0.9,), (0.9, 0.8), (0.2, 0.9), (0.1,)):
+                nursery.start_soon(ask, *numbers)
+        (found,) = engine.statistics("cascade")
+    skipped = {node["name"]: node.get("skipped_count", 0) for node in found["flowserve"]["nodes"]}
+    assert skipped == {"small": 0, "large": 3}
+    (space,) = found["flowserve"]["spaces"]
+    assert (space["requests"], space["rows"], space["parent_rows"]) == (6, 3, 8)
+
+
+@model({"X": "FP32[2]"}, {"Y": "FP32[1]", "SURE": "BOOL[1]"})
+def small_for_one(x: Any) -> Any:
+    return x[:1], x[:1] > 0.5
+
+
+def test_what_a_model_without_a_batch_dimension_wrote_for_all_rows_has_one() -> None:
+    graph = Graph("cascade", max_batch_size=8)
+    x = graph.input("X", "FP32[2]")
+    quick = small_for_one(x)
+    with graph.when(~(quick.SURE == True)):  # noqa: E712  # a test, not a comparison
+        slow = large(x)
+    y = graph.merge(slow, otherwise=quick.Y)
+    graph.output("Y", y)
+    graph.output("Z", large2(y))
+    with Engine(graph, python_execution="inline") as engine:
+        for x0, y0 in ((0.75, 0.75), (0.25, -25)):
+            found = engine.infer("cascade", {"X": [[x0, 0]]})
+            assert (found["Y"].tolist(), found["Z"].tolist()) == ([[y0]], [[y0 + 1]])
+
+
+@model({"X": "FP32[1]"}, {"Y": "FP32[1]"}, max_batch_size=8)
+def large2(x: Any) -> Any:
+    return x + 1

@@ -20,6 +20,7 @@ from flowserve.backends import registry
 from flowserve.backends.base import OutputNotes, Verifies, Work
 from flowserve.backends.python.answers import WRONG_ROWS, AnswerReader
 from flowserve.backends.python.pb_utils.inference import InferenceResponse
+from flowserve.backends.python.pb_utils.inference import Tensor as Answer
 from flowserve.backends.python.source import forget_model
 from flowserve.config.types import Completion, DynamicBatching, ModelConfig, SequenceBatching, SequenceState
 from flowserve.errors import (
@@ -378,6 +379,46 @@ def test_each_response_of_a_decoupled_model_may_have_other_outputs() -> None:
         config = config_of(outputs=(spec("y"),), max_batch_size=8, decoupled=decoupled)
         results = AnswerReader(config).read([InferenceResponse([])], Work([], [-1], [], [("y",)]))
         assert (results.outputs, results.errors, results.notes) == ([[None]], {}, left_out)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "is_uniform"),
+    [
+        ([("y",)] * 3, True),
+        ([("z",)] * 3, True),
+        ([("y", "z")] * 3, True),
+        ([("y",), ("y", "z"), ("y",)], False),
+        ([("y", "z"), ("y",), ("y",)], False),
+    ],
+)
+def test_outputs_that_no_request_wants_are_left_aside(wanted: list[tuple[str, ...]], is_uniform: bool) -> None:
+    reader = AnswerReader(config_of(outputs=(spec("y"), spec("z")), max_batch_size=8))
+    answers = [
+        InferenceResponse([Answer("z", rows(m + 10) if "z" in names else np.zeros(7)), Answer("y", rows(m))])
+        for m, names in enumerate(wanted)
+    ]
+    work = Work([], [1] * 3, [], wanted)
+    assert (reader._read_uniform(answers, work) is not None) == is_uniform
+    results = reader.read(answers, work)
+    found = [[None if one is None else one.array.tolist() for one in column] for column in results.outputs]
+    y = [rows(m).tolist() if "y" in names else None for m, names in enumerate(wanted)]
+    z = [rows(m + 10).tolist() if "z" in names else None for m, names in enumerate(wanted)]
+    assert (found, results.errors) == ([y, z], {})
+    both: dict[int, tuple[str, ...]] = {m: ("z", "y") for m, names in enumerate(wanted) if len(names) == 2}
+    assert results.notes == (OutputNotes(orders=both) if both else None)
+
+
+def test_what_one_request_wants_is_not_left_aside_where_another_has_what_it_does_not_want() -> None:
+    reader = AnswerReader(config_of(outputs=(spec("y"), spec("z"), spec("w")), max_batch_size=8))
+    answers = [InferenceResponse([Answer(name, rows(m)), Answer("y", rows(9))]) for m, name in enumerate("zw")]
+    results = reader.read(answers, Work([], [1, 1], [], [("y",), ("y", "w")]))
+    (_, found) = results.outputs[2]
+    assert found is not None
+    assert found.array.tolist() == rows(1).tolist()
+    answers[1]._outputs[:] = [Answer("z", rows(2))]
+    answers[0]._outputs[:] = [Answer(name, rows(3)) for name in "zwy"]
+    results = reader.read(answers, Work([], [1, 1], [], [("y",), ("y",)]))
+    assert results.notes == OutputNotes(left_out={"y": 1})
 
 
 def test_a_failed_request_has_no_missing_outputs(python: Open, caplog: pytest.LogCaptureFixture) -> None:

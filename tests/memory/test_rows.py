@@ -61,6 +61,28 @@ def test_a_test_of_more_than_one_number_in_a_row_is_the_fault_of_the_model() -> 
         condition([[0, 1, 2], [3, 4, 5]])
 
 
+@pytest.mark.parametrize("counts", [[1, 1, 1, 1], [2, 0, 1, 1], [4], [3, 1]])
+@pytest.mark.parametrize("test", [{}, {"negate": True}, {"above": 0.5, "below": 1.5}, {"otherwise": True}])
+def test_a_batch_is_tested_together_as_each_of_its_members_alone(counts: list[int], test: dict[str, Any]) -> None:
+    space = Space(1, 0, "when", ((0, 0),), RowTest("T", **test), (RowTest("T", above=1.5), RowTest("T", equals=(1,))))
+    output = Column.whole(np.array([[0], [1], [2], [np.nan]], np.float32), counts)
+    for given in (output, [*output]):
+        found = rows.open_together(space, given)
+        assert len(found) == len(counts)
+        for spread, member in zip(found, output, strict=True):
+            assert member is not None
+            alone = rows.open_space(space, [member])
+            assert (spread.rows, spread.parent_rows) == (alone.rows, alone.parent_rows)
+            assert [*map(spread.parent_of, range(spread.rows))] == [*map(alone.parent_of, range(alone.rows))]
+
+
+def test_members_whose_numbers_are_in_several_arrays_or_too_many_are_tested_alone() -> None:
+    space = Space(1, 0, "when", ((0, 0),), RowTest("T"))
+    one = tensor([[1]])
+    for output in ([one, tensor([[0]])], [one, None], [Tensor(np.ones(1, np.float32))], [tensor([[1, 2]])]):
+        assert not rows.open_together(space, output)
+
+
 def apart(*tensors: Tensor, count: Tensor | None = None, at_most: int = 100) -> rows.Spread:
     names = tuple("abc"[: len(tensors)])
     each = EachItem(names, "n" if count is not None else "", at_most)

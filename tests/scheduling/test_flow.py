@@ -51,7 +51,7 @@ def flow_of(graph: Graph, *inputs: Handle | None) -> Flow:
 
 def finish(flow: Flow, step: Ticket, *outputs: Handle | None) -> list[Ticket]:
     """The step ran alone."""
-    return flow.finish_step(step.node, [[output] for output in outputs], 0)
+    return flow.finish_step(step.node, [[output] for output in outputs], 0, {})
 
 
 def names(tickets: list[Ticket]) -> list[str]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import numpy as np
+import pytest
 
 from flowserve.config.convert import to_config
 from flowserve.config.parse import parse
+from flowserve.memory import rows
 from flowserve.scheduling.spaces import SpaceFlow
 from tests.support.spaces_world import World
 
@@ -45,12 +48,16 @@ ensemble_scheduling {
 """
 
 
-def begin(row: list[float]) -> tuple[World, SpaceFlow]:
+def begin_all(*requests: list[float]) -> tuple[World, list[SpaceFlow]]:
     parsed = parse(CASCADE, "cascade")
     world = World(to_config(parsed.message, parsed.source), Random(0))
-    flow = world.submit(np.array([row], np.float32))
-    assert isinstance(flow, SpaceFlow)
+    flows = [world.submit(np.array([row], np.float32)) for row in requests]
     schedule(world)
+    return world, [flow for flow in flows if isinstance(flow, SpaceFlow)]
+
+
+def begin(row: list[float]) -> tuple[World, SpaceFlow]:
+    world, (flow,) = begin_all(row)
     return world, flow
 
 
@@ -64,6 +71,10 @@ def running(world: World) -> list[str]:
     return sorted(batch.tickets[0].node.model.name for batch in world.running)
 
 
+def under_way(flow: SpaceFlow) -> list[str]:
+    return [node.name for node in flow.steps_under_way()]
+
+
 def end(world: World, model: str) -> None:
     """The batch of a model ends, and the next ones begin."""
     (batch,) = [one for one in world.running if one.tickets[0].node.model.name == model]
@@ -75,10 +86,15 @@ def end(world: World, model: str) -> None:
 def test_a_request_does_not_wait_for_what_only_skipped_steps_read() -> None:
     world, flow = begin([0, 0])  # the model "kind" is sure
     assert running(world) == ["double", "kind"]
+    assert under_way(flow) == ["kind", "double"]
+    assert not flow.finished
     end(world, "kind")
     assert running(world) == ["double", "single"]
+    assert under_way(flow) == ["double", "single#2"]
     end(world, "single")
     assert running(world) == ["double", "minus"]
+    assert under_way(flow) == ["double", "minus"]
+    assert [*map(flow.plan.nodes.index, flow.steps_under_way())] == sorted({*range(6)} - flow.finished)
     assert [world.graph.nodes[n].name for n in flow.skipped] == ["add", "single"]
     end(world, "minus")
     assert not flow.done  # the step under way belongs to it
@@ -100,3 +116,26 @@ def test_steps_whose_rows_are_taken_wait_for_all_that_they_read() -> None:
     end(world, "minus")
     assert flow.done
     assert flow.error is None
+
+
+def test_one_comparison_tests_all_members_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, flows = begin_all([0, 0], [1, 0], [0, 0])
+    compared: list[Any] = []
+    passing = rows._passing
+
+    def note(test: Any, numbers: Any) -> Any:
+        compared.append((str(test), numbers.tolist()))
+        return passing(test, numbers)
+
+    monkeypatch.setattr(rows, "_passing", note)
+    end(world, "kind")
+    sure = [True, False, True]
+    assert sorted(compared) == [("not sure", sure), ("sure", sure)]
+    names = [node.name for node in world.graph.nodes]
+    assert [[names[n] for n in flow.skipped] for flow in flows] == [["add", "single"], ["single#2"], ["add", "single"]]
+    # What is only tested is in no slot.
+    (slot,) = flows[0].plan.nodes[names.index("kind")].outputs[1:2]
+    assert all(flow.tensors[slot] is None for flow in flows)
+    while world.go_on():
+        pass
+    assert [flow.done and flow.error for flow in flows] == [None] * 3

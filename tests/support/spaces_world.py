@@ -425,10 +425,18 @@ def padded(value: Any, shape: tuple[int, ...], fill: float) -> Any:
 
 
 class World:
-    """A scheduler with the models of one graph, whose batches end in random order. `has_limits`: queues are bounded."""
+    """A scheduler with the models of one graph, whose batches end in random order. `has_limits`: queues are bounded.
+    `keeps_order`: of all models.
+    """
 
     def __init__(
-        self, config: ModelConfig, rng: random.Random, *, fails: float = 0.0, has_limits: bool = False
+        self,
+        config: ModelConfig,
+        rng: random.Random,
+        *,
+        fails: float = 0.0,
+        has_limits: bool = False,
+        keeps_order: bool = False,
     ) -> None:
         known = available(*MODELS)
         self.config = config
@@ -451,7 +459,11 @@ class World:
                 instances = [object() for _ in range(rng.choice((1, 2)))]
                 levels = Levels(policy=LevelPolicy(max_size=rng.randrange(1, 4))) if has_limits else PLAIN
                 queues[node.model] = ModelQueue(
-                    node.model, Queue(policy, levels), instances, is_pure=fails > 0 and rng.random() < 0.5
+                    node.model,
+                    Queue(policy, levels),
+                    instances,
+                    is_pure=fails > 0 and rng.random() < 0.5,
+                    keeps_order=keeps_order,
                 )
                 self.scheduler.add(queues[node.model])
         self.queues = [queues[node.model] for node in self.graph.nodes]
@@ -459,11 +471,10 @@ class World:
     def submit(self, array: Array) -> Flow:
         flow: Flow
         inputs = [Tensor(array, 0, len(array))]
-        make = SpaceFlow if self.plan.spaces is not None else None
-        if make is None:
+        if self.plan.spaces is None:
             flow = Flow(self.plan, self.queues, inputs, self.now_ns)
         else:
-            flow = make(self.plan, self.queues, inputs, self.now_ns, rows=row_operations)
+            flow = SpaceFlow(row_operations, self.plan, self.queues, inputs, self.now_ns)
         self.scheduler.submit(flow)
         return flow
 

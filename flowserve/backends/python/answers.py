@@ -123,7 +123,7 @@ class AnswerReader:
     def _read_uniform(self, responses: list[InferenceResponse], work: Work) -> Results | None:
         """The results of a batch whose responses are valid, small, and all of the same outputs in the same order, alike
         but for their rows, without errors or parameters. None for any other batch. Nearly every batch is of this kind,
-        and this loop runs for each of its requests.
+        and this loop runs for each of its requests. An array that no request wants is not looked at.
         """
         rows, names = work.rows, work.wanted
         count, head, batches = len(rows), rows[0], self._batches
@@ -133,14 +133,21 @@ class AnswerReader:
             if type(response) is not InferenceResponse or response._error is not None or response._parameters:
                 return None
         first = responses[0]._outputs
+        width = len(first)
         taken: list[list[Array] | None] = [*self._nothing]
         last, is_ordered = -1, True
         try:
             for k, answer in enumerate(first):
                 name, array = answer._name, answer._array
                 output = self._numbers.get(name)
-                if output is None or array is None or name not in names[0]:
+                if output is None or array is None:
                     return None
+                if name not in names[0]:
+                    for m in range(1, count):
+                        answers = responses[m]._outputs
+                        if len(answers) != width or answers[k]._name != name or name in names[m]:
+                            return None
+                    continue
                 j, dtype, rank, fixed = output.facts
                 shape = array.shape
                 if array.dtype is not dtype or len(shape) != rank or (batches and shape[0] != head):
@@ -155,7 +162,7 @@ class AnswerReader:
                 arrays = taken[j] = [array]
                 if count == 1:
                     continue
-                width, inner = len(first), shape[1:]
+                inner = shape[1:]
                 for m in range(1, count):
                     answers = responses[m]._outputs
                     if len(answers) != width:

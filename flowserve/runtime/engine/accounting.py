@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from flowserve.backends.base import Results
 from flowserve.errors import Cancelled, DeadlineExceeded, FlowserveError, InstanceDied, Unavailable
+from flowserve.graph.plan import Plan
 from flowserve.memory.recipe import RECIPES
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, REJECTED, Statistics
@@ -21,7 +22,7 @@ from flowserve.runtime.clock import wall_clock_ms
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import TOOK_NOTHING, Flow, Ticket
 from flowserve.scheduling.scheduler import Scheduler
-from flowserve.scheduling.spaces import SpaceFlow
+from flowserve.scheduling.spaces import SpaceFlow, skipped
 from flowserve.scheduling.streaming.iterations import StreamFlow
 
 # Why a queue gave a ticket up: no room or no time, the instance that had its sequence died, a request before it in its
@@ -139,12 +140,14 @@ def record_finished(flows: Sequence[Flow], now_ns: int) -> None:
     owner: Any = None
     took = TOOK_NOTHING
     rows = 0
+    spread: dict[tuple[Any, ...], int] = {}  # requests by the rows of their spaces
     totals: list[int] = []
     for flow in flows:
         total_ns = now_ns - flow.arrived_ns
         statistics: Statistics = flow.owner.statistics
         if isinstance(flow, SpaceFlow):
-            _record_spaces(flow)
+            key = (flow.owner, flow.plan, *flow.spreads)
+            spread[key] = spread.get(key, 0) + 1
         if isinstance(flow, StreamFlow) and flow.has_answers and not flow.is_answered:  # its first are its last
             statistics.first_answered(total_ns)
         if flow.error is not None:
@@ -160,14 +163,17 @@ def record_finished(flows: Sequence[Flow], now_ns: int) -> None:
         totals.append(total_ns)
     if totals:
         _record_totals(owner, rows, totals, took, now_ns)
+    for (deployment, plan, *spreads), requests in spread.items():
+        _record_spaces(deployment, plan, spreads, requests)
 
 
-def _record_spaces(flow: SpaceFlow) -> None:
-    """Record which rows the spaces of a request had, and which steps were skipped."""
-    for n in flow.skipped:
-        flow.owner.traffic[n].skipped += 1
-    for space, spread in flow.spreads.items():
-        flow.owner.space_traffic[space - 1].began(spread.rows, spread.parent_rows)
+def _record_spaces(owner: Any, plan: Plan, spreads: Sequence[Any], requests: int) -> None:
+    """Record which rows the spaces of so many requests had, and which steps were skipped."""
+    for n in skipped(plan, spreads):
+        owner.traffic[n].skipped += requests
+    for traffic, spread in zip(owner.space_traffic, spreads[1:], strict=True):
+        if spread is not None:
+            traffic.began(spread.rows, spread.parent_rows, requests)
 
 
 def _record_totals(owner: Any, rows: int, totals: Sequence[int], took: Sequence[int], now_ns: int) -> None:

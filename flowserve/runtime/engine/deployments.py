@@ -430,7 +430,7 @@ def _as_it_responds(config: ModelConfig, graph: Graph) -> ModelConfig:
 def _flow_makers(graph: Graph, plan: Plan, gauges: Sequence[NodeTraffic]) -> tuple[MakeFlow, MakeFlow]:
     nesting = plan.nesting
     if graph.spaces:
-        make_parts = partial(SpaceFlow, rows=rows)
+        make_parts = partial(SpaceFlow, rows)
         return make_parts, make_parts
     if nesting is None and not graph.is_decoupled:
         return Flow, Flow

@@ -178,7 +178,9 @@ class Iteration(Flow):
     def is_last_reader(self, slot: int) -> bool:
         return super().is_last_reader(slot) and not self.stream.nesting.below[slot]
 
-    def finish_step(self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int) -> list[Ticket]:
+    def finish_step(
+        self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int, shared: dict[Any, Any]
+    ) -> list[Ticket]:
         """As `Flow.finish_step`. The returned tickets may belong to other iterations, and to other requests if slots
         are shared.
         """
