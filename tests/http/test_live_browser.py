@@ -169,6 +169,16 @@ def test_the_page_asks_for_a_missing_key_and_lists_models_with_it(page: Page) ->
     ]
 
 
+def test_deployments_with_about_the_same_traffic_keep_their_order_and_numbers_count(page: Page) -> None:
+    order = """(...rates) => {
+      const found = rates.map((rate, i) => ({ name: `step_${[10, 2][i]}`, version: 1, rate, total: 0 }));
+      return found.sort(compare).map((one) => one.name);
+    }"""
+    first, second = "step_2", "step_10"
+    shown = page.run(f"[[100, 100], [130, 100], [120, 131], [260, 131], [126, 131]].map((one) => ({order})(...one))")
+    assert shown == [[first, second], [first, second], [first, second], [second, first], [first, second]]
+
+
 def test_names_and_errors_are_shown_unchanged_and_no_script_in_them_runs(page: Page) -> None:
     choose(page, MARKUP)
     page.until("document.querySelectorAll('#picture [data-node]').length === 1")

@@ -9,9 +9,19 @@ const stateOf = (row) => (row.state ? row.state.toLowerCase() : "not loaded");
 const placeOf = (key, graph = "") => `${graph}\n${key}`;
 
 // The order changes only where traffic does by a factor of two, and not while the list is in use.
-const size = (figure) => Math.floor(Math.log2(1 + (figure || 0)));
-const compare = (a, b) => size(b.rate) - size(a.rate) || size(b.total) - size(a.total) ||
-  (a.name === b.name ? a.version - b.version : a.name < b.name ? -1 : 1);
+const sizes = new Map(); // by key of a deployment: of its rate, as long as that stays within a factor of two
+const names = new Intl.Collator("en", { numeric: true }); // step_2 before step_10
+const size = (figure) => Math.log2(1 + (figure || 0));
+const compare = (a, b) => sizeOf(b) - sizeOf(a) || Math.floor(size(b.total)) - Math.floor(size(a.total)) ||
+  names.compare(a.name, b.name) || a.version - b.version;
+
+function sizeOf(row) {
+  const key = keyOf(row.name, row.version);
+  const before = sizes.get(key);
+  const now = size(row.rate);
+  if (before === undefined || Math.abs(now - before) >= 1) sizes.set(key, now);
+  return Math.floor(sizes.get(key));
+}
 
 function sorted(keys) {
   if (tree.length && $("list").matches(":hover, :focus-within")) {
