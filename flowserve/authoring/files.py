@@ -99,7 +99,10 @@ def onnx_model(
     """
     place, path = calling_line(), Path(file).resolve()
     if not path.is_file():
-        raise Problems([Problem(f"there is no file '{file}'", place, "B4")])
+        hint = did_you_mean(path.name, [one.name for one in path.parent.glob("*.onnx")])
+        if not hint and not Path(file).is_absolute():
+            hint = f"a relative path starts at the current folder, {Path.cwd()}"
+        raise Problems([Problem(f"there is no file '{file}'", place, "B4", hint)])
     try:
         config: dict[str, Any] = {"name": check_name(name or path.stem), "backend": "onnxruntime"}
     except Invalid as error:

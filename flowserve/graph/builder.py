@@ -48,7 +48,9 @@ def parse_tensor(name: str, text: str) -> TensorSpec:
         raise Invalid(f"tensor '{name}': {text!r} is not a data type with dims, as in 'FP32[3,224,224]' or 'BYTES[1]'")
     dtype, dims, optional = match.groups()
     if dtype not in BY_WIRE:
-        hint = did_you_mean(dtype.upper(), BY_WIRE) or f"known are {', '.join(BY_WIRE)}"
+        is_string = dtype.upper() in ("STRING", "STR", "TYPE_STRING")
+        hint = "strings are BYTES here" if is_string else did_you_mean(dtype.upper(), BY_WIRE)
+        hint = hint or f"known are {', '.join(BY_WIRE)}"
         raise Invalid(f"tensor '{name}': there is no data type '{dtype}' ({hint})")
     words = [word.strip() for word in dims.split(",") if word.strip()]
     try:

@@ -354,6 +354,7 @@ def test_a_declaration_needs_integers_and_no_coroutine_function() -> None:
     [
         ({"X": "FP32[4]", "Y": "FP32[4]"}, {"Z": "FP32[4]"}, "function 'once' does not take 2 arrays: it is once(x"),
         ({"X": "FP23[4]"}, {"Z": "FP32[4]"}, "there is no data type 'FP23' (did you mean \"FP32\"?)"),
+        ({"X": "STRING[1]"}, {"Z": "FP32[4]"}, "there is no data type 'STRING' (strings are BYTES here)"),
         ({"X": "FP32[4]"}, {"Z": "FP32[4]?"}, "output 'Z' is optional; a function returns all of its outputs"),
         ({"X": "FP32[*]"}, {"Z": "FP32[4]"}, "tensor 'X' is ragged ([*]), and nothing is batched: write -1"),
         ({"X": "FP32"}, {"Z": "FP32[4"}, "tensor 'X': 'FP32' is not a data type with dims"),
@@ -439,6 +440,10 @@ def test_a_part_that_cannot_be_read_is_refused_at_its_line(tmp_path: Path) -> No
     assert refused.value.problems[0].place is not None
     assert refused.value.problems[0].place.line == line(2)
     (tmp_path / "bad.onnx").write_bytes(b"no model")
+    with pytest.raises(Problems, match=r'did you mean "bad\.onnx"'):
+        onnx_model(tmp_path / "bat.onnx")
+    with pytest.raises(Problems, match="a relative path starts at the current folder, "):
+        onnx_model("nowhere/none.onnx")
     with pytest.raises(Problems) as refused:
         onnx_model(tmp_path / "bad.onnx")
     assert refused.value.problems[0].place is not None

@@ -41,7 +41,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], lis
     (home / "round_trip_functions.py").write_text(FUNCTIONS)
     (home / "folder" / "1").mkdir(parents=True)
     (home / "folder" / "config.pbtxt").write_text(FOLDER)
-    (home / "folder" / "1" / "model.py").write_text("class TritonPythonModel: pass\n")
+    (home / "folder" / "1" / "model.py").write_text("class TritonPythonModel: execute = print\n")
     sys.path.insert(0, str(home))
     import round_trip_functions as functions  # type: ignore[import-not-found]
 
