@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -83,3 +84,21 @@ def test_the_metadata_describe_the_package(source: Path, tmp_path: Path) -> None
     assert "Typing :: Typed" in classifiers
     assert "Programming Language :: Python :: 3.11" in classifiers
     assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_all("Project-URL") is None  # no file knows the address
+
+
+def test_the_package_has_the_links_of_the_repository_that_builds_it(source: Path, tmp_path: Path) -> None:
+    address = {"FLOWSERVE_REPOSITORY_URL": "https://example.org/some/flowserve/"}
+    expected = [
+        "Source, https://example.org/some/flowserve",
+        f"Documentation, https://example.org/some/flowserve/tree/v{__version__}/docs",
+        f"Changelog, https://example.org/some/flowserve/blob/v{__version__}/docs/changelog.md",
+        "Issues, https://example.org/some/flowserve/issues",
+    ]
+    assert _metadata(build(source, tmp_path, environment=address)).get_all("Project-URL") == expected
+    archive = build(source, tmp_path, "sdist", environment=address)
+    shutil.unpack_archive(archive, tmp_path, filter="data")
+    wheel = build(tmp_path / archive.name.removesuffix(".tar.gz"), tmp_path / "wheel")
+    assert _metadata(wheel).get_all("Project-URL") == expected  # of the archive, where the build has no address
+    with pytest.raises(AssertionError, match=r"FLOWSERVE_REPOSITORY_URL: expected https://\.\.\., got 'flowserve'"):
+        build(source, tmp_path, environment={"FLOWSERVE_REPOSITORY_URL": "flowserve"})

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-OF_BUILDS = ("FLOWSERVE_ONNXRUNTIME", "SOURCE_DATE_EPOCH")
+OF_BUILDS = ("FLOWSERVE_ONNXRUNTIME", "FLOWSERVE_REPOSITORY_URL", "SOURCE_DATE_EPOCH")
 Kind = Literal["wheel", "sdist", "editable"]
 
 
