@@ -18,7 +18,7 @@ from flowserve.config.types import OFF
 from flowserve.errors import Invalid, Unavailable
 from flowserve.memory.devices import devices
 from flowserve.runtime.embedding.embedded import ArrayLike, AsyncEngine, Embedding, RequestOptions, is_on_trio
-from flowserve.runtime.embedding.engine_thread import AsyncioEngine, BlockingEngine
+from flowserve.runtime.embedding.engine_thread import AsyncioEngine, BlockingEngine, open_on_asyncio
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.workers.factory import PYTHON_EXECUTION
 from flowserve.values import Array
@@ -151,7 +151,7 @@ class Engine:
     async def __aenter__(self) -> AsyncEngine:
         if is_on_trio():
             return await self._embedding.__aenter__()
-        self._on_asyncio = await AsyncioEngine.open(self._embedding)
+        self._on_asyncio = await open_on_asyncio(self._embedding)
         return cast("AsyncEngine", self._on_asyncio)  # it has the same methods
 
     async def __aexit__(

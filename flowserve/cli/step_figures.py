@@ -27,7 +27,7 @@ from flowserve.memory.devices import devices
 from flowserve.memory.raw import bytes_in
 from flowserve.observe.trace import BACKEND_OUTPUT, QUEUE_INPUT, Execution, TensorSeen, Trace
 from flowserve.runtime.clock import SECOND_NS, running_clock
-from flowserve.runtime.embedding.embedded import AsyncEngine, Embedding, RequestOptions, new_request, prepare
+from flowserve.runtime.embedding.embedded import AsyncEngine, Embedding, RequestOptions, engine_of, new_request, prepare
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.values import BY_WIRE, Array, DType
 
@@ -172,7 +172,7 @@ class _Sender:
 
     async def send(self, inputs: Mapping[str, Array], *, has_tensors: bool) -> Trace:
         """One request, all of whose responses are taken. Raises FlowserveError."""
-        engine = self._engine.engine
+        engine = engine_of(self._engine)
         request = new_request(inputs, self._options())
         traces: list[Trace] = []
         watch = engine.tracing.watch(traces.append, has_tensors=has_tensors)

@@ -52,6 +52,19 @@ def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(limited())
 
 
+def test_completion_offers_the_documented_names_only() -> None:
+    documented = {"index", "infer", "load", "statistics", "stream", "unload"}
+
+    async def offered() -> set[str]:
+        async with Engine(one_step(double, "g")) as engine:
+            return {name for name in dir(engine) if not name.startswith("_")}
+
+    assert asyncio.run(offered()) == {*documented, "close"}
+    assert trio.run(offered) == documented
+    with Engine(one_step(double, "g")) as engine:
+        assert {name for name in dir(engine) if not name.startswith("_")} == {*documented, "close"}
+
+
 def test_infer_takes_and_returns_arrays_and_raises_the_engines_errors() -> None:
     async def work() -> None:
         async with Engine(one_step(double, "doubled")) as engine:

@@ -107,10 +107,10 @@ class AsyncEngine:
         """As `flowserve.Engine.statistics`. Does not wait."""
         return self._engine.deployments.statistics(name, str(version) if version else "")
 
-    @property
-    def engine(self) -> Engine:
-        """The engine itself, for engine_thread.py."""
-        return self._engine
+
+def engine_of(embedded: AsyncEngine) -> Engine:
+    """The engine itself. It is no attribute that a user's editor would offer."""
+    return embedded._engine
 
 
 class Stream:

@@ -26,6 +26,7 @@ from flowserve.runtime.embedding.embedded import (
     AsyncEngine,
     RequestOptions,
     Stream,
+    engine_of,
     keep,
     new_request,
     prepare,
@@ -176,7 +177,7 @@ class EngineThread:
             while self._new_calls:
                 self._new_calls.popleft().end(Unavailable("the engine is closed"))
             return
-        engine = self.engine.engine
+        engine = engine_of(self.engine)
         engine.begin_events()
         try:
             while self._new_calls:
@@ -310,22 +311,6 @@ class AsyncioEngine:
     def __init__(self, thread: EngineThread) -> None:
         self._thread = thread
 
-    @classmethod
-    async def open(cls, embedding: AbstractAsyncContextManager[AsyncEngine]) -> AsyncioEngine:
-        """Returns when all models are loaded. Raises the error of opening."""
-        opened = _Notice()
-        thread = EngineThread(embedding, opened.give)
-        engine = cls(thread)
-        try:
-            await opened.taken
-        except BaseException:
-            await engine.close()
-            raise
-        if thread.error is not None:
-            thread.join()
-            raise thread.error
-        return engine
-
     async def infer(
         self, name: str, inputs: Mapping[str, ArrayLike], *, version: int = 0, **options: Unpack[RequestOptions]
     ) -> dict[str, Array]:
@@ -350,15 +335,15 @@ class AsyncioEngine:
         self, name: str, *, config: Mapping[str, Any] | str = "", files: Mapping[str, bytes] = NO_FILES
     ) -> None:
         """As `flowserve.Engine.load`, awaited."""
-        await self.run(partial(self._thread.engine.load, name, config=config, files=files))
+        await self._run(partial(self._thread.engine.load, name, config=config, files=files))
 
     async def unload(self, name: str, *, dependents: bool = False) -> None:
         """As `flowserve.Engine.unload`, awaited."""
-        await self.run(partial(self._thread.engine.unload, name, dependents=dependents))
+        await self._run(partial(self._thread.engine.unload, name, dependents=dependents))
 
     async def index(self) -> list[dict[str, str]]:
         """As `flowserve.Engine.index`, awaited."""
-        return await self.run(self._thread.engine.index)
+        return await self._run(self._thread.engine.index)
 
     def statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
         """As `flowserve.Engine.statistics`. Blocks until the engine's thread has read them, after its current step."""
@@ -374,12 +359,12 @@ class AsyncioEngine:
         self._thread.close()
         await asyncio.shield(asyncio.to_thread(self._thread.join))
 
-    def post(self, function: Callable[[], object]) -> None:
+    def _post(self, function: Callable[[], object]) -> None:
         """Call it on the engine's thread, if the engine is not closed."""
         with suppress(Unavailable):
             self._thread.post(function)
 
-    async def run(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def _run(self, work: Callable[[], Awaitable[T]]) -> T:
         """Await it on the engine's thread. Cancelling the caller cancels it."""
         ended, scope = _Notice(), trio.CancelScope()
         results: list[T] = []
@@ -404,13 +389,29 @@ class AsyncioEngine:
         try:
             await ended.taken
         except asyncio.CancelledError:
-            self.post(scope.cancel)
+            self._post(scope.cancel)
             raise
         if errors:
             raise errors[0]
         if not results:
             raise Unavailable("the engine is closed")
         return results[0]
+
+
+async def open_on_asyncio(embedding: AbstractAsyncContextManager[AsyncEngine]) -> AsyncioEngine:
+    """Returns when all models are loaded. Raises the error of opening."""
+    opened = _Notice()
+    thread = EngineThread(embedding, opened.give)
+    engine = AsyncioEngine(thread)
+    try:
+        await opened.taken
+    except BaseException:
+        await engine.close()
+        raise
+    if thread.error is not None:
+        thread.join()
+        raise thread.error
+    return engine
 
 
 class AsyncioStream:
@@ -425,14 +426,14 @@ class AsyncioStream:
         async def begin() -> Stream:
             return self._begin()
 
-        self._stream = await self._engine.run(begin)
+        self._stream = await self._engine._run(begin)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._stream is not None:
-            self._engine.post(self._stream.leave)
+            self._engine._post(self._stream.leave)
 
     def __aiter__(self) -> AsyncIterator[dict[str, Array]]:
         return self._responses()
@@ -442,7 +443,7 @@ class AsyncioStream:
             raise Unsupported(
                 "the responses of a stream are taken in its block: `async with engine.stream(...) as answers`"
             )
-        while (answer := await self._engine.run(partial(_next, self._stream))) is not None:
+        while (answer := await self._engine._run(partial(_next, self._stream))) is not None:
             yield answer
 
 
