@@ -214,15 +214,10 @@ class SpaceFlow(Flow):
         plan: Plan,
         queues: Sequence[Any],
         inputs: Sequence[Facts | None],
-        arrived_ns: int,
-        stamp: int = 0,
-        request: Any = None,
-        owner: Any = None,
-        priority: int = 0,
-        timeout_ns: int = 0,
+        *facts: Any,
     ) -> None:
         """As `Flow`; `rows` works on the tensors."""
-        Flow.__init__(self, plan, queues, inputs, arrived_ns, stamp, request, owner, priority, timeout_ns)
+        super().__init__(plan, queues, inputs, *facts)
         assert plan.spaces is not None
         self.rows = rows
         self.live: dict[Part, None] = {}
@@ -245,7 +240,7 @@ class SpaceFlow(Flow):
         return {*self.skipped, *(n for n in range(len(self.plan.nodes)) if self.missing[n] == _OVER)}
 
     def begin(self, changed: Callable[[Any], None] | None = None) -> list[Ticket]:
-        tickets = Flow.begin(self)
+        tickets = super().begin()
         assert self.plan.spaces is not None
         if self.plan.spaces.first:
             self._go_on([*self.plan.spaces.first], tickets)

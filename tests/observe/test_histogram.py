@@ -83,3 +83,19 @@ def test_the_edges_include_tritons_and_every_common_batch_size() -> None:
 def test_no_part_of_a_duration_histogram_is_wider_than_a_few_percent() -> None:
     assert list(FINE_DURATION_EDGES_NS) == sorted(set(FINE_DURATION_EDGES_NS))
     assert max(high / low for low, high in pairwise(FINE_DURATION_EDGES_NS)) < 1.032
+
+
+def test_the_models_of_a_graph_do_not_add_up_their_records_during_the_same_request() -> None:
+    models = [Statistics(f"step_{n}", 1) for n in range(4)]
+    added_up = []
+    for request in range(1, 1025):
+        for one in models:
+            before = one.success_count
+            one.ran(1, 1, 5, 0, 1, 1, 1, request)
+            if one.success_count > before:
+                added_up.append(request)
+    assert len(added_up) >= len(models)
+    assert len(set(added_up)) == len(added_up)
+    for one in models:
+        one.add_up()
+    assert [one.success_count for one in models] == [1024] * len(models)

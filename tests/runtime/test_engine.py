@@ -187,7 +187,7 @@ async def test_an_exception_whose_caller_has_left_is_logged_once(caplog: pytest.
             nursery.cancel_scope.cancel()
         may_raise.set()
         with trio.fail_after(30):
-            while not caplog.records:  # noqa: ASYNC110
+            while not caplog.records:  # noqa: ASYNC110  # the log has no event
                 await trio.sleep(0.01)
     assert caplog.messages == ["model 'late', instance 'late_0' failed: too late"]
     assert caplog.text.count("Traceback") == 1

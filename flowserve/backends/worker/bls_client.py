@@ -41,6 +41,7 @@ from flowserve.backends.base import (
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import (
     ANCILLARY_BYTES,
+    CLOSE_ON_EXEC,
     MESSAGE_BYTES_MAX,
     decode_error,
     pack,
@@ -257,9 +258,7 @@ class WorkerBlsClient:
         """Handle one message. False if there is none, or the server is gone."""
         assert self._socket is not None
         try:
-            packed, ancillary, _, _ = self._socket.recvmsg(
-                MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC | flags
-            )
+            packed, ancillary, _, _ = self._socket.recvmsg(MESSAGE_BYTES_MAX, ANCILLARY_BYTES, CLOSE_ON_EXEC | flags)
         except BlockingIOError:
             return False
         except OSError:

@@ -36,7 +36,6 @@ log = logging.getLogger("flowserve.child")
 # The least time between two checks whether the GPU is lost: a check takes 50 us where no driver is loaded, and a model
 # may refuse every other request. After a loss all requests fail, so the next check finds it.
 _LOOK_EVERY_NS: Final = 100_000_000
-_MSG_CMSG_CLOEXEC: Final = int(socket.MSG_CMSG_CLOEXEC)  # reading the enum takes longer than the system call
 _PLAIN_REQUEST: Final = Request({}, None, *protocol.PLAIN_FACTS)  # its attributes are only read
 _CANCELLED_MAX: Final = 1 << 12  # batches that were cancelled before they came, within milliseconds, are remembered
 
@@ -110,7 +109,7 @@ class Driver:
         """The next message that is not about memory or routes, None if the server has ended. Raises Garbled."""
         while True:
             packed, ancillary, _, _ = self._socket.recvmsg(
-                protocol.MESSAGE_BYTES_MAX, protocol.ANCILLARY_BYTES, _MSG_CMSG_CLOEXEC
+                protocol.MESSAGE_BYTES_MAX, protocol.ANCILLARY_BYTES, protocol.CLOSE_ON_EXEC
             )
             if not packed:
                 return None

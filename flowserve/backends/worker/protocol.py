@@ -64,6 +64,8 @@ MESSAGE_BYTES_MAX: Final = 32 * 1024
 ERROR_CHARACTERS_MAX: Final = 4096
 # Room for the one descriptor that a message may carry.
 ANCILLARY_BYTES: Final = 64
+# A descriptor that is received is closed on exec. A number: an operation on the enumeration's member costs 0.5 us.
+CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
 
 # ---- server to worker process
 # ATTACH segment, with a descriptor: memory that inputs will be in. Segment numbers are unique in a server: those that a

@@ -33,6 +33,7 @@ from trio.lowlevel import wait_readable
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import (
     ANCILLARY_BYTES,
+    CLOSE_ON_EXEC,
     MESSAGE_BYTES_MAX,
     Garbled,
     descriptors,
@@ -53,7 +54,6 @@ _ROUNDS_MAX: Final = 4
 _EARLY_MAX: Final = 1000
 _BLOCKS_MAX: Final = 1000  # that a RELEASE names: it fits into a message
 _MSG_CTRUNC: Final = int(socket.MSG_CTRUNC)  # an operation on the enumeration's member takes microseconds
-_MSG_CMSG_CLOEXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
 # A message: its kind, its words (the first of which is not for the reader), its text.
 Message = tuple[int, Sequence[int], bytes]
 _NO_UPDATE: Final = (0, 0)
@@ -287,9 +287,7 @@ class Channel:
         """
         while True:
             try:
-                received, ancillary, flags, _ = self._socket.recvmsg(
-                    MESSAGE_BYTES_MAX, ANCILLARY_BYTES, _MSG_CMSG_CLOEXEC
-                )
+                received, ancillary, flags, _ = self._socket.recvmsg(MESSAGE_BYTES_MAX, ANCILLARY_BYTES, CLOSE_ON_EXEC)
             except BlockingIOError:
                 return None
             except ConnectionError:

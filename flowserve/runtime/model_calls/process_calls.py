@@ -24,6 +24,7 @@ from flowserve.backends.worker.protocol import (
     ANCILLARY_BYTES,
     ATTACH,
     CALL,
+    CLOSE_ON_EXEC,
     DROP,
     LEAVE,
     MESSAGE_BYTES_MAX,
@@ -126,7 +127,7 @@ class ProcessCalls:
                     return
                 try:
                     message, ancillary, flags, _ = self._socket.recvmsg(
-                        MESSAGE_BYTES_MAX, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                        MESSAGE_BYTES_MAX, ANCILLARY_BYTES, CLOSE_ON_EXEC
                     )
                 except BlockingIOError:
                     return
