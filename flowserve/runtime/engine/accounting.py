@@ -37,9 +37,11 @@ def record_batch(
     now_ns: int,
     input_bytes: Sequence[int] = (),
     regathered: Sequence[int] = (),
+    later_ns: tuple[int, int, int] = (0, 0, 0),
 ) -> None:
     """Record one batch that ran, and its durations in the flows of ensembles. `input_bytes`: of each input, if the
-    outcome does not have them. `regathered`: as `find_regathered` found it.
+    outcome does not have them. `regathered`: as `find_regathered` found it. `later_ns`: the durations (input, infer,
+    output) of later stages of its route, which are added to the flows' as well.
     """
     tickets = batch.tickets
     present = present_tickets(statistics, tickets) if statistics.left else tickets
@@ -81,6 +83,7 @@ def record_batch(
     else:
         _share_out(batch, outcome)
         members = [ticket for ticket in tickets if ticket.flow.plan.graph.is_ensemble]
+    input_ns, infer_ns, output_ns = input_ns + later_ns[0], infer_ns + later_ns[1], output_ns + later_ns[2]
     before = after = None
     for ticket in members:
         flow = ticket.flow.whole
@@ -97,40 +100,37 @@ def record_stages(
     """Record what the stages of a batch's route made, one after the other. `has_failed`: the stage after them failed.
     `regathered`: of the first stage.
     """
-    route, tickets, rows = batch.route, batch.tickets, batch.rows
+    route, rows = batch.route, batch.rows
     assert route is not None
-    since_ns = batch.started_ns
+    owner, count = batch.tickets[0].flow.owner, len(batch.tickets)
     last = len(made) - 1
-    for i, results in enumerate(made):
+    inputs_ns = infers_ns = outputs_ns = 0  # of the stages that are recorded here
+    since_ns = made[0].computed_ns
+    for i in range(1, last + 1):
+        results = made[i]
         is_over_ns = results.computed_ns if i < last or has_failed else now_ns
         statistics: Statistics = route.queues[i].statistics
         sizes = results.taken
-        if i and not sizes:
+        if not sizes:
             sizes = []
             for of, j in route.reads[i - 1]:
                 sizes.append(made[of].placed[j])  # a comprehension is one more call
-        if not i:
-            record_batch(statistics, batch, results, is_over_ns, (), regathered)
-        elif statistics.left or results.errors:
+        if statistics.left or results.errors:
             stage = batch.stage(i)
             stage.begin_at(since_ns)
             record_batch(statistics, stage, results, is_over_ns, sizes, range(len(sizes)))
         else:  # as `record_batch`, for a stage without failures, which is queued and started at `since_ns`
             input_ns, infer_ns = results.gathered_ns - since_ns, results.computed_ns - results.gathered_ns
             output_ns = is_over_ns - results.computed_ns
-            count, total_ns = len(tickets), is_over_ns - since_ns
-            statistics.ran(rows or 1, count, total_ns, 0, input_ns, infer_ns, output_ns, is_over_ns)
-            traffic: NodeTraffic = tickets[0].flow.owner.traffic[route.nodes[i].index]
+            statistics.ran(rows or 1, count, is_over_ns - since_ns, 0, input_ns, infer_ns, output_ns, is_over_ns)
+            traffic: NodeTraffic = owner.traffic[route.nodes[i].index]
             # All inputs come from this batch.
             traffic.ran(rows, results.placed, sizes, results.copied, range(len(sizes)))
-            before = after = None
-            for ticket in tickets:
-                flow = ticket.flow.whole
-                if flow.took is not before or after is None:
-                    before = flow.took
-                    after = before[0], before[1] + input_ns, before[2] + infer_ns, before[3] + output_ns
-                flow.took = after
+            inputs_ns, infers_ns, outputs_ns = inputs_ns + input_ns, infers_ns + infer_ns, outputs_ns + output_ns
         since_ns = results.computed_ns
+    first_ns = made[0].computed_ns if last or has_failed else now_ns
+    later_ns = inputs_ns, infers_ns, outputs_ns
+    record_batch(route.queues[0].statistics, batch, made[0], first_ns, (), regathered, later_ns)
 
 
 def record_finished(flows: Sequence[Flow], now_ns: int) -> None:
@@ -148,7 +148,7 @@ def record_finished(flows: Sequence[Flow], now_ns: int) -> None:
         if isinstance(flow, SpaceFlow):
             key = (flow.owner, flow.plan, *flow.spreads)
             spread[key] = spread.get(key, 0) + 1
-        if isinstance(flow, StreamFlow) and flow.has_answers and not flow.is_answered:  # its first are its last
+        elif isinstance(flow, StreamFlow) and flow.has_answers and not flow.is_answered:  # its first are its last
             statistics.first_answered(total_ns)
         if flow.error is not None:
             # Of a failed step, its model has counted the reason.
