@@ -2,15 +2,15 @@
 
 A segment runs as one hop, so no path of a graph may leave it and come back: what is on such a path waits for the
 segment, which waits for it. Decides what such a path is, and its text. The other rules about placement files need no
-graph (config/placement.py). Callers: cli/.
+graph (config/placement.py). Callers: cli/, and loading, which warns: a server runs such steps one by one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from flowserve.config.placement import PlacementFile
+from flowserve.config.placement import ModelPlace, PlacementFile
 from flowserve.errors import Problem
 from flowserve.graph.plan import openers
 from flowserve.graph.types import GRAPH, Graph
@@ -20,20 +20,26 @@ def broken_segments(placement: PlacementFile, graphs: Iterable[Graph]) -> Iterat
     """The violations of P7, one for each segment and graph, where the file names the model that a path comes back
     to.
     """
-    graphs = [*graphs]
-    for segment in dict.fromkeys(place.segment for place in placement.places.values() if place.segment):
-        models = {name for name, place in placement.places.items() if place.segment == segment}
-        for graph in graphs:
-            path = path_outside(graph, models)
-            if path:
-                names = " -> ".join(graph.nodes[n].name for n in path)
-                text = f"a path of '{graph.name}' leaves segment '{segment}' and comes back: {names}"
-                between = ", ".join(
-                    f"'{name}'" for name in dict.fromkeys(graph.nodes[n].model.name for n in path[1:-1])
-                )
-                back = placement.places[graph.nodes[path[-1]].model.name]
-                hint = f"name {between} in it too, or divide it into two segments"
-                yield Problem(text, placement.source.place(back.path), "P7", hint)
+    for graph in graphs:
+        for segment, path in paths_outside(graph, placement.places):
+            between = ", ".join(f"'{name}'" for name in dict.fromkeys(graph.nodes[n].model.name for n in path[1:-1]))
+            back = placement.places[graph.nodes[path[-1]].model.name]
+            hint = f"name {between} in it too, or divide it into two segments"
+            yield Problem(way_back(graph, segment, path), placement.source.place(back.path), "P7", hint)
+
+
+def paths_outside(graph: Graph, places: Mapping[str, ModelPlace]) -> Iterator[tuple[str, list[int]]]:
+    """The segments of `places`, by model, that a path of the graph leaves and comes back to, each with the path."""
+    for segment in dict.fromkeys(place.segment for place in places.values() if place.segment):
+        path = path_outside(graph, {name for name, place in places.items() if place.segment == segment})
+        if path:
+            yield segment, path
+
+
+def way_back(graph: Graph, segment: str, path: Sequence[int]) -> str:
+    """A sentence about one of `paths_outside`."""
+    names = " -> ".join(graph.nodes[n].name for n in path)
+    return f"a path of '{graph.name}' leaves segment '{segment}' and comes back: {names}"
 
 
 def path_outside(graph: Graph, models: Collection[str]) -> list[int]:

@@ -319,3 +319,20 @@ async def test_a_diamond_is_one_hop_if_its_first_model_is_in_the_segment(tmp_pat
             (error,) = await ask_each(engine, [row(1, 2, 1)])
             assert "one fails" in str(error)
             assert seen.passed() == [(4, 3)]
+
+
+async def test_a_segment_that_a_path_leaves_and_comes_back_to_is_run_step_by_step_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_chain(tmp_path, pid=False)
+    with local_cluster(1) as cluster:
+        async with serving(tmp_path, cluster, placed(names=("first", "third"))) as (engine, _):
+            (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+            assert warning == (
+                "a path of 'chain' leaves segment 'text' and comes back: first -> second -> third: "
+                "the steps of the segment run one by one [P7]"
+            )
+            seen = Seen(engine)
+            (answer,) = await ask_each(engine, [row(1, 9, 0)])
+            assert isinstance(answer, float)
+            assert seen.passed() == [(0, 0)] * 3

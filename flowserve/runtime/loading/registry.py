@@ -15,7 +15,8 @@ import trio
 
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Unavailable
-from flowserve.graph.types import ModelKey
+from flowserve.graph.segments import paths_outside, way_back
+from flowserve.graph.types import Graph, ModelKey
 from flowserve.repository.read import ReadModel, output_labels
 from flowserve.repository.resolve import Containment, Resolution, resolve, steps_of
 from flowserve.runtime.engine.deployments import Entry
@@ -204,6 +205,7 @@ class Registry:
                 for version in built[name].loaded if name in built else ():
                     self._engine.deployments.statistics_of(ModelKey(name, version)).was_loaded(seconds)
                 self.report(LoadEvent(name, "ready", seconds=seconds))
+                self._warn_of_segments(next(iter(graphs)))
                 continue
             error = self.failed[name] = resolution.failed[name]
             if self.is_serving(name):
@@ -212,6 +214,10 @@ class Registry:
                 self.report(LoadEvent(name, "failed", str(error)))
             self._engine.deployments.withdraw_name(name, str(error))
         return lost
+
+    def _warn_of_segments(self, graph: Graph) -> None:
+        for segment, path in paths_outside(graph, self._engine.options.places):
+            log.warning("%s: the steps of the segment run one by one [P7]", way_back(graph, segment, path))
 
     def _retire(self, name: str, keep: Collection[ModelKey]) -> list[Generation]:
         """Retire the current generations of a name, except `keep`, which have been replaced already."""
