@@ -194,6 +194,7 @@ class Results:
     `parameters[m]`: response parameters of member m. `rescheduled`: members that are not answered but run again, in a
     model of iterative sequences; of their outputs only states are used. `taken[i]`: bytes of input
     i, which the worker sets. `notes`: how the outputs differ from the configuration; only outputs that these name may.
+    `raised`: what the model raised after it had responded to some members; the others have it in `errors`.
     """
 
     outputs: Sequence[Sequence[Tensor | None]]
@@ -206,6 +207,7 @@ class Results:
     rescheduled: Sequence[int] = ()
     taken: Sequence[int] = ()
     notes: OutputNotes | None = None
+    raised: FlowserveError | None = None
 
 
 class Instance(Protocol):
