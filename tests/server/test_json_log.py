@@ -102,6 +102,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for place in ELSEWHERE:
         late = f"answers_and_raises_{place}"
         write_model(folder, late, f"{CONFIG % place} {DECOUPLED}", {"1/model.py": ANSWERS_AND_RAISES})
+        answers_and_returns = ANSWERS_AND_RAISES.replace('raise ValueError("afterwards")', 'return ["nothing"]')
+        late = f"answers_and_returns_{place}"
+        write_model(folder, late, f"{CONFIG % place} {DECOUPLED}", {"1/model.py": answers_and_returns})
         for kind, execute in (("returns", "def"), ("returns_later", "async def")):
             write_model(folder, f"{kind}_{place}", f"{CONFIG % place} {DECOUPLED}", {"1/model.py": RETURNS % execute})
     write_model(folder, "coroutine", f"{CONFIG % ELSEWHERE[-1]} {DECOUPLED}", {"1/model.py": COROUTINE})
@@ -241,6 +244,17 @@ def test_a_decoupled_model_that_returns_something_has_one_line_for_each_request(
     assert (record["trace_id"], record["span_id"], record["request_id"]) == (TRACE, SPAN, "r1")
     assert "must return None" in record["message"]
     assert "exception" not in record
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_a_decoupled_model_that_returns_something_after_its_responses_has_one_line(
+    place: str, served: Served, logged: Callable[[], list[dict[str, Any]]]
+) -> None:
+    assert _generate(served, f"answers_and_returns_{place}").status_code == 200
+    (record,) = _until(logged, 1)
+    assert (record["trace_id"], record["span_id"]) == (TRACE, SPAN)
+    assert "must return None" in record["message"]
 
 
 @pytest.mark.server
