@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, Protocol, runtime_checkable
 
+from flowserve.config.suggest import misnamed
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError, Invalid, Problem, Problems, Unsupported
 from flowserve.memory.column import Column
@@ -83,6 +84,10 @@ class ModelFiles:
             if (self.folder / name).exists():
                 return f"it is one folder too high: move {self.shown(self.folder / name)} into {where}/"
             return f"folder {where} is empty; put the file there"
+        if probably := misnamed(found, [name]):
+            return (
+                f"{where}/{probably[0]} is not read; did you mean {name}? default_model_filename can name another file"
+            )
         return f"folder {where} holds {', '.join(found)}; default_model_filename can name another file"
 
     def __reduce__(self) -> tuple[Any, ...]:
