@@ -68,6 +68,8 @@ class TritonPythonModel:
     %s execute(self, requests):
         return ["nothing"]
 """
+INVALID = ANSWERS_AND_RAISES.replace('[pb_utils.Tensor("Y", x)]', "[3]").replace('raise ValueError("afterwards")', "")
+SENDS_AGAIN = "request.get_response_sender().send(response)"
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 BATCH_OF_3 = "dynamic_batching { preferred_batch_size: [3] max_queue_delay_microseconds: 60000000 }"
 CALLS = """
@@ -105,6 +107,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         answers_and_returns = ANSWERS_AND_RAISES.replace('raise ValueError("afterwards")', 'return ["nothing"]')
         late = f"answers_and_returns_{place}"
         write_model(folder, late, f"{CONFIG % place} {DECOUPLED}", {"1/model.py": answers_and_returns})
+        write_model(folder, f"invalid_{place}", f"{CONFIG % place} {DECOUPLED}", {"1/model.py": INVALID})
+        closed = ANSWERS_AND_RAISES.replace('raise ValueError("afterwards")', SENDS_AGAIN)
+        write_model(folder, f"closed_{place}", f"{CONFIG % place} {DECOUPLED}", {"1/model.py": closed})
         for kind, execute in (("returns", "def"), ("returns_later", "async def")):
             write_model(folder, f"{kind}_{place}", f"{CONFIG % place} {DECOUPLED}", {"1/model.py": RETURNS % execute})
     write_model(folder, "coroutine", f"{CONFIG % ELSEWHERE[-1]} {DECOUPLED}", {"1/model.py": COROUTINE})
@@ -255,6 +260,21 @@ def test_a_decoupled_model_that_returns_something_after_its_responses_has_one_li
     (record,) = _until(logged, 1)
     assert (record["trace_id"], record["span_id"]) == (TRACE, SPAN)
     assert "must return None" in record["message"]
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("place", ELSEWHERE)
+@pytest.mark.parametrize(
+    ("kind", "status", "text"),
+    [("invalid", 500, "answered int where pb_utils.Tensor was expected"), ("closed", 200, "sender has been closed")],
+)
+def test_a_wrong_response_through_a_sender_is_one_line_with_the_trace(
+    kind: str, status: int, text: str, place: str, served: Served, logged: Callable[[], list[dict[str, Any]]]
+) -> None:
+    assert _generate(served, f"{kind}_{place}").status_code == status
+    (record,) = _until(logged, 1)
+    assert (record["trace_id"], record["span_id"]) == (TRACE, SPAN)
+    assert text in record["message"]
 
 
 @pytest.mark.server

@@ -211,7 +211,6 @@ class ResponseSender(InferenceResponseSender):
         is_final = flags == TRITONSERVER_RESPONSE_COMPLETE_FINAL
         with self._one_by_one:
             if self._is_closed:
-                log.error("model '%s': %s", self._model, _CLOSED)
                 raise TritonModelException(_CLOSED)
             self._is_closed = is_final
             if self._has_failed:
@@ -219,8 +218,6 @@ class ResponseSender(InferenceResponseSender):
             if response is not None:
                 answer = self._taken(response)
                 if isinstance(answer, FlowserveError):
-                    if response.error() is None:
-                        log.error("%s", answer)  # an invalid response: its author sees it in the log only
                     self._has_failed = True
                     self._sender.fail(answer)
                     return
