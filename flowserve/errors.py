@@ -103,7 +103,8 @@ class ModelUnknown(ModelFailed):
 
 class Raised:
     """The traceback of an exception of a model's code, as text: its frames would hold the batch. The errors of all
-    requests that fail by it share this object, and the first line of the log about one of them takes the text.
+    requests that fail by it share this object, and the first line of the log about one of them takes the text. The
+    text is "" if the model broke a rule without raising.
     """
 
     __slots__ = ("_text",)
@@ -112,11 +113,11 @@ class Raised:
         if len(text) > TRACEBACK_CHARACTERS_MAX:
             half = TRACEBACK_CHARACTERS_MAX // 2
             text = f"{text[:half]}\n... (cut)\n{text[-half:]}"
-        self._text = text.removesuffix("\n")
+        self._text: str | None = text.removesuffix("\n")
 
-    def take(self) -> str:
-        """The text; "" if it was taken before."""
-        text, self._text = self._text, ""
+    def take(self) -> str | None:
+        """The text; None if it was taken before."""
+        text, self._text = self._text, None
         return text
 
 

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, Protocol, runtime_checkable
 
+from flowserve.config.suggest import misnamed
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError, Invalid, Problem, Problems, Unsupported
 from flowserve.memory.column import Column
@@ -83,6 +84,10 @@ class ModelFiles:
             if (self.folder / name).exists():
                 return f"it is one folder too high: move {self.shown(self.folder / name)} into {where}/"
             return f"folder {where} is empty; put the file there"
+        if probably := misnamed(found, [name]):
+            return (
+                f"{where}/{probably[0]} is not read; did you mean {name}? default_model_filename can name another file"
+            )
         return f"folder {where} holds {', '.join(found)}; default_model_filename can name another file"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -194,6 +199,7 @@ class Results:
     `parameters[m]`: response parameters of member m. `rescheduled`: members that are not answered but run again, in a
     model of iterative sequences; of their outputs only states are used. `taken[i]`: bytes of input
     i, which the worker sets. `notes`: how the outputs differ from the configuration; only outputs that these name may.
+    `raised`: what the model raised after it had responded to some members; the others have it in `errors`.
     """
 
     outputs: Sequence[Sequence[Tensor | None]]
@@ -206,6 +212,7 @@ class Results:
     rescheduled: Sequence[int] = ()
     taken: Sequence[int] = ()
     notes: OutputNotes | None = None
+    raised: FlowserveError | None = None
 
 
 class Instance(Protocol):

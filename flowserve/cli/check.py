@@ -197,7 +197,7 @@ def _print_result(reading: Reading, errors: int, out: TextIO, err: TextIO) -> No
     """The compiled graphs, or the number of errors if a deployment is wrong."""
     graphs, wrong = reading.resolution.graphs, len(reading.resolution.failed)
     if wrong:
-        valid = f"{len(graphs)} of {len(graphs) + wrong} deployments are valid"
+        valid = f"{len(graphs)} of {len(graphs) + wrong} deployments {'is' if len(graphs) == 1 else 'are'} valid"
         print(f"{errors} problem{_s(errors)}; {valid}", file=err)
         return
     if errors:

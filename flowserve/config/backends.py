@@ -7,11 +7,12 @@ backends. Does not read model files, and does not know which backends are instal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from flowserve.config import model_config_pb2 as pb
+from flowserve.config.suggest import misnamed
 
 REMOTE: Final = "remote"  # the backend, and the `execution`, of models that run on another server
 BACKEND_OF_PLATFORM: Final[Mapping[str, str]] = {
@@ -97,7 +98,7 @@ def _is_graph_def(message: pb.ModelConfig, folder: Path) -> bool:
     """Whether a model of TensorFlow is a frozen graph, by its file."""
     if message.default_model_filename:
         return message.default_model_filename.endswith(".graphdef")
-    names = {*_first_version(folder)}
+    names = _first_version(folder)[1]
     return _GRAPH_FILE in names and "model.savedmodel" not in names
 
 
@@ -106,15 +107,23 @@ def _guess(message: pb.ModelConfig, folder: Path, default_files: Mapping[str, st
     named = message.default_model_filename
     if named:
         return next((backend for file, backend in candidates.items() if Path(file).suffix == Path(named).suffix), "")
-    present = set(_first_version(folder))
+    present = set(_first_version(folder)[1])
     return next((backend for file, backend in candidates.items() if file in present), message.name.partition(".")[2])
 
 
-def _first_version(folder: Path) -> Iterator[str]:
-    """The file names in the first version's folder; first in the order of names, as on Triton."""
+def misnamed_model(folder: Path) -> str:
+    """The hint about a file in the first version's folder that was probably meant as the model, "" if there is none."""
+    version, names = _first_version(folder)
+    found = misnamed(names, (file for file, _ in FILES))
+    return f"{folder.name}/{version}/{found[0]} is not read; did you mean {found[1]}?" if found else ""
+
+
+def _first_version(folder: Path) -> tuple[str, list[str]]:
+    """The first version's folder, in the order of names as on Triton, and the names of the files in it."""
     try:
         versions = sorted(entry.name for entry in folder.iterdir() if is_version_folder(entry.name) and entry.is_dir())
         if versions:
-            yield from (entry.name for entry in (folder / versions[0]).iterdir())
+            return versions[0], [entry.name for entry in (folder / versions[0]).iterdir()]
     except OSError:  # the rule that requires a backend, or the backend itself, reports an unreadable folder
-        return
+        pass
+    return "", []

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from flowserve.config import model_config_pb2 as pb
-from flowserve.config.backends import BACKEND_OF_PLATFORM, OTHER_BACKENDS, PLATFORM_OF_BACKEND
+from flowserve.config.backends import BACKEND_OF_PLATFORM, OTHER_BACKENDS, PLATFORM_OF_BACKEND, misnamed_model
 from flowserve.config.parameters import ADMISSION_KEYS, FORCE_CPU, parameter_error
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import NO_GPUS, Gpus, SourceMap
@@ -123,7 +123,8 @@ def backend_is_known(s: RuleInput) -> Iterator[Problem]:
     else:
         text = f"Invalid model name: Could not determine backend for model '{m.name}' with no backend in model"
         text = f"{text} configuration. Expected model name of the form 'model.<backend_name>'."
-        hint = "put a model.onnx or model.py into a version folder (1/), or write `backend` in config.pbtxt"
+        hint = misnamed_model(s.folder)
+        hint = hint or "put a model.onnx or model.py into a version folder (1/), or write `backend` in config.pbtxt"
         yield s.problem("M3", "", text, hint)
 
 

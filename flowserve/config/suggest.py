@@ -1,4 +1,6 @@
-"""Suggestions for unknown names: the most similar known name. Callers: every package that reports an unknown name."""
+"""Suggestions for unknown names and misnamed files: the most similar known name. Callers: every package that reports
+one.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ from typing import Final
 
 KNOWN_MAX: Final = 64
 NAME_CHARS_MAX: Final = 128
+ENDING_LIKENESS_MIN: Final = 0.6  # onx and onnx, pyc and py; not json and onnx
+NAME_LIKENESS_MIN: Final = 0.8  # where the endings differ: not labels.txt and config.pbtxt
 BEGINNING_MIN: Final = 4  # characters: shorter prefixes match too many names
 
 
@@ -24,6 +28,29 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close := difflib.get_close_matches(name.casefold(), small, n=1):
         return small[close[0]]
     return next((one for one in names if len(name) >= BEGINNING_MIN and one.startswith(name)), "")
+
+
+def misnamed(names: Iterable[str], known: Iterable[str]) -> tuple[str, str] | None:
+    """The file of `names` that was probably meant as one of `known`, and which one: its ending is the same, or it is
+    similar and so is the whole name. None if there is none, or more than KNOWN_MAX files.
+    """
+    there, wanted = sorted(names), [*known]
+    alike = [(_likeness(name, file), name, file) for name in there for file in wanted if len(there) <= KNOWN_MAX]
+    likeness, name, file = max(alike, key=lambda one: one[0], default=(0.0, "", ""))
+    return (name, file) if likeness else None
+
+
+def _likeness(name: str, known: str) -> float:
+    """0 if `name` is no attempt at the file name `known`."""
+    name = name.casefold()
+    ending, wanted = (one.rpartition(".")[2] if "." in one else "" for one in (name, known))
+    whole = _ratio(name, known)
+    is_close = whole >= NAME_LIKENESS_MIN and _ratio(ending, wanted) >= ENDING_LIKENESS_MIN
+    return whole if is_close or ending == wanted or name.startswith(f"{known}.") else 0.0
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def did_you_mean(name: str, known: Iterable[str], quote: str = '"') -> str:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from flowserve.config.backends import is_version_folder
+from flowserve.config.backends import FILES, is_version_folder
 from flowserve.config.load import CONFIG_FILE
 from flowserve.config.parameters import MARKS
-from flowserve.config.suggest import did_you_mean, meant
+from flowserve.config.suggest import did_you_mean, meant, misnamed
 from flowserve.config.types import VersionPolicy
 from flowserve.errors import NO_PERMISSION, FlowserveError, NotFound, Place, Problem, Problems
 
@@ -133,7 +133,8 @@ def _scan(repository: Path, only: Collection[str] | None = None) -> tuple[list[M
             warnings += folder.warnings
         else:
             text = f"neither {CONFIG_FILE} nor a version folder in it; not a model, skipped"
-            warnings.append(Problem(text, Place(entry.name), "R4"))
+            warnings += [warning for warning in folder.warnings if warning.rule == "R12"]
+            warnings.append(Problem(text, Place(entry.name), "R4", _how_to_be_a_model(folder.path)))
     return folders, warnings
 
 
@@ -196,7 +197,9 @@ def _unread(folder: ModelFolder) -> list[str]:
 def _misplaced(path: Path, folders: Mapping[str, bool]) -> Iterator[Problem]:
     """Files that were probably meant as the model's configuration. `folders`: entry name -> whether it is a folder."""
     files = [name for name, is_folder in folders.items() if not is_folder]
-    found = [name for name in files if name.lower().startswith(("config.pb", "config.pr")) or name.endswith(".pbtxt")]
+    found = [
+        name for name in files if name.lower().startswith(("config.pb", "config.pr")) or misnamed([name], [CONFIG_FILE])
+    ]
     inside = (f"{name}/{CONFIG_FILE}" for name in folders if is_version_folder(name))
     found += [name for name in inside if os.path.exists(path / name)]
     for name in sorted(found):
@@ -224,6 +227,12 @@ def _duplicate(name: str, folders: Sequence[ModelFolder]) -> Problems:
     where = ", ".join(f"'{folder.repository}'" for folder in folders)
     message = f"model '{name}' appears in two or more repositories: {where}"
     return Problems([Problem(message, rule="R2", hint="rename or remove all but one; none of them is served")])
+
+
+def _how_to_be_a_model(path: Path) -> str:
+    """The hint about a model's file in a folder without version folders, "" if there is none."""
+    file = next((file for file, _ in FILES if os.path.exists(path / file)), "")
+    return f"move {path.name}/{file} into {path.name}/1/" if file else ""
 
 
 def _how_to_have_a_version(folder: ModelFolder, policy: VersionPolicy, is_ensemble: bool) -> str:

@@ -281,10 +281,19 @@ def test_messages_of_onnxruntime_lose_source_locations_and_stacks(text: str, cle
 
 @pytest.mark.fault("C12")
 def test_a_missing_file_is_reported_with_the_files_that_are_there(repository: Repository) -> None:
-    repository.write("m", "1/other.onnx", onnx_identity())
+    repository.write("m", "1/weights.bin", onnx_identity())
     assert load_error(repository, onnx_config()) == (
-        "failed to load 'm' version 1: file m/1/model.onnx does not exist; folder m/1 holds other.onnx; "
+        "failed to load 'm' version 1: file m/1/model.onnx does not exist; folder m/1 holds weights.bin; "
         "default_model_filename can name another file"
+    )
+
+
+@pytest.mark.parametrize("name", ["other.onnx", "model.onx", "Model.ONNX", "model.onnx.txt"])
+def test_a_file_that_was_probably_meant_is_named(repository: Repository, name: str) -> None:
+    repository.write("m", "1/weights.bin", b"")
+    repository.write("m", f"1/{name}", onnx_identity())
+    assert load_error(repository, onnx_config()).endswith(
+        f"does not exist; m/1/{name} is not read; did you mean model.onnx? default_model_filename can name another file"
     )
 
 

@@ -88,7 +88,9 @@ def test_an_invalid_file_is_named_with_its_place(repository: Repository, text: s
 
 def test_a_missing_file_is_named(repository: Repository) -> None:
     repository.write("m", "1/other.json", "{}")
-    with pytest.raises(Problems, match=r"file m/1/model\.json does not exist; folder m/1 holds other\.json"):
+    with pytest.raises(
+        Problems, match=r"file m/1/model\.json does not exist; m/1/other\.json is not read; did you mean model\.json"
+    ):
         verify(repository)
 
 

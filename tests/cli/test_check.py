@@ -100,7 +100,7 @@ def test_every_problem_of_every_model_is_printed_with_its_place(
     assert any(line.startswith("pipe/config.pbtxt:2:1: error: ensemble pipe allows maximum") for line in lines)
     assert any(line.startswith("pipe/config.pbtxt:9:") and line.endswith(" [G5]") for line in lines)
     assert any("input X in model same is not mapped" in line and line.endswith(" [G7]") for line in lines)
-    assert lines[-1].endswith("1 of 3 deployments are valid")
+    assert lines[-1].endswith("1 of 3 deployments is valid")
 
 
 def test_one_deployments_folder_is_checked_with_its_models(repository: Path) -> None:

@@ -37,11 +37,14 @@ def test_a_new_repository_and_a_saved_graph_are_served_from_a_clone(tmp_path: Pa
     run(sys.executable, "-m", "flowserve", "new", "hello", folder=work)
     graph = Graph.load(work / "hello", "hello")
     graph.save(work / "saved")
+    (work / "hello/__pycache__").mkdir()
+    (work / "hello/__pycache__/test_hello.pyc").touch()  # what its test leaves
     run("git", "init", "--quiet", folder=work)
     run("git", "add", "--all", folder=work)
     run("git", "commit", "--quiet", "--message", "a repository", folder=work)
     run("git", "clone", "--quiet", work, clone, folder=tmp_path)
 
+    assert not [*clone.rglob("*.pyc")]
     for name in ("hello", "saved"):
         assert "hello" in run(sys.executable, "-m", "flowserve", "check", clone / name, folder=clone)
     with serving(clone / "saved") as served:

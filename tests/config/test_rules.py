@@ -93,6 +93,15 @@ def test_rule_M3_a_model_has_a_backend(said: Said) -> None:
     ]
     (text,) = said("M3", "", "1/weights.bin")
     assert text.startswith("Invalid model name: Could not determine backend for model 'm' with no")
+    assert "put a model.onnx or model.py into a version folder (1/)" in text
+
+
+@pytest.mark.parametrize(
+    ("file", "meant"), [("modle.py", "model.py"), ("model.onx", "model.onnx"), ("digit.onnx", "model.onnx")]
+)
+def test_rule_M3_names_a_file_that_was_probably_meant(said: Said, file: str, meant: str) -> None:
+    (text,) = said("M3", "", f"1/{file}")
+    assert text.endswith(f"(m/1/{file} is not read; did you mean {meant}?)")
 
 
 def test_rule_M4_an_ensemble_has_no_backend(said: Said) -> None:

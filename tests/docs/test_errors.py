@@ -117,7 +117,7 @@ class Newcomer:
     def problems(self) -> str:
         assert main(["check", "models"]) == 1
         lines = self.read_output().splitlines()
-        assert re.fullmatch(r"\d problems?; \d of \d deployments are valid", lines[-1])
+        assert re.fullmatch(r"\d problems?; \d of \d deployments (are|is) valid", lines[-1])
         return "\n".join(line for line in lines[:-1] if not line.endswith("(above) [G3]"))
 
     def said(self, *command: str) -> str:

@@ -297,7 +297,6 @@ async def test_a_version_of_five_thousand_digits_is_an_unknown_path(api: Any) ->
         ("DELETE", "/v2/models/double/versions/1/infer", "POST"),
         ("POST", "/v2", "GET"),
         ("PUT", "/v2/health/live", "GET"),
-        ("POST", "/v2/models/double", "GET"),
         ("GET", "/v2/repository/index", "POST"),
         ("POST", "/metrics", "GET"),
         ("PUT", "/v2/logging", "GET or POST"),
@@ -308,6 +307,12 @@ async def test_a_wrong_method_is_405_and_the_error_names_the_right_one(
 ) -> None:
     told = {"error": f"Method Not Allowed: {method} where {right} is asked for"}
     assert await ask(api, method, path) == (405, told)
+
+
+@pytest.mark.parametrize("path", ["/v2/models/double", "/v2/models/double/versions/1", "/v2/models/double/config"])
+async def test_an_inference_on_the_path_of_a_model_is_told_the_right_one(api: Any, path: str) -> None:
+    told = "Method Not Allowed: POST where GET is asked for; inference is POST /v2/models/NAME/infer"
+    assert await ask(api, "POST", path) == (405, {"error": told})
 
 
 @pytest.mark.parametrize("verb", ["load", "unload"])

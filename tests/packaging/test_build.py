@@ -85,6 +85,7 @@ def test_the_metadata_describe_the_package(source: Path, tmp_path: Path) -> None
     assert "Programming Language :: Python :: 3.11" in classifiers
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_all("Project-URL") is None  # no file knows the address
+    assert metadata.get_payload() == (source / "README.md").read_text()
 
 
 def test_the_package_has_the_links_of_the_repository_that_builds_it(source: Path, tmp_path: Path) -> None:
@@ -100,5 +101,24 @@ def test_the_package_has_the_links_of_the_repository_that_builds_it(source: Path
     shutil.unpack_archive(archive, tmp_path, filter="data")
     wheel = build(tmp_path / archive.name.removesuffix(".tar.gz"), tmp_path / "wheel")
     assert _metadata(wheel).get_all("Project-URL") == expected  # of the archive, where the build has no address
+    described = _metadata(wheel).get_payload()
+    assert isinstance(described, str)
+    release = f"https://example.org/some/flowserve/%s/v{__version__}/docs/"
+    for kind, path in (("raw", "live-page-light.png"), ("blob", "tutorial.md"), ("tree", "decisions/")):
+        assert f"]({release % kind}{path})" in described
+    assert re.sub(r"https://example\.org/some/flowserve/(raw|blob|tree)/v[^/]+/", "", described) == (
+        (source / "README.md").read_text()
+    )
+    outside_blocks = re.sub(r"^```.*?^```$", "", described, flags=re.DOTALL | re.MULTILINE)
+    assert not re.findall(r"\]\((?!https://|#)[^)]*\)", outside_blocks)
     with pytest.raises(AssertionError, match=r"FLOWSERVE_REPOSITORY_URL: expected https://\.\.\., got 'flowserve'"):
         build(source, tmp_path, environment={"FLOWSERVE_REPOSITORY_URL": "flowserve"})
+
+
+def test_links_to_pages_and_code_that_looks_like_links_stay_as_they_are(source: Path, tmp_path: Path) -> None:
+    copy = copy_source(source, tmp_path / "source")
+    kept = "[a](https://example.com/b.md) [c](#d)\n\n```python\nf[0](x)\n```\n"
+    (copy / "README.md").write_text(f"{kept}[e](f.md#g)\n")
+    wheel = build(copy, tmp_path, environment={"FLOWSERVE_REPOSITORY_URL": "https://example.org/flowserve"})
+    link = f"[e](https://example.org/flowserve/blob/v{__version__}/f.md#g)"
+    assert _metadata(wheel).get_payload() == f"{kept}{link}\n"

@@ -59,12 +59,25 @@ def test_folders_that_are_not_versions_are_ignored_with_a_warning(make: Make) ->
     assert named == {"m/abc", "m/04", "m/0", "m/-1", "m/3abc", "m/1_0", "m/\u0663", "m/99999999999999999999"}
 
 
-@pytest.mark.parametrize("place", ["config.pbtx", "Config.PBTXT", "config.pbtxt.txt", "model.pbtxt", "1/config.pbtxt"])
+@pytest.mark.parametrize(
+    "place", ["config.pbtx", "confg.pbtx", "Config.PBTXT", "config.pbtxt.txt", "model.pbtxt", "1/config.pbtxt"]
+)
 def test_a_configuration_with_another_name_or_place_is_reported(make: Make, place: str) -> None:
     (folder,) = scan(make(f"m/{place}", "m/1/model.onnx", "m/config.json", "m/config.py", "m/labels.txt"))
     told = [str(warning) for warning in folder.warnings]
     assert told == [f"m/{place}: not read: a model's configuration is m/config.pbtxt [R12]"]
     assert not scan(make("n/config.pbtxt", f"n/{place}", "n/1/model.onnx"))[-1].warnings
+
+
+def test_a_folder_that_is_no_model_for_want_of_a_name_or_a_version_has_the_reason(make: Make) -> None:
+    found = find_models([make("a/confg.pbtxt", "b/model.onnx", "b/labels.txt", "c/1/model.onnx")])
+    assert [folder.name for folder in found.folders] == ["c"]
+    skipped = "neither config.pbtxt nor a version folder in it; not a model, skipped"
+    assert [str(warning) for warning in found.warnings] == [
+        "a/confg.pbtxt: not read: a model's configuration is a/config.pbtxt [R12]",
+        f"a: {skipped} [R4]",
+        f"b: {skipped} (move b/model.onnx into b/1/) [R4]",
+    ]
 
 
 def test_known_folders_next_to_versions_are_skipped_silently(make: Make) -> None:

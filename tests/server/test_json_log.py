@@ -50,6 +50,26 @@ class TritonPythonModel:
             request.get_response_sender().send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         raise ValueError("afterwards")
 """
+ANSWERS_SOME_AND_RAISES = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+            if request.request_id() != "left":
+                request.get_response_sender().send(pb_utils.InferenceResponse([pb_utils.Tensor("Y", x)]))
+        raise ValueError("afterwards")
+"""
+COROUTINE = ANSWERS_AND_RAISES.replace("def execute", "async def execute")
+RETURNS = """
+class TritonPythonModel:
+    %s execute(self, requests):
+        return ["nothing"]
+"""
+INVALID = ANSWERS_AND_RAISES.replace('[pb_utils.Tensor("Y", x)]', "[3]").replace('raise ValueError("afterwards")', "")
+SENDS_AGAIN = "request.get_response_sender().send(response)"
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 BATCH_OF_3 = "dynamic_batching { preferred_batch_size: [3] max_queue_delay_microseconds: 60000000 }"
 CALLS = """
@@ -84,6 +104,18 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for place in ELSEWHERE:
         late = f"answers_and_raises_{place}"
         write_model(folder, late, f"{CONFIG % place} {DECOUPLED}", {"1/model.py": ANSWERS_AND_RAISES})
+        answers_and_returns = ANSWERS_AND_RAISES.replace('raise ValueError("afterwards")', 'return ["nothing"]')
+        late = f"answers_and_returns_{place}"
+        write_model(folder, late, f"{CONFIG % place} {DECOUPLED}", {"1/model.py": answers_and_returns})
+        write_model(folder, f"invalid_{place}", f"{CONFIG % place} {DECOUPLED}", {"1/model.py": INVALID})
+        closed = ANSWERS_AND_RAISES.replace('raise ValueError("afterwards")', SENDS_AGAIN)
+        write_model(folder, f"closed_{place}", f"{CONFIG % place} {DECOUPLED}", {"1/model.py": closed})
+        for kind, execute in (("returns", "def"), ("returns_later", "async def")):
+            write_model(folder, f"{kind}_{place}", f"{CONFIG % place} {DECOUPLED}", {"1/model.py": RETURNS % execute})
+    write_model(folder, "coroutine", f"{CONFIG % ELSEWHERE[-1]} {DECOUPLED}", {"1/model.py": COROUTINE})
+    for place in PLACES:
+        some = f"answers_some_{place}"
+        write_model(folder, some, f"{CONFIG % place} {BATCH_OF_3}", {"1/model.py": ANSWERS_SOME_AND_RAISES})
     write_model(folder, "calls", CONFIG % "thread", {"1/model.py": CALLS})
     write_model(folder, "graph", ENSEMBLE)
     return folder
@@ -119,6 +151,20 @@ def _failed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _infer(served: Served, model: str, **headers: str) -> httpx.Response:
     headers |= {"accept-encoding": "identity"}
     return httpx.post(f"{served.base_url}/v2/models/{model}/infer", json=BODY, headers=headers, verify=False)
+
+
+def _generate(served: Served, model: str) -> httpx.Response:
+    url = f"{served.base_url}/v2/models/{model}/generate"
+    return httpx.post(url, json={"X": 1.0, "id": "r1"}, headers={"traceparent": CONTEXT}, verify=False)
+
+
+def _until(logged: Callable[[], list[dict[str, Any]]], count: int) -> list[dict[str, Any]]:
+    """The records, once there are so many."""
+    deadline = time.monotonic() + 30
+    while len(records := logged()) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return records
 
 
 @pytest.mark.server
@@ -160,17 +206,87 @@ def test_requests_that_fail_together_have_a_line_each_and_the_first_has_the_trac
 def test_an_exception_after_the_last_response_is_one_line_with_the_trace(
     place: str, served: Served, logged: Callable[[], list[dict[str, Any]]]
 ) -> None:
-    url = f"{served.base_url}/v2/models/answers_and_raises_{place}/generate"
-    response = httpx.post(url, json={"X": 1.0, "id": "r1"}, headers={"traceparent": CONTEXT}, verify=False)
-    assert response.status_code == 200
-    deadline = time.monotonic() + 30
-    while not (records := logged()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    (record,) = records
+    assert _generate(served, f"answers_and_raises_{place}").status_code == 200
+    (record,) = _until(logged, 1)
     assert (record["trace_id"], record["span_id"]) == (TRACE, SPAN)
     assert record["instance"].startswith("answers_and_raises")
     assert record["exception"].endswith("ValueError: afterwards")
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("left", [0, 2])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_exception_after_some_responses_of_a_batch_is_in_the_lines_of_the_others(
+    left: int, place: str, served: Served, logged: Callable[[], list[dict[str, Any]]]
+) -> None:
+    def infer(number: int) -> int:
+        body = {**BODY, "id": "left" if number < left else "answered"}
+        url = f"{served.base_url}/v2/models/answers_some_{place}/infer"
+        headers = {"traceparent": f"00-{number + 1:032x}-{SPAN}-01"}
+        return httpx.post(url, json=body, headers=headers, verify=False).status_code
+
+    with ThreadPoolExecutor(3) as pool:
+        assert [*pool.map(infer, range(3))] == [500] * left + [200] * (3 - left)
+    records = _until(logged, 1)
+    if left:
+        assert sorted(record["trace_id"] for record in records) == [f"{number + 1:032x}" for number in range(left)]
+        assert [record["request_id"] for record in records] == ["left"] * left
+    else:
+        assert sorted(one["trace_id"] for one in records[0]["traces"]) == [f"{number + 1:032x}" for number in range(3)]
+    assert len(records) == max(left, 1)
+    assert ["exception" in record for record in records] == [True] + [False] * (len(records) - 1)
+    assert records[0]["exception"].endswith("ValueError: afterwards")
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("place", ELSEWHERE)
+@pytest.mark.parametrize("kind", ["returns", "returns_later"])
+def test_a_decoupled_model_that_returns_something_has_one_line_for_each_request(
+    kind: str, place: str, served: Served, logged: Callable[[], list[dict[str, Any]]]
+) -> None:
+    assert _generate(served, f"{kind}_{place}").status_code == 500
+    (record,) = logged()
+    assert (record["trace_id"], record["span_id"], record["request_id"]) == (TRACE, SPAN, "r1")
+    assert "must return None" in record["message"]
+    assert "exception" not in record
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_a_decoupled_model_that_returns_something_after_its_responses_has_one_line(
+    place: str, served: Served, logged: Callable[[], list[dict[str, Any]]]
+) -> None:
+    assert _generate(served, f"answers_and_returns_{place}").status_code == 200
+    (record,) = _until(logged, 1)
+    assert (record["trace_id"], record["span_id"]) == (TRACE, SPAN)
+    assert "must return None" in record["message"]
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("place", ELSEWHERE)
+@pytest.mark.parametrize(
+    ("kind", "status", "text"),
+    [("invalid", 500, "answered int where pb_utils.Tensor was expected"), ("closed", 200, "sender has been closed")],
+)
+def test_a_wrong_response_through_a_sender_is_one_line_with_the_trace(
+    kind: str, status: int, text: str, place: str, served: Served, logged: Callable[[], list[dict[str, Any]]]
+) -> None:
+    assert _generate(served, f"{kind}_{place}").status_code == status
+    (record,) = _until(logged, 1)
+    assert (record["trace_id"], record["span_id"]) == (TRACE, SPAN)
+    assert text in record["message"]
+
+
+@pytest.mark.server
+@pytest.mark.skipif(not SUPPORTED, reason="worker processes need Linux")
+def test_an_exception_of_a_coroutine_after_the_last_response_is_one_line(
+    served: Served, logged: Callable[[], list[dict[str, Any]]]
+) -> None:
+    assert _generate(served, "coroutine").status_code == 200
+    (record,) = _until(logged, 1)
+    assert record["logger"] == "flowserve.model.coroutine"
+    assert "afterwards" in record["message"]
+    assert "Traceback" in record["message"]
 
 
 @pytest.mark.server

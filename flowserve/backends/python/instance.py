@@ -54,7 +54,7 @@ from flowserve.backends.python.pb_utils.inference import (
 )
 from flowserve.backends.python.source import CLASS, RAISED, ModelSource, forget_model, line_of, reason
 from flowserve.config.types import InstanceGroup
-from flowserve.errors import FlowserveError, Invalid, ModelFailed, model_raised
+from flowserve.errors import FlowserveError, Invalid, ModelFailed, Raised, model_raised
 from flowserve.graph.types import inner_shape
 from flowserve.memory.column import Column
 from flowserve.memory.pool import POOLED_BYTES_MIN
@@ -211,7 +211,6 @@ class ResponseSender(InferenceResponseSender):
         is_final = flags == TRITONSERVER_RESPONSE_COMPLETE_FINAL
         with self._one_by_one:
             if self._is_closed:
-                log.error("model '%s': %s", self._model, _CLOSED)
                 raise TritonModelException(_CLOSED)
             self._is_closed = is_final
             if self._has_failed:
@@ -219,8 +218,6 @@ class ResponseSender(InferenceResponseSender):
             if response is not None:
                 answer = self._taken(response)
                 if isinstance(answer, FlowserveError):
-                    if response.error() is None:
-                        log.error("%s", answer)  # an invalid response: its author sees it in the log only
                     self._has_failed = True
                     self._sender.fail(answer)
                     return
@@ -379,7 +376,7 @@ def refuse_returned(responses: Sequence[object], senders: Sequence[Sender], mode
             f"Python model '{model}' is using the decoupled mode and the execute function must return None. It answers "
             "through get_response_sender() of each request"
         )
-        log.error("%s", failed)
+        failed.raised = Raised("")
         for sender in senders:
             sender.fail(failed)  # before the requests are freed, which would report another error
         raise failed
@@ -423,6 +420,8 @@ class PythonInstance:
         self._execute: Any = None  # `execute` of the model's object, or what runs its coroutine
         self._clock: ClockNs = lambda: 0  # of the batch that runs
         self._running: Work | None = None  # the batch that runs
+        # What it raised after it had responded to some members, and the other members, until the results have it.
+        self._raised: tuple[ModelFailed, Sequence[int]] | None = None
 
     def call_through(self, caller: BlsClient) -> None:
         """All methods of the model may use `caller`; only `execute` may call other models with it."""
@@ -469,7 +468,12 @@ class PythonInstance:
         if senders is None and NoneType in map(type, responses):
             requests = [*map(ExecutedRequest, requests)]  # a new list: the model may still use the one it was given
             collect(requests, responses, self.model_name, self._loop)
-        return self._results(requests, responses, work, gathered_ns, clock())
+        results = self._results(requests, responses, work, gathered_ns, clock())
+        if self._raised is not None:
+            results.raised, failed = self._raised
+            results.errors = {**results.errors, **dict.fromkeys(failed, results.raised)}
+            self._raised = None
+        return results
 
     def _responses(self, requests: list[Any], work: Work) -> list[Any]:
         """Call `execute`. Returns its responses in a new list: the model holds no reference to it, so that reference
@@ -493,9 +497,10 @@ class PythonInstance:
 
     def _sent_before(self, requests: Sequence[ReceivedRequest], error: BaseException) -> list[Any]:
         """`execute` raised after it had sent responses: those count, and the other requests get the error."""
-        log.error("model '%s', instance '%s' failed", self.model_name, self._name, exc_info=error)
-        failed = InferenceResponse(error=TritonError(str(self._failed(error))))
-        return [None if has_response(request) else failed for request in requests]
+        failed = [m for m, request in enumerate(requests) if not has_response(request)]
+        self._raised = self._failed(error), failed
+        error_only = InferenceResponse(error=TritonError("raised"))
+        return [error_only if m in failed else None for m in range(len(requests))]
 
     def is_withdrawn(self, work: Work, member: int) -> bool:
         """Whether the client of a member has cancelled it. False for a batch that does not run any more: its responses
@@ -668,12 +673,17 @@ class ConcurrentCoroutines:
             returned = await self._execute(requests)
             refuse_returned([returned] if returned is None else returned, senders, self._model)
         except FlowserveError as error:
-            for sender in senders:
-                sender.fail(error)
+            self._fail(error, senders)
         except BaseException as error:  # as in `PythonInstance.run`, everything is the model's failure
-            failed = self._failed(error)
-            for sender in senders:
-                sender.fail(failed)
+            self._fail(self._failed(error), senders, error)
+
+    @staticmethod
+    def _fail(failed: FlowserveError, senders: Sequence[Sender], error: BaseException | None = None) -> None:
+        for sender in senders:
+            sender.fail(failed)
+        # No request took it: all have their responses, and the server does not know the batch any more.
+        if failed.raised is not None and failed.raised.take() is not None:
+            log.error("%s", failed, exc_info=error)
 
     def close(self) -> None:
         """Cancel the running coroutines. Blocks for END_S_MAX at most."""

@@ -333,18 +333,21 @@ class HandOff:
 
 
 def text_about(results: Results, *, is_on_route: bool) -> Any:
-    """The text of DONE about members that failed, run again or have parameters, and the notes; None if there is
-    nothing of that.
+    """The text of DONE about members that failed, run again or have parameters, the notes, and what the model raised
+    after its responses; None if there is nothing of that.
     """
     notes = results.notes
     if notes is not None and is_on_route:
         notes.orders.clear()  # no response of an ensemble has that order: the batch can stay on its route
         notes = results.notes = notes.or_none()
-    if not (results.errors or results.parameters or results.rescheduled or notes):
+    raised = results.raised
+    if not (results.errors or results.parameters or results.rescheduled or notes or raised):
         return None
-    failed = {m: encode_error(error) for m, error in results.errors.items()}
-    noted = {} if notes is None else {"": encode_notes(notes)}
-    return {**results.parameters, **dict.fromkeys(results.rescheduled), **failed, **noted}
+    failed = {m: protocol.RAISED if error is raised else encode_error(error) for m, error in results.errors.items()}
+    whole = {} if notes is None else {"": encode_notes(notes)}
+    if raised is not None:
+        whole[protocol.RAISED] = encode_error(raised)
+    return {**results.parameters, **dict.fromkeys(results.rescheduled), **failed, **whole}
 
 
 def stage_words(message: RunMessage, kept: int, times: tuple[int, int], placed: Placed) -> list[int] | None:

@@ -34,7 +34,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-from flowserve.backends.base import OutputNotes, Remote
+from flowserve.backends.base import OutputNotes, Remote, Results
 from flowserve.errors import (
     AlreadyExists,
     Cancelled,
@@ -119,7 +119,9 @@ BROKEN: Final = 2
 # SEGMENT number, with a descriptor: memory that outputs will be in
 SEGMENT: Final = 3
 # DONE number stages PASSED kept gathered_ns computed_ns segment offset nbytes outputs...  TEXT {member: [kind, text] if
-#   it failed, its parameters, or null if it is rescheduled; under "" the notes about the outputs (`encode_notes`)}
+#   it failed, its parameters, or null if it is rescheduled; under "" the notes about the outputs (`encode_notes`), and
+#   under RAISED [kind, text, traceback] of what the model raised after it had responded to some members; the others
+#   have RAISED as their error}
 #   PASSED: what the `stages` before this one made, in a route
 #   kept: whether the model still holds views of this batch's inputs; GONE follows when it has released them
 #   outputs: for each output NOTHING, or
@@ -128,6 +130,7 @@ SEGMENT: Final = 3
 #       else 1 + the number of another one in ModelConfig
 #   offsets are relative to the block
 DONE: Final = 4
+RAISED: Final = "raised"
 # FAILED number stages PASSED kept TEXT [kind, text]: the whole batch failed
 FAILED: Final = 5
 # GONE number...: the model has released the inputs of these batches
@@ -263,8 +266,8 @@ def unpack(message: bytes) -> tuple[int, tuple[int, ...], bytes]:
 def encode_error(error: FlowserveError) -> list[str]:
     """An error as the TEXT of a message, with the traceback of the model's exception unless it was sent before."""
     text = [error.kind, str(error)[:ERROR_CHARACTERS_MAX]]
-    traceback = "" if error.raised is None else error.raised.take()
-    return [*text, traceback] if traceback else text
+    traceback = None if error.raised is None else error.raised.take()
+    return text if traceback is None else [*text, traceback]
 
 
 def decode_error(text: Any) -> FlowserveError:
@@ -275,6 +278,24 @@ def decode_error(text: Any) -> FlowserveError:
             error.raised = Raised(text[2])
         return error
     return ModelFailed(f"a model's process reported a failure in a form that is none: {str(text)[:200]}")
+
+
+def decode_members(told: dict[str, Any], results: Results, members: int) -> None:
+    """Set the parameters, errors and rescheduled members of a batch from the TEXT of DONE, without its notes. Raises
+    Garbled.
+    """
+    if (raised := told.pop(RAISED, None)) is not None:
+        results.raised = decode_error(raised)
+    by_member = {int(m): one for m, one in told.items()}
+    if not by_member.keys() <= set(range(members)):
+        raise Garbled("a reply about a member that does not exist")
+    results.parameters = {m: one for m, one in by_member.items() if isinstance(one, dict)}
+    results.rescheduled = [m for m, one in by_member.items() if one is None]
+    results.errors = {
+        m: results.raised if one == RAISED and results.raised is not None else decode_error(one)
+        for m, one in by_member.items()
+        if not (one is None or isinstance(one, dict))
+    }
 
 
 def encode_notes(notes: OutputNotes) -> list[Any]:

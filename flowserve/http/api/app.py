@@ -252,6 +252,8 @@ def _names(request: Request) -> tuple[str, str]:
 
 # ---------------------------------------------------------------------------------------------- failures
 
+_INFERENCE = "inference is POST /v2/models/NAME/infer"
+
 
 async def _error(request: Request, error: Exception) -> Response:
     assert isinstance(error, FlowserveError)
@@ -267,8 +269,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 405 and "Allow" in headers:
         right = [one for one in sorted(headers["Allow"].split(", ")) if one != "HEAD"]
         text += f": {request.method} where {' or '.join(right)} is asked for"
+        if request.method == "POST" and request.path_params.get("name"):
+            text += f"; {_INFERENCE}"
     if error.status_code == 404:
-        text += ": no such path; /docs has the list of them, and inference is POST /v2/models/NAME/infer"
+        text += f": no such path; /docs has the list of them, and {_INFERENCE}"
     return error_response(text, error.status_code, headers)
 
 

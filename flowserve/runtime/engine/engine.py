@@ -265,6 +265,8 @@ class Engine:
                     batch.queue.cache.keep(batch, last)
             if error is None:
                 self.scheduler.complete(batch, made, None, now_ns)
+                if made[-1].raised is not None:
+                    log_unnoticed(made[-1].raised, batch.stage(len(made) - 1))
             else:
                 self._fail(batch, made, error, now_ns)
             for results in made:

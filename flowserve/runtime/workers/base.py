@@ -213,7 +213,7 @@ def log_failure(text: str, *arguments: object, error: FlowserveError, extra: Map
     """One line about a failure, with the traceback of the model's exception unless an earlier line has it."""
     if log.isEnabledFor(logging.ERROR):
         record = log.makeRecord(log.name, logging.ERROR, "", 0, text, arguments, None, extra=extra)
-        record.exc_text = (error.raised.take() if error.raised is not None else "") or None
+        record.exc_text = (error.raised.take() if error.raised is not None else None) or None
         log.handle(record)
 
 

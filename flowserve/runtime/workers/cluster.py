@@ -43,6 +43,7 @@ from flowserve.backends.worker.protocol import (
     RouteHop,
     Stage,
     decode_error,
+    decode_members,
     decode_notes,
     encode_about,
     encode_route,
@@ -426,11 +427,9 @@ class _Run:
         taken = () if passed else self.taken
         results = Results(outputs, _NONE, gathered_ns, computed_ns, (), placed, _NONE, (), taken, notes)
         if told:
-            members = {int(m): one for m, one in told.items()}
-            if not members.keys() <= set(range(len(rows))) or None in members.values():
-                raise Garbled("a reply about a member that does not exist, or is to run again")
-            results.parameters = {m: one for m, one in members.items() if isinstance(one, dict)}
-            results.errors = {m: decode_error(one) for m, one in members.items() if not isinstance(one, dict)}
+            decode_members(told, results, len(rows))
+            if results.rescheduled:
+                raise Garbled("a reply about a member that is to run again")
         return results
 
     def made(self, passed: Sequence[Stage], block: Any, *, has_outputs: bool) -> list[Results]:

@@ -285,7 +285,12 @@ def pass_stages(
     made = passed.made
     for i in range(1, len(route.nodes)):
         last = made[-1]
-        if last.errors or last.parameters or (last.notes is not None and (last.notes.unlike or last.notes.left_out)):
+        if (
+            last.errors
+            or last.parameters
+            or last.raised
+            or (last.notes is not None and (last.notes.unlike or last.notes.left_out))
+        ):
             break  # the scheduler and the callers come first
         following = _following(route, i, work, made)
         if following is None:

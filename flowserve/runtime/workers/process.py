@@ -46,6 +46,7 @@ from flowserve.backends.worker.protocol import (
     RouteHop,
     Stage,
     decode_error,
+    decode_members,
     decode_notes,
     encode_about,
     encode_route,
@@ -497,7 +498,7 @@ class ProcessRun:
                 copied, taken = ((), ()) if k else (self.packed.copied, self.packed.taken)
                 results = Results(outputs, _NONE, gathered_ns, computed_ns, copied, placed, _NONE, (), taken, notes)
                 if told:
-                    self._add_members(results, {int(m): one for m, one in told.items()})
+                    decode_members(told, results, len(self.rows))
             elif kind == protocol.FAILED:
                 kept = words[at]
                 error = decode_error(json.loads(text))
@@ -530,13 +531,6 @@ class ProcessRun:
             outcome.made.append(results)
         outcome.error = error
         return outcome
-
-    def _add_members(self, results: Results, told: Mapping[int, Any]) -> None:
-        if not told.keys() <= set(range(len(self.rows))):
-            raise Garbled("a reply about a member that does not exist")
-        results.parameters = {m: one for m, one in told.items() if isinstance(one, dict)}
-        results.rescheduled = [m for m, one in told.items() if one is None]
-        results.errors = {m: decode_error(one) for m, one in told.items() if not (one is None or isinstance(one, dict))}
 
     def _give_back(self, passed: Sequence[Stage], last: int) -> bool:
         """Free the blocks of the passed stages, which the server does not read. False, and nothing is done, where a
