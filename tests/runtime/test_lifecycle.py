@@ -392,3 +392,20 @@ async def test_a_sequence_whose_first_request_has_not_come_to_its_step_goes_on_a
         with trio.fail_after(10):  # the old instance is closed when no sequence is left in it
             while len(generations.workers()) > 2:  # noqa: ASYNC110
                 await trio.sleep(0.001)
+
+
+def test_opening_an_engine_in_a_cancelled_scope_ends() -> None:
+    ended = threading.Event()
+
+    async def open_cancelled() -> None:
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            async with open_engine(EngineOptions()):
+                await trio.sleep_forever()
+
+    def run() -> None:
+        trio.run(open_cancelled)
+        ended.set()
+
+    threading.Thread(target=run, daemon=True).start()  # a hanging one could not be cancelled
+    assert ended.wait(10)

@@ -862,7 +862,8 @@ async def _machinery() -> AsyncIterator[trio.Nursery]:
             await trio.sleep_forever()
 
     async with trio.open_nursery() as nursery:
-        machinery = await nursery.start(work)
+        with trio.CancelScope(shield=True):  # cancelled, `start` would wait for the end of the task
+            machinery = await nursery.start(work)
         try:
             yield machinery
         finally:
