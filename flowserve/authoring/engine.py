@@ -39,7 +39,8 @@ class Engine:
     names with their models. Opening raises Problems or Invalid if a deployment cannot be loaded, and NotFound for a
     missing folder. `python_execution` is the place where a `model.py` runs; `gpu` False keeps everything on the CPU.
     `strict_outputs`: an output of a `model.py` that differs from its configuration, or is missing, is an error.
-    Closing waits up to `exit_timeout_s` seconds for running requests.
+    Closing waits up to `exit_timeout_s` seconds for running requests. An engine that is closed can be opened again;
+    opening one that is open raises Invalid.
 
     Its methods block. They may be called from any threads, but not on a loop of trio, where they raise Unsupported. An
     engine that is not open raises Unavailable. `async with` gives an engine with the same methods to be awaited.

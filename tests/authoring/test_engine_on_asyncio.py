@@ -52,6 +52,24 @@ def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(limited())
 
 
+def test_an_engine_that_is_open_cannot_be_opened_again_and_goes_on() -> None:
+    engine = Engine(one_step(double, "g"))
+
+    async def open_again() -> None:
+        async with engine:
+            pass
+
+    async def opened_twice() -> None:
+        async with engine as first:
+            for open_it in (open_again, lambda: asyncio.to_thread(engine.__enter__)):
+                with pytest.raises(Invalid, match=r"is open already: make a second flowserve\.Engine"):
+                    await open_it()
+            assert ((await first.infer("g", {"X": ROWS}))["Y"] == ROWS * 2).all()
+        await open_again()  # it is closed
+
+    run(opened_twice)
+
+
 def test_completion_offers_the_documented_names_only() -> None:
     documented = {"index", "infer", "load", "statistics", "stream", "unload"}
 

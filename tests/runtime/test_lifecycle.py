@@ -6,7 +6,8 @@ import gc
 import logging
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from trio.testing import wait_all_tasks_blocked
 from flowserve import Engine as EngineOfFiles
 from flowserve.errors import ModelFailed, Unavailable
 from flowserve.graph.types import ModelKey
+from flowserve.runtime.embedding.embedded import engine_of
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.scheduling.flow import Flow
@@ -286,3 +288,124 @@ async def test_exception_of_a_model_holds_neither_request_nor_model(
                 await engine.unload("raises")
         finally:
             gc.enable()
+
+
+WAITS = """
+import time
+from pathlib import Path
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.gate = Path(args["model_repository"]).parent / "gate"
+
+    def execute(self, requests):
+        while not self.gate.exists():
+            time.sleep(0.001)
+        return [self.answer(pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()) for request in requests]
+
+    def answer(self, array):
+        if array[0, 0] < 0:
+            raise ValueError("below zero")
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", array)])
+"""
+ADDS = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        array = pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()
+        if pb_utils.get_input_tensor_by_name(request, "START").as_numpy().any():
+            self.total = 0
+        self.total = self.total + array
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", self.total)])
+"""
+ADDS_CONFIG = ITERATIVE.replace(
+    "iterative_sequence: true",
+    """
+    max_sequence_idle_microseconds: 600000000
+    control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }
+    """,
+)
+WAITS_AND_ADDS = """
+platform: "ensemble"
+max_batch_size: 4
+input { name: "IN" data_type: TYPE_FP32 dims: [ 1 ] }
+output { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] }
+ensemble_scheduling {
+  step {
+    model_name: "waits" model_version: -1
+    input_map { key: "IN" value: "IN" } output_map { key: "OUT" value: "waited" }
+  }
+  step {
+    model_name: "adds" model_version: -1
+    input_map { key: "IN" value: "waited" } output_map { key: "OUT" value: "OUT" }
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("end", ["answered", "failed", "cancelled"])
+async def test_a_sequence_whose_first_request_has_not_come_to_its_step_goes_on_after_a_reload(
+    tmp_path: Path, end: str
+) -> None:
+    repository = Repository(tmp_path)
+    repository.write("waits", "config.pbtxt", ITERATIVE.replace("sequence_batching { iterative_sequence: true }", ""))
+    repository.write("waits", "1/model.py", WAITS)
+    repository.write("adds", "config.pbtxt", ADDS_CONFIG)
+    repository.write("adds", "1/model.py", ADDS)
+    repository.write("both", "config.pbtxt", WAITS_AND_ADDS)
+    (tmp_path / "both" / "1").mkdir()
+    totals: list[float] = []
+
+    async def send(number: int, *, is_first: bool = False, is_last: bool = False) -> None:
+        with scope if is_first else nullcontext():
+            array = np.full((1, 1), number, np.float32)
+            made = await engine.infer(
+                "both", {"IN": array}, sequence_id=7, sequence_start=is_first, sequence_end=is_last
+            )
+            totals.append(float(made["OUT"][0, 0]))
+
+    scope = trio.CancelScope()
+    async with EngineOfFiles(tmp_path) as engine:
+        generations = engine_of(engine).generations
+        with suppress(BaseExceptionGroup) if end == "failed" else nullcontext():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(partial(send, -1 if end == "failed" else 1, is_first=True))
+                await wait_all_tasks_blocked()
+                repository.write("adds", "config.pbtxt", ADDS_CONFIG + 'parameters { key: "new" }')
+                await engine.load("adds")
+                assert len(generations.workers()) == 3  # also the instance that the sequence will run in
+                if end == "answered":
+                    nursery.start_soon(partial(send, 2))
+                    await wait_all_tasks_blocked()
+                if end == "cancelled":
+                    scope.cancel()
+                (tmp_path / "gate").touch()
+        if end == "answered":
+            assert totals == [1, 3]
+            await send(4, is_last=True)
+        assert totals == ([1, 3, 7] if end == "answered" else [])
+        with trio.fail_after(10):  # the old instance is closed when no sequence is left in it
+            while len(generations.workers()) > 2:  # noqa: ASYNC110
+                await trio.sleep(0.001)
+
+
+def test_opening_an_engine_in_a_cancelled_scope_ends() -> None:
+    ended = threading.Event()
+
+    async def open_cancelled() -> None:
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            async with open_engine(EngineOptions()):
+                await trio.sleep_forever()
+
+    def run() -> None:
+        trio.run(open_cancelled)
+        ended.set()
+
+    threading.Thread(target=run, daemon=True).start()  # a hanging one could not be cancelled
+    assert ended.wait(10)

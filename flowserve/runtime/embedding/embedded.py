@@ -152,11 +152,16 @@ class Embedding:
         self._control = ControlOptions("explicit", (ALL,) if load is None else load)
         self._exit_timeout_s = exit_timeout_s
         self._stack = AsyncExitStack()
+        self._is_open = False
 
     async def __aenter__(self) -> AsyncEngine:
-        repositories, kept = await trio.to_thread.run_sync(self._found)
-        self._stack.callback(lambda: kept)  # the folder exists until the engine is closed
+        if self._is_open:
+            raise Invalid("the engine is open already: make a second flowserve.Engine, or use the one that is open")
+        self._is_open = True
+        self._stack.callback(self._closed)
         try:
+            repositories, kept = await trio.to_thread.run_sync(self._found)
+            self._stack.callback(lambda: kept)  # the folder exists until the engine is closed
             opened = open_engine(self._options, exit_timeout_s=self._exit_timeout_s, on_close=_log_hanging)
             engine = await self._stack.enter_async_context(opened)
             control = await self._stack.enter_async_context(open_control(engine, repositories, self._control))
@@ -176,6 +181,9 @@ class Embedding:
     ) -> None:
         # The block's exception is not passed to the nurseries inside, which would wrap it in nested groups.
         await self._stack.aclose()
+
+    def _closed(self) -> None:
+        self._is_open = False
 
 
 def is_on_trio() -> bool:

@@ -353,6 +353,10 @@ class Deployment:
         self.is_decoupled = graph.is_decoupled
         self.sequences = tuple(queue.bound for queue in queues if isinstance(queue.bound, Sequences))
         self.predecessor: Deployment | None = None  # that it replaced, while sequences that began there go on
+        self.successor: ref[Deployment] | None = None  # that has this one as its predecessor
+        # The requests that begin a sequence, until they are over: a sequence is open in its batcher only when its first
+        # request is queued there, after the steps before it.
+        self.beginning: dict[int | str, Flow] = {}
         self.admission: AdmissionController | None = None  # where requests are limited or cached
         # Where a large request is best received: the memory of the process that reads it. None: anywhere.
         self.arena: Arena | None = None
@@ -391,20 +395,38 @@ class Deployment:
         self.statistics.note_error(str(error), wall_clock_ms())
 
     def continues_sequence(self, request: Request) -> bool:
-        """Whether a request belongs to a sequence that is open here."""
-        return not request.sequence_start and any(one.is_live(request.sequence_id) for one in self.sequences)
+        """Whether a request belongs to a sequence that is open here, or about to be."""
+        return not request.sequence_start and (
+            request.sequence_id in self.beginning or any(one.is_live(request.sequence_id) for one in self.sequences)
+        )
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether a sequence is open here, or about to be."""
+        return bool(self.beginning) or any(one.live for one in self.sequences)
+
+    def begins(self, flow: Flow) -> None:
+        """A request that begins a sequence was submitted."""
+        self.beginning[flow.request.sequence_id] = flow
+
+    def ended(self, flow: Flow) -> None:
+        """A request that may have begun a sequence is over."""
+        if self.beginning.get(flow.request.sequence_id) is flow:
+            del self.beginning[flow.request.sequence_id]
+            if self.successor is not None and not self.has_sequences:
+                _look_again(self.successor)
 
     def replaces(self, predecessor: Deployment | None) -> None:
         """From now on requests come here; sequences that have begun there, or in what that replaced, go on until the
         last of them has ended.
         """
-        while predecessor is not None and (
-            predecessor.queues == self.queues or not any(one.live for one in predecessor.sequences)
-        ):
+        while predecessor is not None and (predecessor.queues == self.queues or not predecessor.has_sequences):
             predecessor = predecessor.predecessor
         self.predecessor = predecessor
-        for sequences in () if predecessor is None else predecessor.sequences:
-            sequences.on_quiet.append(partial(_look_again, ref(self)))  # which may be replaced itself by then
+        if predecessor is not None:
+            predecessor.successor = ref(self)  # which may be replaced itself by then
+            for sequences in predecessor.sequences:
+                sequences.on_quiet.append(partial(_look_again, ref(self)))
 
     def plan_for(self, outputs: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
         """The plan without the steps that no requested output needs, and the requested outputs in the configuration's

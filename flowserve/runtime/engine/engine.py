@@ -342,7 +342,10 @@ class Engine:
                         self._recent.failed(flow)  # before tracing, as an observer, forgets it
                 if self.observers:
                     self._observe("finished" if flow.error is None else "failed", flow)
-                admission = flow.owner.admission
+                owner: Deployment = flow.owner
+                if owner.beginning:
+                    owner.ended(flow)
+                admission = owner.admission
                 is_counted = False
                 if admission is not None:
                     is_counted = admission.leave(flow)
@@ -557,6 +560,8 @@ class Engine:
             if self._recent.is_open and not self.tracing.is_traced(flow):
                 self._recent.refused(ModelKey(deployment.name, deployment.version), request.id, str(error))
             raise
+        if request.sequence_start and deployment.sequences and not flow.done:
+            deployment.begins(flow)
         self.loop.wake()
         return flow
 
@@ -584,6 +589,8 @@ class Engine:
         if isinstance(flow, StreamFlow) and flow.is_over and not flow.plan.graph.is_ensemble:
             is_counted = True  # its last response came just before
         left = self.scheduler.cancel(flow)
+        if flow.owner.beginning:
+            flow.owner.ended(flow)
         if has_begun and not left and not flow.plan.graph.is_ensemble and not isinstance(flow, StreamFlow):
             is_counted = leave_batch(flow, flow.owner.statistics, self.scheduler)
         if not is_counted:
@@ -857,7 +864,8 @@ async def _machinery() -> AsyncIterator[trio.Nursery]:
             await trio.sleep_forever()
 
     async with trio.open_nursery() as nursery:
-        machinery = await nursery.start(work)
+        with trio.CancelScope(shield=True):  # cancelled, `start` would wait for the end of the task
+            machinery = await nursery.start(work)
         try:
             yield machinery
         finally:
