@@ -134,13 +134,13 @@ class Driver:
                 raise Garbled(f"a message of kind {kind}: {error}") from None
 
     def _run(self, message: RunMessage) -> None:
-        number, route, (free, ended) = message.number, message.route, message.update
+        number, route, stage, _, _, (free, ended), columns, later, passed, _, _ = message
         if free:
             self._outputs.give_back(free)
         if ended:
             self._inputs.detach(ended)
-        if message.stage and (number in self._cancelled or not self._inputs.fit(message.columns)):
-            self._send(pack(protocol.RETURNED, (number, message.stage, *message.passed)))
+        if stage and (number in self._cancelled or not self._inputs.fit(columns)):
+            self._send(pack(protocol.RETURNED, (number, stage, *passed)))
             return
         run = Run(number)
         self._guard.number = number if route else 0
@@ -157,14 +157,13 @@ class Driver:
         kept = self._inputs.finish(run)
         if self._has_failed:
             self._look_for_loss()
+        made: Sequence[int] | None = None
         if route:
-            may_hand_on = self._guard.end_route() and kind == protocol.DONE and text is None
-            stage = stage_words(message, int(kept), times, placed) if may_hand_on else None
-            self._last = number, stage
-        else:
-            stage = None
-        if stage is None or not message.later or not self._handoff.hand_on(message, stage, placed):
-            words = [number, message.stage, *message.passed, int(kept)]
+            if self._guard.end_route() and kind == protocol.DONE and text is None:
+                made = stage_words(message, int(kept), times, placed)
+            self._last = number, made
+        if made is None or not later or not self._handoff.hand_on(message, made, placed):
+            words = [number, stage, *passed, int(kept)]
             if kind == protocol.DONE:
                 words += times
                 words += placed.words()
@@ -223,21 +222,21 @@ class Driver:
         return text_about(results, is_on_route=bool(message.route)), times, placed
 
     def _work(self, run: Run, message: RunMessage) -> Work:
-        rows, count = message.rows, len(message.rows)
-        wanted = [*map(self._names_of, message.wanted)]
+        _, _, stage, rows, indices, _, columns, _, _, about, text = message
+        count = len(rows)
+        wanted = [*map(self._names_of, indices)]
         if len(wanted) < count:
             wanted *= count
         requests: Sequence[Request] = [_PLAIN_REQUEST] * count
         contexts = None
-        if message.about:
-            facts, by_stage = protocol.decode_about(message.about, message.text, count)
+        if about:
+            facts, by_stage = protocol.decode_about(about, text, count)
             if facts is not None:
                 requests = BatchRequests(facts)
-            contexts = by_stage[message.stage] if by_stage else None
+            contexts = by_stage[stage] if by_stage else None
         # Everything may be written to: it is mapped privately.
-        may_write = [[True] * count] * len(message.columns)
-        given = self._inputs.take(run, message.columns, rows)
-        return Work(given, rows, requests, wanted, may_write, contexts=contexts)
+        may_write = [[True] * count] * len(columns)
+        return Work(self._inputs.take(run, columns, rows), rows, requests, wanted, may_write, None, contexts)
 
     def _send(self, message: bytes) -> None:
         if len(message) > protocol.MESSAGE_BYTES_MAX:

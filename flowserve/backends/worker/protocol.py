@@ -457,7 +457,9 @@ def decode_run(words: Sequence[int], text: bytes) -> RunMessage:
         blocks_at = at + 2
         ended_at = blocks_at + 2 * words[at]
         later_at = ended_at + words[at + 1]
-        blocks = [*zip(words[blocks_at:ended_at:2], words[blocks_at + 1 : ended_at : 2], strict=True)]
+        blocks: list[BlockAddress] = []
+        if words[at]:
+            blocks = [*zip(words[blocks_at:ended_at:2], words[blocks_at + 1 : ended_at : 2], strict=True)]
         about_at = passed_at + passed
         at = about_at + about
         columns: list[ColumnPlace] = []

@@ -44,15 +44,15 @@ Range = tuple[Segment, int, int]
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """The arrays of one batch over memory that other processes wrote, and the range of each. After the run, `leases`
-    are those that the model kept, and `ended` those that it has released since: a list, as its append is atomic.
+    """The arrays of one batch over memory that other processes wrote, and the range of each. If the model keeps some
+    after the run, `leases` are those, and `ended` those that it has released since: a list, as its append is atomic.
     """
 
     number: int
     arrays: list[Array] = field(default_factory=list)
     ranges: list[Range] = field(default_factory=list)
-    leases: list[weakref.ref[Array]] = field(default_factory=list)
-    ended: list[object] = field(default_factory=list)
+    leases: list[weakref.ref[Array]] = field(init=False)
+    ended: list[object] = field(init=False)
 
 
 class InputReader:
@@ -140,6 +140,7 @@ class InputReader:
         return False
 
     def _keep(self, run: Run) -> None:
+        run.leases, run.ended = [], []
         # A thread of the model may release an input at this moment: the callbacks exist before the run is in `_held`.
         run.leases = [weakref.ref(array, partial(self._ended, run)) for array in run.arrays]
         self._held[run.number] = run
