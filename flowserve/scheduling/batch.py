@@ -30,6 +30,10 @@ from flowserve.scheduling.slots import Slots
 # The time after which a batch is recalled from its route if a ticket waits for an instance that it holds.
 RECALL_NS: Final = 1_500_000
 NO_GROUPS: Final[Mapping[Any, object]] = {}
+# What a stage of a route costs more in a batch of its own: the way to the scheduler and back (decision 0046).
+RETURN_NS: Final = 50_000
+# A duration of a batch counts for no more than this in `ModelQueue.compute_ns`, so that one slow batch does not decide.
+COMPUTE_NS_MAX: Final = 2_000_000
 
 
 class ModelQueue:
@@ -46,6 +50,7 @@ class ModelQueue:
         needs: Sequence[Needs] = (),
         keeps_order: bool = False,
         route_groups: Mapping[Any, object] = NO_GROUPS,
+        computes_apart: bool = False,
         cache: Any = None,
     ) -> None:
         self.key = key
@@ -82,6 +87,11 @@ class ModelQueue:
         # Where there are several groups: the instance of each, and how many batches an idle one can take.
         self.members = {group: one for one, group in route_groups.items()} if may_route and len(groups) > 1 else {}
         self.depth = len(self.instances) // len(groups) if self.members else 0
+        # Whether its batches compute while those of other models with the same groups do, and how long they do, as a
+        # moving average. The average is kept if a route needs it.
+        self.computes_apart = computes_apart
+        self.is_timed = False
+        self.compute_ns = COMPUTE_NS_MAX
         self.has_times = batcher.may_wait or batcher.may_expire  # whether time may decide about its tickets
         self.may_have_tickets = False  # False: no ticket waits. Cheaper to read than the length of the queue
         self.is_dirty = False  # whether it is in the scheduler's list of queues to examine
@@ -89,6 +99,10 @@ class ModelQueue:
     def is_idle_in(self, group: object, taken: int = 0) -> bool:
         """Whether no batch but the `taken` ones is at the instance of a group, where there are several groups."""
         return self.free.count(self.members[group]) == self.depth - taken
+
+    def computed(self, ns: int) -> None:
+        """A batch was computed in this time."""
+        self.compute_ns += (min(max(ns, 0), COMPUTE_NS_MAX) - self.compute_ns) >> 3
 
     @property
     def is_served(self) -> bool:
@@ -104,6 +118,9 @@ class Route:
     reads it. `checks[i]`: the inputs of stage i + 1 whose dims are known only at run time, as (input, dims). `inner`:
     the argument of `Flow.skip_to`. `worker_data` belongs to the workers. `groups`: the group of each instance of the
     first stage, if only instances of one group pass batches to each other; else empty.
+
+    `has_branches`: a stage does not read the one before it, and would compute beside it in a batch of its own. Then
+    `stem` is the route up to there, None if there is none.
     """
 
     def __init__(self, nodes: Sequence[PlanNode], queues: Sequence[ModelQueue]) -> None:
@@ -120,9 +137,29 @@ class Route:
         self.checks = [node.checks for node in nodes[1:]]
         self.groups = {instance: group for group, instance in queues[0].members.items()}
         self.worker_data: Any = None
+        self.has_branches = any(map(self.begins_branch, range(2, len(nodes))))
+        self.stem: Route | None = None
+        for queue in queues if self.has_branches else ():
+            queue.is_timed = True
 
     def __len__(self) -> int:
         return len(self.nodes)
+
+    def begins_branch(self, i: int) -> bool:
+        """Whether stage i could compute while the stage before it does."""
+        return self.queues[i].computes_apart and all(stage != i - 1 for stage, _ in self.reads[i - 1])
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether its branches, which compute one after the other on it, lose more time than the batches of their own
+        take that the route saves.
+        """
+        ends_ns = [self.queues[0].compute_ns]
+        total_ns = ends_ns[0]
+        for queue, reads in zip(self.queues[1:], self.reads, strict=True):
+            total_ns += queue.compute_ns
+            ends_ns.append(max([ends_ns[stage] for stage, _ in reads]) + queue.compute_ns)
+        return total_ns - max(ends_ns) > RETURN_NS * (len(self.queues) - 1)
 
 
 def find_route(plan: Plan, first: PlanNode, queues: Sequence[ModelQueue]) -> Route | None:
@@ -136,11 +173,22 @@ def find_route(plan: Plan, first: PlanNode, queues: Sequence[ModelQueue]) -> Rou
         if all(queue.route_groups == groups is not None for queue in on_route) and all(
             queue.batcher.joins_max for queue in on_route[1:]
         ):
-            return Route(nodes, on_route)
-        nodes.pop()
-        while len(nodes) > 1 and not is_private(nodes, plan.consumers, plan.output_slots):
-            nodes.pop()
+            route = Route(nodes, on_route)
+            if route.has_branches:
+                fork = next(i for i in range(2, len(nodes)) if route.begins_branch(i))
+                nodes = _private(nodes[:fork], plan)
+                route.stem = Route(nodes, on_route[: len(nodes)]) if len(nodes) > 1 else None
+            return route
+        nodes = _private(nodes[:-1], plan)
     return None
+
+
+def _private(nodes: Sequence[PlanNode], plan: Plan) -> list[PlanNode]:
+    """As many of these nodes from the first on as may be a route."""
+    nodes = [*nodes]
+    while len(nodes) > 1 and not is_private(nodes, plan.consumers, plan.output_slots):
+        nodes.pop()
+    return nodes
 
 
 class Batch:

@@ -66,13 +66,17 @@ _by_stamp = attrgetter("stamp")
 
 class StageResults(Protocol):
     """The results of one stage of a batch: `outputs[j][m]` is the model's j-th output for member m, `errors[m]` the
-    error of member m if it failed.
+    error of member m if it failed. It computed from `gathered_ns` to `computed_ns`.
     """
 
     @property
     def outputs(self) -> Sequence[Sequence[Facts | None]]: ...
     @property
     def errors(self) -> Mapping[int, FlowserveError]: ...
+    @property
+    def gathered_ns(self) -> int: ...
+    @property
+    def computed_ns(self) -> int: ...
 
 
 class Scheduler:
@@ -485,7 +489,8 @@ class Scheduler:
         """Give a batch its route if returning between the stages could not change the batch: all members have the same
         next nodes, the queues of the route are empty and their instances idle, no retry waits, and no member has a
         deadline. Where instances are in several groups, a route stays in the group of its first instance, and those of
-        other groups need not be idle: while one here is, a batch does not wait for another to join it.
+        other groups need not be idle: while one here is, a batch does not wait for another to join it. Branches whose
+        models compute for long are not on one route: they compute at the same time, each in a batch of its own.
         """
         tickets = batch.tickets
         first = tickets[0]
@@ -494,6 +499,8 @@ class Scheduler:
             route: Route | None = plan.routes[node.index]
         except KeyError:
             route = plan.routes[node.index] = find_route(plan, node, queues)
+        if route is not None and route.has_branches and route.is_too_long:
+            route = route.stem
         if route is None:
             return
         if self.rate_limit is not None or self._retries or self._ending or batch.rows > route.rows_max:
@@ -587,6 +594,9 @@ class Scheduler:
         batch; it is not retried if its instance died. If the machine of the instance is lost, it runs once more, whole.
         """
         route = batch.route
+        if batch.queue.is_timed:
+            for queue, results in zip((batch.queue,) if route is None else route.queues, made, strict=False):
+                queue.computed(results.computed_ns - results.gathered_ns)
         if route is not None:
             is_complete = error is None and len(made) == len(route.nodes)
             self._release_all(batch)

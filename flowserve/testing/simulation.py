@@ -295,6 +295,8 @@ class BatchResults(NamedTuple):
 
     outputs: Sequence[Sequence[Any]]
     errors: Mapping[int, FlowserveError] = {}
+    gathered_ns: int = 0
+    computed_ns: int = 0
 
 
 class SimulatedDeployment(Agenda):

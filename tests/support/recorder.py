@@ -72,10 +72,13 @@ class Recorder:
         is_cached: bool = False,
         depth: int = 1,
         is_divided: bool = False,
+        is_routed: bool = False,
+        computes_apart: bool = False,
     ) -> ModelQueue:
         """`is_cached`: its steps in ensembles are looked up in a response cache, which has none and takes all for
         equal. `depth`: the batches that an instance takes at once. `is_divided`: it passes batches to instances of
-        other such models that have its number.
+        other such models that have its number. `is_routed`: each passes batches to all of other such models.
+        `computes_apart`: and computes while they do.
         """
         chosen = model.batcher() if batcher is None else batcher  # an empty batcher is falsy
         cache = self if is_cached else None
@@ -87,7 +90,8 @@ class Recorder:
             is_pure=is_pure,
             needs=needs,
             keeps_order=keeps_order,
-            route_groups={one: one for one in range(instances if is_divided else 0)},
+            route_groups={one: one if is_divided else 0 for one in range(instances) if is_divided or is_routed},
+            computes_apart=computes_apart,
             cache=cache,
         )
         self.queues[model.key] = queue

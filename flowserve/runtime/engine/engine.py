@@ -662,6 +662,7 @@ class Engine:
             needs=needs,
             keeps_order=keeps_order,
             route_groups=groups,
+            computes_apart=all(worker.computes_apart for worker in workers),
             cache=self.deployments.step_cache(key) if is_cached else None,
         )
         self.scheduler.add(queue)

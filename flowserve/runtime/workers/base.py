@@ -122,6 +122,7 @@ class Worker(Protocol):
 
     is_on_gpu: bool  # whether it computes on a GPU in the server's own process
     route_group: object  # workers of one group hand batches to each other; None: this one does not
+    computes_apart: bool  # whether it computes at the same time as other workers of its group
     outage: Callable[[], str]  # why it cannot work just now, or ""; the end of a process is the supervisor's concern
     state: StateAdapter
     has_state: bool  # whether `finish` has something to do

@@ -198,6 +198,7 @@ class ClusterWorker:
         self.has_state = False
         self.is_on_gpu = False
         self.route_group: object = actor
+        self.computes_apart = False  # one process runs the instances of its actor
         self.outage = works
         self.depth = depth
         self.ended = ""

@@ -86,6 +86,7 @@ class LocalWorker:
         self.is_on_gpu = False  # whether it computes on a GPU, wherever its tensors are
         may_be_inline = always_inline or placement is not None
         self.route_group: object = "local" if may_be_inline and not self.has_state else None
+        self.computes_apart = False  # a route stays on the event loop
         self._model = model
         self._instance = instance
         self._output_count = output_count

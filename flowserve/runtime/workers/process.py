@@ -109,6 +109,7 @@ class ProcessWorker:
         self.is_on_gpu = False  # its process has a context of its own
         self.outage = works
         self.route_group: object = "process" if streams is None and type(self.state) is StateAdapter else None
+        self.computes_apart = True
         self.child: Child | None = None
         self.channel: Channel | None = None
         self.ended = ""

@@ -1,0 +1,154 @@
+"""Branches of a graph whose models compute at the same time: on one route if they compute for a short time, in batches
+of their own otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, pairwise
+
+import networkx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowserve.graph.types import GRAPH, Edge, Graph, Node
+from flowserve.scheduling.batch import RETURN_NS, Batch
+from flowserve.testing.simulation import BatchResults
+from flowserve.testing.strategies import Handle
+from flowserve.values import DType, TensorSpec
+from tests.support.recorder import PORT, Recorder, simple_model
+
+MS = 1_000_000
+
+
+def graph(*edges: str) -> Graph:
+    """`graph("ab", "ac")`: steps of models of these names; those that read no other one read the request, and what no
+    other one reads is in the response.
+    """
+    names = sorted({*"".join(edges)})
+    nodes = []
+    wires: list[Edge] = []
+    for n, name in enumerate(names):
+        read = [names.index(edge[0]) for edge in edges if edge[1] == name] or [GRAPH]
+        inputs = tuple(TensorSpec(f"X{i}", DType.FP32, (-1,)) for i in range(len(read)))
+        model = simple_model(n, inputs=inputs)
+        nodes.append(Node(n, name, model.key, model.inputs, model.outputs, model.max_batch_size))
+        wires += [Edge("in" if maker == GRAPH else names[maker], maker, 0, n, i) for i, maker in enumerate(read)]
+    last = [n for n, name in enumerate(names) if not any(edge[0] == name for edge in edges)]
+    wires += [Edge(names[n], n, 0, GRAPH, j) for j, n in enumerate(last)]
+    outputs = tuple(TensorSpec(names[n], DType.FP32, (-1,)) for n in last)
+    return Graph("graph", 1, PORT, outputs, nodes[0].max_batch_size, tuple(nodes), tuple(wires), is_ensemble=True)
+
+
+DIAMOND = graph("ab", "ac", "bd", "cd")
+LATE = graph("ab", "bc", "bd", "ce", "de")
+CHAIN = graph("ab", "bc", "cd")
+
+
+class Served(Recorder):
+    """A server of a graph, one request after another. `compute_ns`: how long each model computes."""
+
+    def __init__(self, graph: Graph, compute_ns: Sequence[int], *, computes_apart: bool = True) -> None:
+        super().__init__()
+        self.graph = graph
+        for node in graph.nodes:
+            self.serve(simple_model(node.index, inputs=node.inputs), is_routed=True, computes_apart=computes_apart)
+        self.compute_ns = compute_ns
+
+    def ask(self) -> list[str]:
+        """The batches of one request: those that run at the same time, each as the names of its stages."""
+        self.submit(self.graph, len(self.started))
+        self.turn()
+        seen = []
+        while self.running:
+            seen.append("+".join(sorted(map(self.path, self.running))))
+            for batch in [*self.running]:
+                self.come_back(batch)
+            self.turn()
+        assert self.answers[-1].error is None
+        return seen
+
+    def path(self, batch: Batch) -> str:
+        nodes = [batch.tickets[0].node] if batch.route is None else batch.route.nodes
+        return "".join(node.model.name for node in nodes)
+
+    def come_back(self, batch: Batch) -> None:
+        self.running.remove(batch)
+        stages = 1 if batch.route is None else len(batch.route)
+        made = []
+        for i in range(stages):
+            node = batch.stage(i).tickets[0].node
+            column = [Handle(0, 2, 0, 1, object())]
+            made.append(BatchResults([column], gathered_ns=5, computed_ns=5 + self.compute_ns[node.index]))
+        self.scheduler.complete(batch, made, None, 0)
+
+
+def test_branches_that_compute_for_long_run_at_the_same_time() -> None:
+    server = Served(DIAMOND, [MS, 20 * MS, 20 * MS, MS])
+    for _ in range(30):
+        assert server.ask() == ["a", "b+c", "d"]
+
+
+def test_short_branches_are_on_one_route_once_their_times_are_known() -> None:
+    server = Served(DIAMOND, [20_000] * 4)
+    assert server.ask() == ["a", "b+c", "d"]
+    asked = [server.ask() for _ in range(40)]
+    assert asked[-1] == ["abcd"]
+    assert asked == sorted(asked, key=len, reverse=True), "it does not go to and fro"
+    server.compute_ns = [20_000, MS, MS, 20_000]
+    assert [server.ask() for _ in range(40)][-1] == ["a", "b+c", "d"]
+
+
+def test_one_slow_branch_beside_a_short_one_is_on_the_route() -> None:
+    server = Served(DIAMOND, [0, 20 * MS, 10_000, 0])
+    assert [server.ask() for _ in range(40)][-1] == ["abcd"]
+
+
+def test_a_single_slow_batch_does_not_divide_a_route() -> None:
+    server = Served(DIAMOND, [0, 0, 0, 0])
+    assert [server.ask() for _ in range(60)][-1] == ["abcd"]
+    server.compute_ns = [0, MS, MS, 0]
+    server.ask()
+    server.compute_ns = [0, 0, 0, 0]
+    assert server.ask() == ["abcd"]
+
+
+def test_the_steps_before_the_branches_are_a_route() -> None:
+    server = Served(LATE, [MS] * 5)
+    assert server.ask() == ["ab", "c+d", "e"]
+
+
+@pytest.mark.parametrize("graph", [CHAIN, DIAMOND])
+def test_a_route_without_branches_and_workers_that_compute_one_after_the_other_need_no_times(graph: Graph) -> None:
+    server = Served(graph, [20 * MS] * 4, computes_apart=graph is CHAIN)
+    for _ in range(3):
+        assert server.ask() == ["abcd"]
+
+
+@given(st.data())
+def test_properties_a_route_loses_no_more_time_than_it_saves(data: st.DataObject) -> None:
+    names = "abcdefg"[: data.draw(st.integers(2, 7))]
+    edges = ["".join(pair) for pair in pairwise(names)]
+    chosen = [
+        one + names[n]
+        for n in range(1, len(names))
+        for one in sorted(data.draw(st.sets(st.sampled_from(names[:n]), min_size=1, max_size=3)))
+    ]
+    drawn = graph(*(chosen if data.draw(st.booleans()) else edges))
+    compute_ns = data.draw(st.lists(st.sampled_from([0, 30_000, 90_000, 400_000]), min_size=7, max_size=7))
+    server = Served(drawn, compute_ns)
+    inner = [(edge.producer, edge.consumer) for edge in drawn.edges if GRAPH not in (edge.producer, edge.consumer)]
+    net = networkx.DiGraph(inner)
+    net.add_nodes_from(range(len(drawn.nodes)))
+    for _ in range(60):
+        asked = server.ask()
+    passed = [[names.index(name) for name in path] for step in asked for path in step.split("+")]
+    assert sorted(chain(*passed)) == [*net], "each step runs once"
+    for path in passed:
+        inside = net.subgraph(path)
+        ends: dict[int, int] = {}
+        for n in networkx.topological_sort(inside):
+            ends[n] = compute_ns[n] + max([ends[before] for before in inside.predecessors(n)], default=0)
+        lost_ns = sum(compute_ns[n] for n in path) - max(ends.values())
+        assert lost_ns <= RETURN_NS * (len(path) - 1) + len(path) * 8, "8: the precision of the average"
