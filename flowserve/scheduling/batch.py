@@ -31,7 +31,7 @@ from flowserve.scheduling.slots import Slots
 RECALL_NS: Final = 1_500_000
 NO_GROUPS: Final[Mapping[Any, object]] = {}
 # What a stage of a route costs more in a batch of its own: the way to the scheduler and back (decision 0046).
-RETURN_NS: Final = 50_000
+RETURN_NS: Final = 75_000
 # A duration of a batch counts for no more than this in `ModelQueue.compute_ns`, so that one slow batch does not decide.
 COMPUTE_NS_MAX: Final = 2_000_000
 
