@@ -108,12 +108,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _why_no_gpu() if marked else ""
     for item in marked if reason else ():
         item.add_marker(pytest.mark.skip(reason=reason))
-    if not _is_worker():
-        items.sort(key=_has_background_job)  # the rest stays in order
-        return
-    # Files with servers take longest: they come first, so that the processes end at about the same time.
-    servers = {item.path for item in items if item.get_closest_marker("server")}
-    items.sort(key=lambda item: (not _has_background_job(item), item.path not in servers))
+    items.sort(key=_has_background_job, reverse=_is_worker())  # the rest stays in order
 
 
 def pytest_collection_finish() -> None:
