@@ -206,13 +206,13 @@ def test_an_invalid_request_is_refused_with_its_reason(start: Callable[..., Serv
 
 def test_requests_wait_in_the_servers_queue_and_enter_as_others_end(server: Server) -> None:
     with ThreadPoolExecutor(32) as pool:
-        long = pool.submit(server.text, "long", sampling_parameters='{"max_tokens": 400}')
+        long = pool.submit(server.text, "long", sampling_parameters='{"max_tokens": 1500}')
         server.wait_for(lambda: server.told("begin"))
-        others = [pool.submit(server.text, f"w{n}", sampling_parameters='{"max_tokens": 40}') for n in range(20)]
+        others = [pool.submit(server.text, f"w{n}", sampling_parameters='{"max_tokens": 150}') for n in range(20)]
         server.wait_for(lambda: server.metric("nv_inference_pending_request_count") >= 8)
-        assert [one.result() for one in others] == [f"w{n}" + f" W{n}" * 40 for n in range(20)]
+        assert [one.result() for one in others] == [f"w{n}" + f" W{n}" * 150 for n in range(20)]
         assert not long.done()
-        assert long.result() == "long" + " LONG" * 400
+        assert long.result() == "long" + " LONG" * 1500
     begun = server.told("begin")
     assert len(begun) == 21
     assert max(one["running"] for one in begun) == SEATS  # in steps: they do not wait for the long one
