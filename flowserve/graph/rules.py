@@ -70,7 +70,7 @@ def _every_model_exists(w: Wiring) -> Iterator[Problem]:
         yield Problem(
             f"ensemble {w.name} contains models that are not available or ambiguous: {name}",
             w.place(f"{step.written.path}.model_name"),
-            hint=did_you_mean(name, [*w.available, *w.failed]),
+            hint=did_you_mean(name, [one for one in (*w.available, *w.failed) if one != w.name]),
         )
 
 

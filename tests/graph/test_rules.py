@@ -89,6 +89,9 @@ def test_rule_G2_a_missing_model_is_named_with_the_closest_one_there_is() -> Non
     assert problem.hint == 'did you mean "decode"?'
     assert problem.place is not None
     assert problem.place.line > 0
+    itself = with_steps(("pip", {"BYTES": "picture"}, {"IMAGE": "scores"}))
+    (problem,) = refusals(itself, itself)
+    assert problem.hint == "", "the ensemble itself is not meant"
 
 
 def test_rule_G2_a_missing_model_is_reported_once_for_all_steps() -> None:
