@@ -30,7 +30,7 @@ from flowserve.scheduling.slots import Slots
 # The time after which a batch is recalled from its route if a ticket waits for an instance that it holds.
 RECALL_NS: Final = 1_500_000
 NO_GROUPS: Final[Mapping[Any, object]] = {}
-# What a stage of a route costs more in a batch of its own: the way to the scheduler and back (decision 0046).
+# What a batch costs more than the same stages on a route: the way to the scheduler and back (decision 0046).
 RETURN_NS: Final = 75_000
 # A duration of a batch counts for no more than this in `ModelQueue.compute_ns`, so that one slow batch does not decide.
 COMPUTE_NS_MAX: Final = 2_000_000
@@ -120,7 +120,7 @@ class Route:
     first stage, if only instances of one group pass batches to each other; else empty.
 
     `has_branches`: a stage does not read the one before it, and would compute beside it in a batch of its own. Then
-    `stem` is the route up to there, None if there is none.
+    `stem` is the route up to there, None if there is none, and `batches` is how many batches pass the stages apart.
     """
 
     def __init__(self, nodes: Sequence[PlanNode], queues: Sequence[ModelQueue]) -> None:
@@ -139,6 +139,7 @@ class Route:
         self.worker_data: Any = None
         self.has_branches = any(map(self.begins_branch, range(2, len(nodes))))
         self.stem: Route | None = None
+        self.batches = len(nodes)
         for queue in queues if self.has_branches else ():
             queue.is_timed = True
 
@@ -159,13 +160,30 @@ class Route:
         for queue, reads in zip(self.queues[1:], self.reads, strict=True):
             total_ns += queue.compute_ns
             ends_ns.append(max([ends_ns[stage] for stage, _ in reads]) + queue.compute_ns)
-        return total_ns - max(ends_ns) > RETURN_NS * (len(self.queues) - 1)
+        return total_ns - max(ends_ns) > RETURN_NS * (self.batches - 1)
 
 
 def find_route(plan: Plan, first: PlanNode, queues: Sequence[ModelQueue]) -> Route | None:
     """The longest route from `first` whose models all have the same `route_groups`; None if there is none. `queues[n]`
     is the queue of node n's model. The scheduler calls this once per plan and node.
     """
+    route = _longest(plan, first, queues)
+    if route is not None and route.has_branches:
+        route.stem = _stem(route, plan)
+        route.batches = 0
+        passed: set[int] = set()
+        for node in route.nodes:
+            if node.index not in passed:
+                route.batches += 1
+                alone = _longest(plan, node, queues)
+                if alone is not None and alone.has_branches:
+                    alone = _stem(alone, plan)
+                passed.update([node.index] if alone is None else [one.index for one in alone.nodes])
+    return route
+
+
+def _longest(plan: Plan, first: PlanNode, queues: Sequence[ModelQueue]) -> Route | None:
+    """The longest route from `first`, as if it had no branches."""
     nodes = [plan.nodes[n] for n in plan.runs[first.index]]
     groups = queues[first.index].route_groups
     while len(nodes) > 1:
@@ -173,14 +191,16 @@ def find_route(plan: Plan, first: PlanNode, queues: Sequence[ModelQueue]) -> Rou
         if all(queue.route_groups == groups is not None for queue in on_route) and all(
             queue.batcher.joins_max for queue in on_route[1:]
         ):
-            route = Route(nodes, on_route)
-            if route.has_branches:
-                fork = next(i for i in range(2, len(nodes)) if route.begins_branch(i))
-                nodes = _private(nodes[:fork], plan)
-                route.stem = Route(nodes, on_route[: len(nodes)]) if len(nodes) > 1 else None
-            return route
+            return Route(nodes, on_route)
         nodes = _private(nodes[:-1], plan)
     return None
+
+
+def _stem(route: Route, plan: Plan) -> Route | None:
+    """The stages of a route with branches before the first of them."""
+    fork = next(i for i in range(2, len(route)) if route.begins_branch(i))
+    nodes = _private(route.nodes[:fork], plan)
+    return Route(nodes, route.queues[: len(nodes)]) if len(nodes) > 1 else None
 
 
 def _private(nodes: Sequence[PlanNode], plan: Plan) -> list[PlanNode]:
