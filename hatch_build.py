@@ -42,7 +42,7 @@ def absolute(text: str, repository: str, version: str) -> str:
     return LINK.sub(of, text)
 
 
-class OfTheBuild(MetadataHookInterface):
+class BuildMetadata(MetadataHookInterface):
     """Fills in `dependencies`, `urls` and `readme` of the metadata."""
 
     def update(self, metadata: dict[str, Any]) -> None:

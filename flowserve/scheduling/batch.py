@@ -87,11 +87,9 @@ class ModelQueue:
         # Where there are several groups: the instance of each, and how many batches an idle one can take.
         self.members = {group: one for one, group in route_groups.items()} if may_route and len(groups) > 1 else {}
         self.depth = len(self.instances) // len(groups) if self.members else 0
-        # Whether its batches compute while those of other models with the same groups do, and how long they do, as a
-        # moving average. The average is kept if a route needs it.
-        self.computes_apart = computes_apart
-        self.is_timed = False
-        self.compute_ns = COMPUTE_NS_MAX
+        self.computes_apart = computes_apart  # at the same time as other models with the same groups
+        self.is_timed = False  # whether `compute_ns` is kept: a route with branches needs it
+        self.compute_ns = COMPUTE_NS_MAX  # that a batch computes: a moving average
         self.has_times = batcher.may_wait or batcher.may_expire  # whether time may decide about its tickets
         self.may_have_tickets = False  # False: no ticket waits. Cheaper to read than the length of the queue
         self.is_dirty = False  # whether it is in the scheduler's list of queues to examine
@@ -152,8 +150,8 @@ class Route:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether its branches, which compute one after the other on it, lose more time than the batches of their own
-        take that the route saves.
+        """Whether it loses more time than it saves: its branches compute one after the other, and a batch returns only
+        once. Times are those of `ModelQueue.compute_ns`; `RETURN_NS` is measured (decision 0046).
         """
         ends_ns = [self.queues[0].compute_ns]
         total_ns = ends_ns[0]
@@ -172,7 +170,7 @@ def find_route(plan: Plan, first: PlanNode, queues: Sequence[ModelQueue]) -> Rou
         route.stem = _stem(route, plan)
         route.batches = 0
         passed: set[int] = set()
-        for node in route.nodes:
+        for node in route.nodes:  # a batch that begins with it takes a route without branches, if there is one
             if node.index not in passed:
                 route.batches += 1
                 alone = _longest(plan, node, queues)

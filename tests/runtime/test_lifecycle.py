@@ -390,7 +390,7 @@ async def test_a_sequence_whose_first_request_has_not_come_to_its_step_goes_on_a
             await send(4, is_last=True)
         assert totals == ([1, 3, 7] if end == "answered" else [])
         with trio.fail_after(10):  # the old instance is closed when no sequence is left in it
-            while len(generations.workers()) > 2:  # noqa: ASYNC110
+            while len(generations.workers()) > 2:  # noqa: ASYNC110  # closing has no event
                 await trio.sleep(0.001)
 
 

@@ -12,29 +12,16 @@ from hypothesis import strategies as st
 from flowserve.backends.base import Results
 from flowserve.errors import Internal
 from flowserve.graph.plan import Plan, make_plan
-from flowserve.graph.types import GRAPH, Edge, Graph, Node
+from flowserve.graph.types import Graph
 from flowserve.observe.statistics import Statistics
 from flowserve.observe.traffic import NodeTraffic, node_traffics
 from flowserve.runtime.engine.accounting import record_batch, record_finished, record_stages
 from flowserve.scheduling.batch import Batch, ModelQueue, find_route
 from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.testing.strategies import Handle
-from flowserve.values import DType, TensorSpec
-from tests.support.recorder import PORT, simple_model
+from tests.support.recorder import simple_model, step_graph
 
-CHAINS = [[(n - 1,) for n in range(1, stages)] for stages in (2, 3, 4)]
-DIAMOND = [(0,), (0,), (1, 2)]
-
-
-def make_graph(reads: Sequence[tuple[int, ...]]) -> Graph:
-    """A graph whose step 0 reads the request and whose step n reads the steps `reads[n - 1]`."""
-    nodes, edges = [], []
-    for n, makers in enumerate([(GRAPH,), *reads]):
-        model = simple_model(n, inputs=tuple(TensorSpec(f"X{i}", DType.FP32, (-1,)) for i in range(len(makers))))
-        nodes.append(Node(n, str(n), model.key, model.inputs, model.outputs, model.max_batch_size))
-        edges += [Edge(str(maker), maker, 0, n, i) for i, maker in enumerate(makers)]
-    edges.append(Edge("Y", len(reads), 0, GRAPH, 0))
-    return Graph("graph", 1, PORT, nodes[-1].outputs, 8, tuple(nodes), tuple(edges), is_ensemble=True)
+GRAPHS = [step_graph(*edges) for edges in (["ab"], ["ab", "bc"], ["ab", "bc", "cd"], ["ab", "ac", "bd", "cd"])]
 
 
 @dataclass(eq=False)
@@ -91,7 +78,7 @@ class Counted:
 
 @given(st.data())
 def test_properties_stages_of_a_route_count_as_batches_of_their_own(data: st.DataObject) -> None:
-    graph = make_graph(data.draw(st.sampled_from([*CHAINS, DIAMOND])))
+    graph = data.draw(st.sampled_from(GRAPHS))
     queued_ns = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
     gaps = st.integers(0, 1000)
     one, other = (Counted(graph, queued_ns, 10) for _ in range(2))

@@ -12,39 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowserve.graph.types import GRAPH, Edge, Graph, Node
+from flowserve.graph.types import GRAPH, Graph
 from flowserve.scheduling.batch import RETURN_NS, Batch
 from flowserve.testing.simulation import BatchResults
 from flowserve.testing.strategies import Handle
-from flowserve.values import DType, TensorSpec
-from tests.support.recorder import PORT, Recorder, simple_model
+from tests.support.recorder import Recorder, simple_model, step_graph
 
 MS = 1_000_000
 
 
-def graph(*edges: str) -> Graph:
-    """`graph("ab", "ac")`: steps of models of these names; those that read no other one read the request, and what no
-    other one reads is in the response.
-    """
-    names = sorted({*"".join(edges)})
-    nodes = []
-    wires: list[Edge] = []
-    for n, name in enumerate(names):
-        read = [names.index(edge[0]) for edge in edges if edge[1] == name] or [GRAPH]
-        inputs = tuple(TensorSpec(f"X{i}", DType.FP32, (-1,)) for i in range(len(read)))
-        model = simple_model(n, inputs=inputs)
-        nodes.append(Node(n, name, model.key, model.inputs, model.outputs, model.max_batch_size))
-        wires += [Edge("in" if maker == GRAPH else names[maker], maker, 0, n, i) for i, maker in enumerate(read)]
-    last = [n for n, name in enumerate(names) if not any(edge[0] == name for edge in edges)]
-    wires += [Edge(names[n], n, 0, GRAPH, j) for j, n in enumerate(last)]
-    outputs = tuple(TensorSpec(names[n], DType.FP32, (-1,)) for n in last)
-    return Graph("graph", 1, PORT, outputs, nodes[0].max_batch_size, tuple(nodes), tuple(wires), is_ensemble=True)
-
-
-DIAMOND = graph("ab", "ac", "bd", "cd")
-LATE = graph("ab", "bc", "bd", "ce", "de")
-CHAIN = graph("ab", "bc", "cd")
-CHAINS = graph("ab", "ac", "bd", "ce", "df", "eg", "fh", "gh")
+DIAMOND = step_graph("ab", "ac", "bd", "cd")
+LATE = step_graph("ab", "bc", "bd", "ce", "de")
+CHAIN = step_graph("ab", "bc", "cd")
+CHAINS = step_graph("ab", "ac", "bd", "ce", "df", "eg", "fh", "gh")
 
 
 class Served(Recorder):
@@ -144,7 +124,7 @@ def test_properties_a_route_loses_no_more_time_than_it_saves(data: st.DataObject
         for n in range(1, len(names))
         for one in sorted(data.draw(st.sets(st.sampled_from(names[:n]), min_size=1, max_size=3)))
     ]
-    drawn = graph(*(chosen if data.draw(st.booleans()) else edges))
+    drawn = step_graph(*(chosen if data.draw(st.booleans()) else edges))
     compute_ns = data.draw(st.lists(st.sampled_from([0, 30_000, 90_000, 400_000]), min_size=7, max_size=7))
     server = Served(drawn, compute_ns)
     inner = [(edge.producer, edge.consumer) for edge in drawn.edges if GRAPH not in (edge.producer, edge.consumer)]

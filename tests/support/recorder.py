@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.graph.plan import Plan, make_plan
-from flowserve.graph.types import Graph, ModelKey
+from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.scheduling.batch import Batch, ModelQueue, Notice
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.queue import Batcher, BatchPolicy
@@ -38,6 +38,25 @@ def simple_model(
 def rows_of(rows: int = 1, width: int = 2) -> Handle:
     """An input of `rows` rows in a block of its own."""
     return Handle(0, width, 0, rows)
+
+
+def step_graph(*edges: str) -> Graph:
+    """`step_graph("ab", "ac")`: steps of models of these names, each pair the maker of a tensor and its reader. Those
+    that read no other one read the request, and what no other one reads is in the response.
+    """
+    names = sorted({*"".join(edges)})
+    nodes = []
+    wires: list[Edge] = []
+    for n, name in enumerate(names):
+        read = [names.index(edge[0]) for edge in edges if edge[1] == name] or [GRAPH]
+        inputs = tuple(TensorSpec(f"X{i}", DType.FP32, (-1,)) for i in range(len(read)))
+        model = simple_model(n, inputs=inputs)
+        nodes.append(Node(n, name, model.key, model.inputs, model.outputs, model.max_batch_size))
+        wires += [Edge("in" if maker == GRAPH else names[maker], maker, 0, n, i) for i, maker in enumerate(read)]
+    last = [n for n, name in enumerate(names) if not any(edge[0] == name for edge in edges)]
+    wires += [Edge(names[n], n, 0, GRAPH, j) for j, n in enumerate(last)]
+    outputs = tuple(TensorSpec(names[n], DType.FP32, (-1,)) for n in last)
+    return Graph("graph", 1, PORT, outputs, nodes[0].max_batch_size, tuple(nodes), tuple(wires), is_ensemble=True)
 
 
 @dataclass

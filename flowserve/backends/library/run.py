@@ -58,11 +58,9 @@ class BatchRun:
             array: Array | None = None
             for i, (spec, column) in enumerate(zip(model.inputs, work.inputs, strict=True)):
                 # A column's block is looked at first: its elements would be made for each member.
-                array = column.block
-                if array is None or not array.flags.aligned:
-                    if array is None and column[0] is None:
-                        continue  # an omitted optional input of a model without batching
-                    array, copied[i] = gather(column, HOST)
+                if column.block is None and column[0] is None:
+                    continue  # an omitted optional input of a model without batching
+                array, copied[i] = gather(column, HOST)
                 feed[spec.name] = array
             total = len(array) if array is not None and array.ndim else 0
         for i in model.prepared:
@@ -89,7 +87,7 @@ class BatchRun:
                 # This comparison suffices for nearly all outputs; `checked` handles the others.
                 if expected is None or array.dtype is not expected[0] or array.shape != (total, *expected[1]):
                     array = model.checked(j, array, total)
-                outputs[j] = Column(rows, array)
+                outputs[j] = Column.whole(array, rows)
             else:
                 outputs[j] = [Tensor(model.checked(j, array, -1))]
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)

@@ -31,7 +31,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from types import ModuleType, NoneType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -393,6 +393,13 @@ def _check(response: object, flags: int) -> None:
         )
 
 
+class LateFailure(NamedTuple):
+    """What a model raised after it had responded to some members of a batch, and the `members` it had not."""
+
+    error: ModelFailed
+    members: Sequence[int]
+
+
 class PythonInstance:
     """One object of the model's class. Subclasses change which requests it receives and what its responses become."""
 
@@ -420,8 +427,6 @@ class PythonInstance:
         self._execute: Any = None  # `execute` of the model's object, or what runs its coroutine
         self._clock: ClockNs = lambda: 0  # of the batch that runs
         self._running: Work | None = None  # the batch that runs
-        # What it raised after it had responded to some members, and the other members, until the results have it.
-        self._raised: tuple[ModelFailed, Sequence[int]] | None = None
 
     def call_through(self, caller: BlsClient) -> None:
         """All methods of the model may use `caller`; only `execute` may call other models with it."""
@@ -460,34 +465,33 @@ class PythonInstance:
         assign_inputs(requests, work, self.inputs)
         gathered_ns = clock()
         if self._owns_process:  # its model is active on all threads
-            responses = self._responses(requests, work)
+            responses, late = self._responses(requests, work)
         else:
             with self._scope:
-                responses = self._responses(requests, work)
+                responses, late = self._responses(requests, work)
         # Only types are compared, since an object returned by mistake, such as an array, may define its own equality.
         if senders is None and NoneType in map(type, responses):
             requests = [*map(ExecutedRequest, requests)]  # a new list: the model may still use the one it was given
             collect(requests, responses, self.model_name, self._loop)
         results = self._results(requests, responses, work, gathered_ns, clock())
-        if self._raised is not None:
-            results.raised, failed = self._raised
-            results.errors = {**results.errors, **dict.fromkeys(failed, results.raised)}
-            self._raised = None
+        if late is not None:
+            results.raised = late.error
+            results.errors = {**results.errors, **dict.fromkeys(late.members, late.error)}
         return results
 
-    def _responses(self, requests: list[Any], work: Work) -> list[Any]:
+    def _responses(self, requests: list[Any], work: Work) -> tuple[list[Any], LateFailure | None]:
         """Call `execute`. Returns its responses in a new list: the model holds no reference to it, so that reference
-        counts tell whether the model keeps a response.
+        counts tell whether the model keeps a response. And what it raised, if it had sent responses before.
         """
         self._running = work
         try:
             returned = self._execute(requests)
             if returned is None:
-                return [None] * len(work.rows)
+                return [None] * len(work.rows), None
             if not isinstance(returned, list):
                 text = f"Expected a list in the execute return, found type '{type(returned)}'."
                 raise TypeError(f"{text} It holds one InferenceResponse for each request")
-            return [*returned]
+            return [*returned], None
         except RAISED as error:
             if work.senders is None and any(has_response(request) for request in requests):
                 return self._sent_before(requests, error)
@@ -495,12 +499,12 @@ class PythonInstance:
         finally:
             self._running = None
 
-    def _sent_before(self, requests: Sequence[ReceivedRequest], error: BaseException) -> list[Any]:
+    def _sent_before(self, requests: Sequence[ReceivedRequest], error: BaseException) -> tuple[list[Any], LateFailure]:
         """`execute` raised after it had sent responses: those count, and the other requests get the error."""
         failed = [m for m, request in enumerate(requests) if not has_response(request)]
-        self._raised = self._failed(error), failed
-        error_only = InferenceResponse(error=TritonError("raised"))
-        return [error_only if m in failed else None for m in range(len(requests))]
+        placeholder = InferenceResponse(error=TritonError("raised"))  # `run` sets the error
+        responses = [placeholder if m in failed else None for m in range(len(requests))]
+        return responses, LateFailure(self._failed(error), failed)
 
     def is_withdrawn(self, work: Work, member: int) -> bool:
         """Whether the client of a member has cancelled it. False for a batch that does not run any more: its responses
