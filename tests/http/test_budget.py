@@ -8,6 +8,7 @@ import re
 import resource
 import socket
 import threading
+import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -299,6 +300,12 @@ def raw_request(size: int, model: bytes = b"first") -> bytes:
     return head(size, b"Inference-Header-Content-Length: 0\r\n", b"/v2/models/%b/infer" % model) + bytes(size)
 
 
+def refused_connections(served: Served) -> int:
+    with urllib.request.urlopen(f"{served.base_url}/metrics", timeout=20) as response:
+        (line,) = [one for one in response.read().decode().splitlines() if 'reason="connections"' in one]
+    return int(line.split()[-1])
+
+
 @pytest.mark.fault("W3")
 def test_half_sent_bodies_hold_no_more_memory_than_the_budget(served: Served) -> None:
     assert exchange(served, raw_request(8 * MEBIBYTE)).startswith(b"HTTP/1.1 200 ")
@@ -341,8 +348,9 @@ def test_a_body_for_which_there_is_no_memory_gets_503(served: Served) -> None:
     assert exchange(served, raw_request(8 * MEBIBYTE)).startswith(b"HTTP/1.1 200 ")
 
 
-@pytest.mark.fault("W10")
+@pytest.mark.fault("R8", "W10")
 def test_without_descriptors_requests_and_connections_get_503_with_that_reason(served: Served) -> None:
+    before = refused_connections(served)
     with ExitStack() as sockets:
         inside = sockets.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=20))
         inside.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -358,6 +366,7 @@ def test_without_descriptors_requests_and_connections_get_503_with_that_reason(s
                 answer = sock.recv(4096)
                 if not answer.startswith(b"HTTP/1.1 200 "):
                     answers.append(answer)
+                    assert sock.recv(4096) == b"", "a refused connection is closed"
             inside.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert inside.recv(4096).startswith(b"HTTP/1.1 200 ")
             inside.sendall(raw_request(8 * MEBIBYTE, b"fresh"))  # needs new shared memory
@@ -366,10 +375,13 @@ def test_without_descriptors_requests_and_connections_get_503_with_that_reason(s
             resource.prlimit(served.pid, resource.RLIMIT_NOFILE, (soft, hard))
     for answer in answers:
         assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nretry-after: 1\r\n" in answer
         assert b'{"error":"no file descriptors left' in answer
     assert served.log.count("no file descriptors left") == 1
     assert without_memory.startswith(b"HTTP/1.1 503 ")
     assert b"\r\nretry-after: 1\r\n" in without_memory
+    assert exchange(served, raw_request(64)).startswith(b"HTTP/1.1 200 "), "later connections are served"
+    assert refused_connections(served) == before + len(answers)
     assert b"Too many open files" in without_memory
     assert served.log.count("Too many open files") == 1
     assert exchange(served, raw_request(8 * MEBIBYTE, b"fresh")).startswith(b"HTTP/1.1 200 ")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import gc
 import json
-import os
-import resource
 import select
 import socket
 from collections.abc import Awaitable, Callable
@@ -23,7 +19,6 @@ from flowserve.http.server import server as server_module
 from flowserve.http.server.connection import Phase
 from flowserve.http.server.request_parser import Limits
 from flowserve.http.server.server import open_listeners, open_unix_listener
-from tests.http.conftest import Client
 
 GET = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
 LAST = b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
@@ -607,39 +602,6 @@ async def test_serve_returns_once_drained() -> None:
     assert [listener.fileno() for listener in listeners] == [-1]
 
 
-@pytest.mark.fault("R8", "W10")
-async def test_without_free_descriptors_clients_get_503_with_one_line_in_the_log_and_later_ones_are_served(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
-    running = await start(echo)
-    client = await running.connect()
-    await client.ask(GET)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    waiting = [socket.socket() for _ in range(3)]
-    for one in waiting:
-        one.setblocking(False)
-        running.sockets.callback(one.close)
-    gc.collect()  # else what earlier tests left could be closed meanwhile
-    # No descriptor below the limit is free: the next accept has nowhere to go.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_lowest_free_descriptor(), hard))
-    try:
-        for one in waiting:
-            assert one.connect_ex(("127.0.0.1", running.port)) in (0, errno.EINPROGRESS)
-        for one in waiting:
-            refused = Client(trio.SocketStream(trio.socket.from_stdlib_socket(one)))
-            with trio.fail_after(20):
-                answer = await refused.ask(GET)
-            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
-            assert answer.body.startswith(b'{"error":"no file descriptors left')
-            assert await refused.rest() == b""
-        assert (await client.ask(GET)).status == 200
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert len(caplog.records) == 1
-    assert running.server.budget.refused_connections == 3
-    assert (await (await running.connect()).ask(GET)).status == 200
-
-
 async def test_several_listeners_share_one_port_number() -> None:
     listeners = open_listeners("localhost", 0)
     try:
@@ -828,8 +790,3 @@ async def test_an_app_that_fails_after_a_disconnect_ends_only_its_connection(
     client = await running.connect()
     await client.say(b"GET /again HTTP/1.1\r\nHost: a\r\n\r\n")
     assert (await client.stream.receive_some(12)) == b"HTTP/1.1 200"
-
-
-def _lowest_free_descriptor() -> int:
-    with open(os.devnull) as file:
-        return file.fileno()
