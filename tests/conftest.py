@@ -95,11 +95,9 @@ def cycles(request: pytest.FixtureRequest) -> int:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`, the default: folders of tests run in parallel; a file or one test runs in this process. One more than
-    there are cores, since a fifth of the time tests wait for servers.
-    """
+    """`-n auto`, the default: folders of tests run in parallel; a file or one test runs in this process."""
     if all(Path(argument).is_dir() for argument in config.args):
-        return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 4) + 1
+        return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 4)
     return 0
 
 
