@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any, Final
 
 from flowserve.cluster.frames import (
@@ -37,7 +37,7 @@ from flowserve.errors import Unavailable
 from flowserve.values import Array
 
 SILENCE_S: Final = 1.0  # without a byte for so long, `on_silence` is called
-GREETING_S: Final = 5.0  # for each step of the greeting
+GREETING_SILENCES_MAX: Final = 5  # seconds, for each step of the greeting: the other machine may be busy
 _VECTOR_MAX: Final = 512  # buffers of one system call, below every system's limit
 _TLS_BYTES: Final = 1 << 18
 Tls = tuple[str, str, str]  # files: certificate, key, and the authority of the other end's certificate
@@ -185,16 +185,13 @@ class ActorLink:
         self._send_all([data])
         answer = bytearray(expected)
         if expected:
-            self._fill(memoryview(answer), self._too_slow)
+            self._fill(memoryview(answer), _patience())
         return bytes(answer)
 
-    @staticmethod
-    def _too_slow() -> None:
-        raise EOFError("the other end is silent")
-
     def _wait_for_greeting(self) -> None:
-        if not self._wait(select.POLLIN):
-            self._too_slow()
+        on_silence = _patience()
+        while not self._wait(select.POLLIN):
+            on_silence()
 
     def close(self) -> None:
         """End the connection, also for a thread that reads or sends."""
@@ -206,6 +203,17 @@ class ActorLink:
         """Free the descriptor. Nothing uses the link any more."""
         self.close()
         self._socket.close()
+
+
+def _patience() -> Callable[[], None]:
+    """What a step of the greeting calls in each second of silence. Raises EOFError in the last one."""
+    silences = count(1)
+
+    def on_silence() -> None:
+        if next(silences) >= GREETING_SILENCES_MAX:
+            raise EOFError("the other end is silent")
+
+    return on_silence
 
 
 def greet_actor(link: ActorLink, secret: bytes) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from flowserve.backends.base import ModelFiles
+from flowserve.backends.python.pb_utils import context
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import encode_run, pack, unpack
 from flowserve.cluster import frames
@@ -65,6 +66,13 @@ class Spoken:
     def _silent(self) -> None:
         self.silences = getattr(self, "silences", 0) + 1
         assert self.silences < 10
+
+
+@pytest.fixture(autouse=True)
+def process_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only model of an actor owns its process for good, which here is that of all tests."""
+    for name in ("context", "owns_process"):
+        monkeypatch.setattr(context._Active, name, getattr(context._Active, name))
 
 
 @contextmanager

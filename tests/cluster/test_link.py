@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,6 +113,16 @@ def test_neither_end_accepts_one_that_does_not_know_the_secret() -> None:
 
         assert together(guess, lambda: greet_server(theirs, SECRET)) == [None, False]
         assert accepted is not True
+
+
+def test_an_end_on_a_busy_machine_has_time_for_its_greeting() -> None:
+    with linked() as (ours, theirs):
+
+        def late() -> bool:
+            time.sleep(1.3)
+            return greet_server(theirs, SECRET)
+
+        assert together(lambda: greet_actor(ours, SECRET), late) == [None, True]
 
 
 def test_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
