@@ -36,8 +36,8 @@ from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.queue import BatchPolicy
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.testing.simulation import BatchResults
+from flowserve.testing.strategies import Handle, SimModel, plain_graph
 from flowserve.values import Array, DType, Request, TensorSpec
-from tests.support.strategies import Handle, SimModel, plain_graph
 
 SIZES: Final = {"256 B": 64, "96 KB": 24_576, "602 KB": 150_528, "9.6 MB": 2_408_448}
 CALLERS: Final = 32

@@ -26,9 +26,9 @@ from flowserve.runtime.workers.base import writable_members
 from flowserve.scheduling.affinity import NO_DEVICE
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
+from flowserve.testing.sim import RouteRun, Sim
+from flowserve.testing.strategies import Handle, SimModel, World, worlds
 from flowserve.values import Array
-from tests.support.sim import RouteRun, Sim
-from tests.support.strategies import Handle, SimModel, World, worlds
 
 DEPTH = 1024  # numbers behind each unit of a handle's width: two rows are enough for a pooled buffer
 GARBAGE = -1

@@ -18,8 +18,8 @@ from flowserve.observe.traffic import NodeTraffic, node_traffics
 from flowserve.runtime.engine.accounting import record_batch, record_finished, record_stages
 from flowserve.scheduling.batch import Batch, ModelQueue, find_route
 from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.testing.strategies import Handle
 from tests.support.recorder import simple_model, step_graph
-from tests.support.strategies import Handle
 
 GRAPHS = [step_graph(*edges) for edges in (["ab"], ["ab", "bc"], ["ab", "bc", "cd"], ["ab", "ac", "bd", "cd"])]
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from flowserve.graph.types import GRAPH, Graph
 from flowserve.scheduling.batch import RETURN_NS, Batch
 from flowserve.testing.simulation import BatchResults
+from flowserve.testing.strategies import Handle
 from tests.support.recorder import Recorder, simple_model, step_graph
-from tests.support.strategies import Handle
 
 MS = 1_000_000
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from flowserve.errors import InstanceDied, Unavailable
 from flowserve.scheduling.batch import Batch, ModelQueue, TicketRefused
 from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
+from flowserve.testing.strategies import chain_graph, plain_graph
 from tests.support.recorder import Recorder, simple_model
-from tests.support.strategies import chain_graph, plain_graph
 
 A, B = simple_model(0), simple_model(1)
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from flowserve.errors import FlowserveError, InstanceDied, MachineLost
 from flowserve.scheduling.batch import RECALL_NS, Batch, ModelQueue, Recall
 from flowserve.testing.simulation import BatchResults
+from flowserve.testing.strategies import Handle, chain_graph
 from tests.support.recorder import Recorder, simple_model
-from tests.support.strategies import Handle, chain_graph
 
 MODELS = tuple(simple_model(number, max_batch_size=4) for number in range(3))
 CHAIN = chain_graph("chain", [*MODELS])

@@ -19,8 +19,8 @@ from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.testing.simulation import BatchResults
+from flowserve.testing.strategies import Handle, SimModel
 from flowserve.values import DType, TensorSpec
-from tests.support.strategies import Handle, SimModel
 
 PORT = (TensorSpec("X", DType.FP32, (-1,)),)
 Started = list[tuple[str, list[object]]]

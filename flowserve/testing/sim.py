@@ -26,9 +26,9 @@ from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.scheduling.rate_limit.limiter import Limiter, Resource
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX
 from flowserve.scheduling.scheduler import Scheduler
+from flowserve.testing import strategies
 from flowserve.testing.simulation import Agenda, BatchResults
-from tests.support import strategies
-from tests.support.strategies import Handle, SimModel, SimRequest, World
+from flowserve.testing.strategies import Handle, SimModel, SimRequest, World
 
 STEPS_MAX = 100_000  # a longer history is a livelock
 Step = tuple[int, int]  # the number of a request, and the index of a node of its plan
