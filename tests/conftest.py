@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -25,6 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Tests start hundreds of processes. Where bytecode cannot be written, as in many containers, each of them would
 # compile all of flowserve again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# numpy's linear algebra starts a thread per core, which spins for 0.1 s in each of them. Only tests of speed need more.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # A script's background jobs are started with SIGINT ignored, and all that is started here would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -106,7 +110,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _why_no_gpu() if marked else ""
     for item in marked if reason else ():
         item.add_marker(pytest.mark.skip(reason=reason))
-    items.sort(key=_has_background_job, reverse=_is_worker())  # the rest stays in order
+    # The rest stays in order, but of several processes none may be left with a long file at the end.
+    slow = Counter(
+        item.path
+        for item in items
+        if _is_worker() and (item.get_closest_marker("slow") or item.get_closest_marker("server"))
+    )
+    items.sort(key=lambda item: (_has_background_job(item) != _is_worker(), -slow[item.path]))
 
 
 def pytest_collection_finish() -> None:

@@ -258,6 +258,25 @@ async def test_a_pool_of_processes_in_a_model_can_be_ended(children: Children) -
     assert (await end_of(child)).endswith("exit status 0")
 
 
+async def test_a_process_that_a_child_forks_and_stops_at_once_ends(children: Children) -> None:
+    """As `Pool.terminate` does with a process that has not begun to work."""
+    child = await begin(
+        children,
+        """
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(3)
+                os._exit(0)
+            os.kill(pid, number)
+            _, status = os.waitpid(pid, 0)
+            assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == number, number
+        os.kill(os.getpid(), signal.SIGTERM)  # to the worker itself it means nothing, as before
+        """,
+    )
+    assert (await end_of(child)).endswith("exit status 0")
+
+
 @pytest.mark.fault("R6")
 async def test_children_share_no_mutable_state(children: Children) -> None:
     """Working directory, environment, modules, descriptors and random numbers are each process's own."""

@@ -34,8 +34,9 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedWriter, FileIO, TextIOWrapper
@@ -268,7 +269,7 @@ class WorkerStart:
         # A whole group of processes may get SIGTERM (systemd sends it): the server drains, and needs its workers.
         for number in STOP_SIGNALS:
             signal.signal(number, _nothing)
-        os.register_at_fork(after_in_child=self._disown)
+        _wait_during_forks(STOP_SIGNALS, self._disown)
         os.dup2(self.log_fd, 1)
         os.dup2(self.log_fd, 2)
         os.close(self.log_fd)
@@ -354,6 +355,22 @@ def _worker_of(pid: int) -> int:
         return resource.prlimit(pid, _RLIMIT_LOCKS)[0]
     except OSError:  # it has ended, or runs as another user
         return 0
+
+
+def _wait_during_forks(signals: Collection[signal.Signals], in_child: Callable[[], None]) -> None:
+    """From now on, a signal that is sent to a forked process waits until `in_child` has returned there. Its parent may
+    send it at once, and the handler that the process begins with would take it without effect.
+    """
+    before = threading.local()
+
+    def block() -> None:
+        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+
+    def restore() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.mask)
+
+    os.register_at_fork(before=block, after_in_parent=restore, after_in_child=in_child)
+    os.register_at_fork(after_in_child=restore)  # called in the order of registration
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
