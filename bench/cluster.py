@@ -1,4 +1,4 @@
-"""Instances on other machines: the cost of the transfers, and the effect of the end of an actor under load.
+"""Instances on other machines: the cost of the round trip, and the effect of the end of an actor under load.
 
 A `model.py` returns its input. One instance in a process of the server and one in an actor of a local cluster are
 called alternately, one request at a time, in one engine; then 32 callers call three instances that take 5 ms a batch,

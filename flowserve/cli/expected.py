@@ -1,9 +1,9 @@
 """The expected throughput and latency of a deployment with some models on other machines, simulated from measured
 times.
 
-Decides the inputs of the simulated scheduler: the time of each batch, with the transfers if its model is placed, the
-instances of each model, and the cores of this machine, of which each running batch of a model in the server takes one.
-The server's own work is not simulated. Caller: `place`.
+Decides the inputs of the simulated scheduler: the time of each batch, with its round trip if its model is on another
+machine, the instances of each model, and the cores of this machine, of which each running batch of a model in the
+server takes one. The server's own work is not simulated. Caller: `place`.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ _NO_TIME: Final = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class LinkTimes:
-    """The link between the server and another machine: `each_s` in both directions for a batch of any size, and
+    """The link between the server and another machine: the round-trip time `each_s` of a batch without its bytes, and
     `bytes_per_s`.
     """
 
@@ -57,8 +57,8 @@ class LinkTimes:
 class ModelProposal:
     """Where one model runs. `where`: "server", or the kind of machine; `on_gpu`: on a GPU of it. `instances`: how many
     it needs there at the rate; `has`: how many it will have. `at_once`: how many batches those work on at a time; one
-    travels while another is computed. `takes`: the time of a batch, with the way there and back. `row_bytes`: in and
-    out, of a row. `hops`, `crossing_bytes`: for a request, of a placed model.
+    travels while another is computed. `takes`: the time of a batch, with its round trip. `row_bytes`: in and out, of a
+    row. `hops`, `crossing_bytes`: for a request, of a placed model.
     """
 
     model: str
