@@ -89,6 +89,7 @@ class GroupOperations:
         self._remember_change(name, arguments)
 
     async def _together(self, operation: dict[str, Any], data: bytes) -> None:
+        """Prepare the operation in all replicas, then put it in force, or drop it, in those that prepared it."""
         number = next(self._numbers)
         prepared: list[Member] = []
         errors: dict[str, list[str]] = {}  # by name: the class and the text

@@ -15,7 +15,7 @@ function forgetPicture() {
 
 // `graph`: the figures of a graph that is not drawn yet.
 async function fetchPicture(graph) {
-  picture = { word: graph.picture, graph: null };
+  picture = { digest: graph.picture, graph: null };
   if (folded === null && graph.nodes.length >= FOLDED_FROM) folded = ["*"];
   await drawAgain();
 }
@@ -27,7 +27,7 @@ async function drawAgain() {
   try {
     const answer = await (await ask(`live/graphs/${pathOf(wanted)}?${asked}`)).json();
     if (selected !== wanted) return;
-    const isNew = !picture || !picture.graph || picture.word !== answer.picture;
+    const isNew = !picture || !picture.graph || picture.digest !== answer.picture;
     drawGraph(answer);
     if (isNew) describe(answer.graph);
   } catch (error) {
@@ -36,11 +36,11 @@ async function drawAgain() {
   }
 }
 
-function drawGraph({ picture: word, svg, graph }) {
+function drawGraph({ picture: digest, svg, graph }) {
   const drawn = document.importNode(new DOMParser().parseFromString(svg, "image/svg+xml").documentElement, true);
   $("picture").replaceChildren(drawn);
   view.show(drawn);
-  picture = { ...(picture || {}), word, graph, nodes: [], labels: [], wires: [], folds: [], spaces: [] };
+  picture = { ...(picture || {}), digest, graph, nodes: [], labels: [], wires: [], folds: [], spaces: [] };
   const paths = graph.ensembles.map((one) => one.path);
   folded = folded && folded[0] === "*" ? paths : (folded || []).filter((path) => paths.includes(path));
   $("fold").hidden = $("unfold").hidden = !paths.length;

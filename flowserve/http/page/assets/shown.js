@@ -75,7 +75,7 @@ function shown(graph, at_ms) {
   const isHere = graph && graph.name === selected.name && graph.version === selected.version;
   if (!isHere) return;
   $("live").hidden = false;
-  if (!picture || picture.word !== graph.picture) fetchPicture(graph);
+  if (!picture || picture.digest !== graph.picture) fetchPicture(graph);
   showCards(row, graph, at_ms);
   if (picture && picture.graph) showGraph(graph);
   fetchRequests();
