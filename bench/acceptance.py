@@ -25,7 +25,7 @@ EXECUTIONS: Final[Mapping[str, tuple[str, ...]]] = {"chain": ("process", "inline
 
 P99: Final = 1.0  # over Triton's: less
 FIXED_OVER_VARYING: Final = 1.15  # requests/s: at most
-# Requests/s over Triton's with fixed dims, of the chain in processes: 0.9 of the ratios at commit 970c5ec.
+# Requests/s over Triton's with fixed dims, of the chain in processes: 0.9 times the ratios at commit 970c5ec.
 FIXED: Final = {1: 0.9 * 1.89, 8: 0.9 * 1.94, 32: 0.9 * 2.40}
 
 Read = Callable[[Run], float]

@@ -1,8 +1,8 @@
-"""Calls of Python functions for each request, by function: a figure that other programs on the machine do not change.
+"""Calls of Python functions for each request, by function: a figure that does not depend on the machine's other load.
 
-A call is a "call" event of `sys.setprofile`: of a function, a generator that goes on, or a comprehension. Counted are
-those of flowserve's and trio's functions, in the server's main thread and in each worker process. The server runs as
-`flowserve run` does, with a thread that reports the counts; a worker process counts by itself and writes its counts
+A call is a "call" event of `sys.setprofile`: of a function, a generator that is resumed, or a comprehension. Counted
+are those of flowserve's and trio's functions, in the server's main thread and in each worker process. The server runs
+as `flowserve run` does, with a thread that reports the counts; a worker process counts by itself and writes its counts
 when its model is finalised. Start-up disappears in the rounding over many requests.
 """
 

@@ -1,9 +1,9 @@
-"""Instances on other machines: the cost of the way there and back, and what the end of one does under load.
+"""Instances on other machines: the cost of the round trip, and the effect of the end of an actor under load.
 
 A `model.py` returns its input. One instance in a process of the server and one in an actor of a local cluster are
-asked in turns, one request at a time, in one engine; then 32 callers ask three instances that take 5 ms a batch, and
-one actor is killed. A chain of three such models, each in an actor of its own, is compared with the same chain as a
-segment, one request at a time. The machine of the actors is this one: what a network adds comes on top.
+called alternately, one request at a time, in one engine; then 32 callers call three instances that take 5 ms a batch,
+and one actor is killed. A chain of three such models, each in an actor of its own, is compared with the same chain as a
+segment, one request at a time. The actors run on this machine: the cost of a network comes on top.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class TritonPythonModel:
 
 
 def measure_cluster(rounds: int, seconds: float, say: Callable[[str], None]) -> Iterator[str]:
-    """Lines of a table, and of what followed the end of an actor."""
+    """Lines of a table, and of the effect of the end of an actor."""
     with tempfile.TemporaryDirectory(prefix="bench-cluster-") as folder:
         models = [(name, f"time.sleep({pause})") for name, pause in (("here", 0.0), ("there", 0.0), ("slow", 0.005))]
         models += [(f"{chain}{i}", "pass") for chain in _CHAINS for i in range(_STEPS)]  # sleep(0) takes 70 us
@@ -214,7 +214,7 @@ async def _mean_ms(engine: Engine, name: str, x: Array, seconds: float) -> float
 
 
 async def _kill(engine: Engine) -> list[str]:
-    """What the callers of a model saw when one of its three actors was killed."""
+    """The responses to the callers of a model when one of its three actors was killed."""
     x = np.ones((1, 64), np.float32)
     answered: list[float] = []
     failed: list[float] = []

@@ -3,7 +3,7 @@
 Each library that is installed has a small model. A direct call runs in a program of its own, the same call that the
 backend makes, with arrays of 16 rows in and out; the engine under trio runs it where the backend runs by default. They
 take turns, one at a time, and the best round of each counts, since disturbances only ever add time. A `model.py` that
-returns its input shows how much of a difference is the way to another process and back.
+returns its input shows how much of a difference is the transfer to another process and back.
 """
 
 from __future__ import annotations

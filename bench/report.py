@@ -67,7 +67,7 @@ def open_console() -> Console:
 
 
 def print_tables(results: Results, *, only_figures: bool = False) -> None:
-    """The configuration and the figures of each load, and unless `only_figures` what is made of them."""
+    """The configuration and the figures of each load, and unless `only_figures` the comparisons."""
     console = open_console()
     for line in results.configuration:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -40,7 +40,7 @@ class TritonPythonModel:
 
 _READ = '            {name} = pb_utils.get_input_tensor_by_name(request, "{name}").as_numpy()'
 
-# As many threads as the direct calls use, and no spinning, which would take the cores from the other steps.
+# As many threads as the direct calls use, and no busy-waiting, which would take the cores from the other steps.
 _ONNX_IN_PYTHON = """\
 import os
 

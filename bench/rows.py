@@ -178,7 +178,7 @@ _Inputs = Callable[[np.random.Generator, int], Array]
 
 
 def _cascade_inputs(generator: np.random.Generator, count: int) -> Array:
-    """A fifth of them are unsure."""
+    """Inputs of the cascade, of which a fifth need the large model."""
     rows = generator.integers(-1000, 1000, (count, 4)).astype(np.float32)
     rows[:, 1] = np.arange(count) % 5 == 0
     return rows

@@ -156,7 +156,7 @@ class Best:
 
 
 def summarise(runs: Sequence[Run]) -> list[Row]:
-    """Medians over the rounds, in the order in which the runs first came."""
+    """Medians over the rounds, in the order of the first runs."""
     groups: dict[tuple[str, Variant, int, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.work, run.variant, run.concurrency, run.server), []).append(run)

@@ -1,4 +1,4 @@
-"""`wrk` as a second client: the same requests as the load generator's, sent by a program written by others.
+"""`wrk` as a second client: the same requests as the load generator's, sent by a third-party program.
 
 It is used where it is installed. It checks the status of each response and not its numbers, measures whole seconds, and
 sends the requests of a folder in turn over all connections.

@@ -129,11 +129,13 @@ def model_raised(text: str, error: BaseException) -> ModelFailed:
 
 
 class InstanceDied(ModelFailed):
-    """The process that ran a model ended. Its batch is never retried, because it may be the reason of the death."""
+    """The process that ran a model ended. Its batch is never retried, because it may have caused the end."""
 
 
 class MachineLost(Unavailable):
-    """The machine on which a model ran is lost, with all that ran there. A batch of a pure model may run once more."""
+    """The machine on which a model ran is lost, with everything that ran there. A batch of a pure model may run once
+    more.
+    """
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -1,4 +1,4 @@
-"""Figures of one size in one round, and what is made of several rounds: medians, spread, slopes.
+"""Figures of one size in one round, and their summary over several rounds: medians, spread, slopes.
 
 A slope is the growth of a figure for each additional step, deployment, connection or sequence. It is computed from the
 readings of one round and its median is taken afterwards, because the speed of a machine changes from round to round.

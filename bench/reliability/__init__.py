@@ -1,4 +1,4 @@
-"""Reliability figures: what a server keeps under load, faults and time, measured from outside.
+"""Reliability figures: the behaviour of a server under load, under faults and over time, measured from outside.
 
 `python -m bench --figures` measures every figure of figures.py, `--chaos` injects random faults while every response is
 checked (chaos.py), `--soak` mixes ordinary work with mistakes for a long time (soak.py). The models are in models.py, a

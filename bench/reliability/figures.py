@@ -46,7 +46,7 @@ from bench.servers import BenchFailed
 
 EXPLICIT: Final = ("--model-control-mode", "explicit", "--load-model", "*")
 _MEBIBYTE: Final = 1 << 20
-# A neighbour's p99 below this is well whatever it was before: the absolute limit of the isolation figure.
+# Another model's p99 below this is good whatever it was before: the absolute limit of the isolation figure.
 NEIGHBOUR_MS_MAX: Final = 100.0
 LIVE_MS_MAX: Final = 200.0
 
@@ -197,7 +197,7 @@ async def slow_clients(length: float) -> list[Figure]:
 
 
 async def _isolation(length: float, rows: str, model: str, what: str) -> list[Figure]:
-    """What clients of another model, and /v2/health/live, notice of 16 clients of `model`."""
+    """The effect of 16 clients of `model` on clients of another model and on /v2/health/live."""
     with world("double", model, options=("--exit-timeout-secs", "1")) as made:
         idle_ms = await _idle_ms(made.port)
         live: list[float] = []
@@ -230,7 +230,7 @@ async def spinning(length: float) -> list[Figure]:
 
 
 async def _insist(port: int, model: str, number: int) -> None:
-    """Ask again and again, whatever comes back."""
+    """Send requests repeatedly, whatever the responses."""
     async with Connection(port) as connection:
         while True:
             with contextlib.suppress(Lost):
@@ -245,7 +245,7 @@ async def crashes(length: float) -> list[Figure]:
         async with watched(made.port, "double") as others:
             for _ in range(count):
                 pid = await made.pid_of("victim")
-                await trio.sleep(0.5)  # it is well
+                await trio.sleep(0.5)  # it runs normally
                 async with made.connection() as connection, trio.open_nursery() as nursery:
                     os.kill(pid, signal.SIGSTOP)  # so that the request is in flight
                     nursery.start_soon(_status_of, connection, infer("victim", [1]), got := list[int]())
@@ -322,7 +322,7 @@ async def bad_inputs(length: float) -> list[Figure]:
 
 
 async def memory(length: float) -> list[Figure]:
-    """Growth over requests of each kind after a warm-up, and of a model that leaks, which must be noticed."""
+    """Growth over requests of each kind after a warm-up, and of a model that leaks, which must be detected."""
     count = round(2500 * length)
     figures = []
     kinds: dict[str, Callable[[Connection, int], Awaitable[None]]] = {
@@ -526,7 +526,7 @@ async def sequences(length: float) -> list[Figure]:
 
 
 async def _run_sequences(port: int, model: str, numbers: Iterable[int], tally: Tally) -> None:
-    """One sequence after the other. Some begin again midway, some never end, and the caller of some leaves."""
+    """One sequence after the other. Some start again midway, some never end, and some callers leave."""
     for sequence in numbers:
         source = random.Random(sequence)
         fate, steps, total = source.random(), source.randint(1, 8), 0
@@ -550,7 +550,7 @@ def _has_sum(total: int, response: Response) -> bool:
 
 
 async def backpressure(length: float) -> list[Figure]:
-    """A producer that is much faster than its consumer; the models count in files what is between them."""
+    """A producer that is much faster than its consumer; the models count in files the responses between them."""
     count = round(1000 * length)
     figures = []
     with world(*(f"limit_{limit}" for limit in LIMITS)) as made:

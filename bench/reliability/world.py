@@ -1,9 +1,9 @@
 """A server of the models in models.py, and clients that check every response.
 
-Decides what counts as a right, refused, wrong or lost response, how clients wait for a server to be well again, and how
-the memory of a server is read. The clients are trio tasks with sockets of their own and a small HTTP/1.1 reader, so
-that thousands of requests per second and thousands of connections fit into one process. Used by figures.py, chaos.py
-and soak.py.
+Decides what counts as a right, refused, wrong or lost response, how clients wait until a server responds correctly
+again, and how the memory of a server is read. The clients are trio tasks with sockets of their own and a small HTTP/1.1
+reader, so that thousands of requests per second and thousands of connections fit into one process. Used by figures.py,
+chaos.py and soak.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench.servers import FLOWSERVE, BenchFailed, Server, flowserve_command, sta
 RESPONSE_S_MAX: Final = 30.0  # a request without a response by then is lost
 _RECEIVE_BYTES: Final = 65_536
 _MEBIBYTE: Final = 1 << 20
-# What a client may be told while a model is killed, reloaded, saturated or too slow.
+# The statuses allowed while a model is killed, reloaded, saturated or too slow.
 REFUSALS: Final = frozenset({499, 500, 503, 504})
 
 
@@ -319,7 +319,7 @@ class World:
             raise BenchFailed(f"{action} {model}: {response.status} {response.body!r}")
 
     async def pid_of(self, model: str) -> int:
-        """The worker process of a model that is well."""
+        """The worker process of a model that runs normally."""
         async with self.connection() as connection:
             response = await connection.ask(infer(model, [1]))
         return int(response.outputs()["PID"][0])

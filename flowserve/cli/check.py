@@ -194,7 +194,7 @@ def _entry(found: Finding) -> dict[str, Any]:
 
 
 def _print_result(reading: Reading, errors: int, out: TextIO, err: TextIO) -> None:
-    """The compiled graphs, or the number of errors if a deployment is wrong."""
+    """The compiled graphs, or the number of errors if a deployment is invalid."""
     graphs, wrong = reading.resolution.graphs, len(reading.resolution.failed)
     if wrong:
         valid = f"{len(graphs)} of {len(graphs) + wrong} deployments {'is' if len(graphs) == 1 else 'are'} valid"

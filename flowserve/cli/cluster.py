@@ -1,8 +1,7 @@
 """Options about models on other machines: the cluster, the placement file, the connections, and the machines of a
 proposal.
 
-Decides which values they take. What they have to do with each other is decided in `open_cluster`. Callers: `options`,
-`main`.
+Decides the values of each; `open_cluster` decides which belong together. Callers: `options`, `main`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What a deployment does with some of its models on other machines, expected from measured times.
+"""The expected throughput and latency of a deployment with some models on other machines, simulated from measured
+times.
 
-Decides what the simulated scheduler is given: the time of each batch, with the way there and back where a model is
-placed, the instances of each model, and the cores of this machine, of which each running batch of a model in the server
-takes one. The server's own work is not simulated. Caller: `place`.
+Decides the inputs of the simulated scheduler: the time of each batch, with its round trip if its model is on another
+machine, the instances of each model, and the cores of this machine, of which each running batch of a model in the
+server takes one. The server's own work is not simulated. Caller: `place`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flowserve.testing.simulated_rows import RowPlan
 from flowserve.testing.simulation import Arrival, SimulatedDeployment
 
 REQUESTS: Final = 2000
-BEHIND: Final = 0.9  # of the rate; as many requests arrive at random in a little more or less time
+BEHIND: Final = 0.9  # of the rate: random arrivals deviate a little from it
 _CORES: Final = "cores"
 
 

@@ -110,7 +110,7 @@ def _inputs(words: Sequence[str], graph: Graph, config: ModelConfig) -> Mapping[
 
 
 def _kinds(arguments: argparse.Namespace) -> tuple[MachineKind, ...]:
-    """The server's machine, and the others."""
+    """The kinds of machines: the server's first, then the others."""
     cores = arguments.cores or cores_allowed()
     machines = arguments.machines
     others = (MachineKind(name, machines[name], cores, int(name == GPU)) for name in (CPU, GPU) if name in machines)
@@ -127,7 +127,7 @@ def _measured(subject: MeasuredGraph, arguments: argparse.Namespace) -> GraphFig
 
 
 def _with_given(figures: GraphFigures, takes_ms: Mapping[str, float]) -> GraphFigures:
-    """With the times that the user gives for a row."""
+    """The figures, with the user's times per row in place of measured ones."""
     models = dict(figures.models)
     for name, ms in takes_ms.items():
         models[name] = replace(models[name], here=BatchTime(0.0, ms / 1000), compute=BatchTime(0.0, ms / 1000))
@@ -137,7 +137,7 @@ def _with_given(figures: GraphFigures, takes_ms: Mapping[str, float]) -> GraphFi
 def _results(
     arguments: argparse.Namespace, subject: MeasuredGraph, figures: GraphFigures, proposal: Proposal, cores: int
 ) -> dict[str, Expected]:
-    """The measured result, and those that are expected, by what they are of."""
+    """The measured and the expected results, by description."""
     here = {name: one.here for name, one in figures.models.items()}
     there = {one.model: one.takes for one in proposal.models}
     placed = {one.model: one.at_once for one in proposal.models if one.is_placed}

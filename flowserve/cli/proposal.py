@@ -1,7 +1,7 @@
 """A placement file from measured figures: which models run on other machines, how many instances, and why.
 
 Decides how figures become costs (`PartitionTask`), which models may be on which machines, and the text of the file.
-The assignment is that of single models, whose tensors go by way of the server; neighbours on one machine then become a
+Models are assigned one by one, as if all tensors passed through the server; neighbours on one machine then become a
 segment, unless several of them would share one interpreter of Python. Does not know how figures were measured, how the
 assignment is found (`partition`), or what is printed beside the file. Caller: `place`.
 """
@@ -45,7 +45,7 @@ _NO_TIME: Final = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class LinkTimes:
-    """The way between the server and another machine: `each_s` there and back for a batch, whatever its size, and
+    """The link between the server and another machine: the round-trip time `each_s` of a batch without its bytes, and
     `bytes_per_s`.
     """
 
@@ -57,8 +57,8 @@ class LinkTimes:
 class ModelProposal:
     """Where one model runs. `where`: "server", or the kind of machine; `on_gpu`: on a GPU of it. `instances`: how many
     it needs there at the rate; `has`: how many it will have. `at_once`: how many batches those work on at a time; one
-    travels while another is computed. `takes`: the time of a batch, with the way there and back. `row_bytes`: in and
-    out, of a row. `hops`, `crossing_bytes`: for a request, of a placed model.
+    travels while another is computed. `takes`: the time of a batch, with its round trip. `row_bytes`: in and out, of a
+    row. `hops`, `crossing_bytes`: for a request, of a placed model.
     """
 
     model: str
@@ -142,7 +142,7 @@ def _allowed(
 
 
 def _bytes_of(subject: MeasuredGraph, figures: GraphFigures, name: str) -> float:
-    """Of all inputs and outputs of a model, for a request."""
+    """The bytes of all inputs and outputs of a model, for a request."""
     nodes = {node.index for node in subject.graph.nodes if node.model.name == name}
     sides = figures.input_bytes, figures.output_bytes
     return sum(nbytes for side in sides for (node, _), nbytes in side.items() if node in nodes)
@@ -159,8 +159,8 @@ def needs_gpu(config: ModelConfig) -> bool:
 
 
 def _crossings(graph: Graph, figures: GraphFigures, link: LinkTimes, *, may_join: bool = False) -> Iterator[Crossing]:
-    """Of each node the messages there and back, and the bytes of its inputs and outputs. `may_join`: models on one kind
-    of machine pass tensors on without the server.
+    """For each node the messages in both directions, and the bytes of its inputs and outputs. `may_join`: models on one
+    kind of machine pass tensors on without the server.
     """
     numbers = {name: number for number, name in enumerate(figures.models)}
     nodes = Counter(node.model.name for node in graph.nodes)
@@ -265,7 +265,7 @@ class _Draft:
         once = {node.index for node in graph.nodes if nodes[node.model.name] == 1}
         joinable = {pair for pair in edges - changed if once.issuperset(pair)}
         task = replace(self.task, crossings=tuple(_crossings(graph, self.figures, self.link, may_join=True)))
-        # As if each placed model had a machine of its own, and then those of the group one together.
+        # The saving is the difference between a machine for each placed model and one for all models of the group.
         apart = tuple(number + 1 if kind else SERVER for number, kind in enumerate(self.assignment))
         for group in convex_groups(places, edges, joinable):
             members = tuple(graph.nodes[index].model.name for index in group)

@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def warn(arguments: argparse.Namespace) -> None:
-    """Log what the operator may not have meant."""
+    """Log options and settings that the operator may not have intended."""
     if ignored := without_effect(arguments):
         _log.warning("%s", warning_of(ignored))
     if arguments.model_control_mode == "explicit" and ANY in chain(*arguments.http_cors_origins):

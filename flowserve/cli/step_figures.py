@@ -254,7 +254,7 @@ def _executions(trace: Trace, model: str) -> list[Execution]:
 
 
 def _batch_time(executions: Sequence[Execution], *, from_start: bool) -> BatchTime:
-    """Of a model's batches: with its inputs and outputs, or its computation alone. No time for a model that was
+    """The time of a model's batches: with its inputs and outputs, or its computation alone. Zero for a model that was
     skipped in all requests.
     """
     seconds: defaultdict[int, list[float]] = defaultdict(list)

@@ -1,7 +1,7 @@
 """Repositories in stores, as the command line names them: `flowserve run s3://bucket/graphs`.
 
 Decides which argument is a URL, where mirrors are on this machine, and which options they have. Does not know how a
-store is asked. Callers: `main`, `options`.
+store is accessed. Callers: `main`, `options`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Decides the order: `read_draft` reads the user's file and guesses the backend; t
 declarations in the model's own files; `validate` merges both, checks all rules and applies the defaults. It also keeps
 the places of configurations that this process generated from Python code, so that messages name the user's line.
 
-Decides too which problems are suppressed as consequences of other mistakes, by the fields that determine the validity
+Decides also which problems are suppressed as consequences of other mistakes, by the fields that determine the validity
 of others. A mistake in one of those causes further ones (a wrong max_batch_size shifts every dimension); a mistake in
 any other field does not affect the rest, so that all independent mistakes are reported in one run. An omitted field
 counts as determining, because its intended value is unknown.
@@ -158,7 +158,7 @@ def broken_fields(problems: Iterable[Problem], source: SourceMap) -> set[str]:
 
 
 def independent_problems(problems: Iterable[Problem], source: SourceMap, broken: Collection[str]) -> list[Problem]:
-    """The problems in fields other than the `broken` ones that are no consequence of these."""
+    """The problems in fields other than the `broken` ones that are not consequences of these."""
     fields = {*MODEL_CONFIG.fields}.difference(broken)
     if not can_check_others(broken):
         fields &= INDEPENDENT | DEPENDS_ON_BACKEND if {"backend", "platform"}.isdisjoint(broken) else INDEPENDENT

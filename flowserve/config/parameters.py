@@ -54,7 +54,7 @@ def parameter_error(key: str, value: str) -> str:
 
 
 def admission_options(parameters: Mapping[str, str], *, answers_at_timeout: bool = False) -> AdmissionOptions:
-    """The limits from valid parameters. `answers_at_timeout`: where the parameters do not say."""
+    """The limits from valid parameters. `answers_at_timeout`: the default."""
     numbers = {key: int(parameters[key]) for key in _NUMBERS if key in parameters}
     answers = parameters.get(ANSWER_AT_TIMEOUT, str(answers_at_timeout).lower()) == "true"
     return AdmissionOptions(**numbers, waits=parameters.get("when_full") == WAIT, answers_at_timeout=answers)

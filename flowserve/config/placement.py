@@ -32,7 +32,8 @@ _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/]+):([0-9]{1,5})")
 @dataclass(frozen=True, slots=True)
 class ModelPlace:
     """Where the instances of one model run. `count` 0: as many as its instance groups say. `path`: of its name in the
-    file. `segment`: what it shares its actors with, "" for none; they have the same count and needs.
+    file. `segment`: the segment with whose models it shares its actors, "" for none; they have the same count and
+    needs.
     """
 
     model: str
@@ -129,7 +130,9 @@ def _placed_again(message: pb.Placement, source: SourceMap) -> Iterator[Problem]
 
 
 def _needs(one: pb.Place | pb.Segment, what: tuple[str, str], here: str, source: SourceMap) -> Iterator[Problem]:
-    """The violations of P4 and P5 by what is placed: `what` there is one of, and of what."""
+    """The violations of P4 and P5 in one entry. `what`: the unit that is counted, and its model or segment, for
+    messages.
+    """
     each, of = what
     if one.count > COUNT_MAX:
         many = "processes" if each == "process" else "instances"

@@ -41,7 +41,7 @@ def misnamed(names: Iterable[str], known: Iterable[str]) -> tuple[str, str] | No
 
 
 def _likeness(name: str, known: str) -> float:
-    """0 if `name` is no attempt at the file name `known`."""
+    """How similar `name` is to the file name `known`; 0 if it was probably not meant as that."""
     name = name.casefold()
     ending, wanted = (one.rpartition(".")[2] if "." in one else "" for one in (name, known))
     whole = _ratio(name, known)
@@ -62,8 +62,9 @@ def did_you_mean(name: str, known: Iterable[str], quote: str = '"') -> str:
 def meant(name: str, known: Iterable[str]) -> str:
     """A suffix for the message of a refused request or a log line: " (did you mean 'input'?)", or "".
 
-    A comparison takes tens of microseconds per known name, and more for long names. So there is none with more than
-    `KNOWN_MAX` names or for overlong names, and the results are cached for clients that repeat a wrong name.
+    A comparison takes tens of microseconds per known name, and more for long names. So nothing is compared if there are
+    more than `KNOWN_MAX` names, or with overlong names, and the results are cached for clients that repeat a wrong
+    name.
     """
     if len(name) > NAME_CHARS_MAX:
         return ""

@@ -319,7 +319,7 @@ class ModelConfig:
 
     `backend` is "" for ensembles. `json` is the whole message as GET .../config returns it. `decoupled`: a plain model
     may send any number of responses per request; for an ensemble, its steps decide. `placed`: for pictures, where a
-    placement file has its instances run; "": in the server. `segment`: for pictures, what it shares its actors with.
+    placement file has its instances run; "": in the server. `segment`: for pictures, the segment that it belongs to.
     """
 
     name: str

@@ -42,7 +42,7 @@ class GrpcForwarder:
         self._channels: dict[int, grpc.aio.Channel] = {}
 
     async def elsewhere(self, message: ReceivedMessage, context: Any) -> int | None:
-        """The server that has the sequence of a request; None: this one has it, or no other, or it has none."""
+        """The other server that has the request's sequence; None if there is none."""
         request = message.request
         if not request.sequence_id or message.error is not None or _count(context) >= FORWARDS_MAX:
             return None
@@ -59,7 +59,7 @@ class GrpcForwarder:
         return response
 
     def relay(self, server: int, context: Any) -> SequenceRelay:
-        """For the requests of one sequence in one client's stream."""
+        """A relay for the requests of one sequence in one client's stream."""
         call = self._channel(server).stream_stream(f"{_SERVICE}ModelStreamInfer")(metadata=_metadata(context))
         return SequenceRelay(call)
 
@@ -126,10 +126,10 @@ class ForwardedCall:
         self.is_decoupled = is_decoupled
 
     def cancel(self) -> None:
-        """Its relay ends with the stream."""
+        """No effect: its relay ends with the stream."""
 
     def sent(self) -> None:
-        """The other server waits for its own writes."""
+        """No effect: the other server waits for its own writes."""
 
     def close(self) -> None:
         """End its part of the budget."""

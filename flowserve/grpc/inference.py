@@ -99,7 +99,7 @@ class EngineAccess:
 
     @staticmethod
     def _room(deployment: Deployment, dtype: DType, nbytes: int) -> Array | None:
-        """Where an input is best placed: in the memory of the process that reads it, if that is one."""
+        """Memory for an input: that of the worker process that reads it, if there is one."""
         is_placed = nbytes > INLINE_BYTES_MAX and deployment.arena is not None
         if not is_placed or dtype in (DType.BYTES, DType.BOOL):
             return None
@@ -307,7 +307,7 @@ class InferCall:
         return parts
 
     async def encode_in_steps(self, response: Response, *, is_final: bool | None = None) -> Parts:
-        """What `encode` leaves to a thread. Raises as it does."""
+        """The response for which `encode` returned None, encoded on a thread. Raises as `encode` does."""
         encode = partial(encode_response, response, self._windows, is_final=is_final)
         parts = await self._access.run_in_trio(lambda: in_steps(encode))
         if self._watch is not None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NOT_INSTALLED: Final = "grpcio is not installed; `pip install 'flowserve[grpc]'` brings it"
 KEY_PREFIX: Final = "triton-grpc-protocol-"  # of the header that holds a restricted group's key
-MESSAGE_BYTES: Final = 64 << 20  # as HTTP's bodies
+MESSAGE_BYTES: Final = 64 << 20  # as for HTTP bodies
 MESSAGE_BYTES_MAX: Final = 2**31 - 1  # the limit of gRPC's own clients
 
 

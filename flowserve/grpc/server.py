@@ -210,8 +210,8 @@ def _with_key(method: Handler, restriction: Restriction) -> Handler:
 
 
 def _from_no_page(method: Handler) -> Handler:
-    """The method, refused for a web page that calls it without asking first (CORS). grpcio requires no content type, so
-    a page could send a message as text/plain; it refuses the question, and a proxy for gRPC-Web may answer it instead.
+    """The method, refused for a web page that sends a message without a CORS preflight. grpcio requires no content
+    type, so a page could send one as text/plain. grpcio refuses preflights; a proxy for gRPC-Web may answer them.
     """
 
     async def check(request: Any, context: Any) -> Any:

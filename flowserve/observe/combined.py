@@ -1,9 +1,9 @@
 """The figures of several servers behind one port as those of one.
 
-Decides how two values of a figure are combined: counters, histograms and most gauges are added; figures of the machine
-and of the past are the largest, a load ratio is the mean, reachability the smallest, and a quantile, which cannot be
-computed from quantiles, the largest. Figures of a server that ended are added too, except gauges, so that no counter
-decreases. Knows the text format and the shape of JSON, not the servers. Pure. Caller: `replicas/`.
+Decides how two values of a figure are combined: counters, histograms and most gauges are added. Of figures of the
+machine and of the past the largest is taken, of a load ratio the mean, of reachability the smallest, and of a quantile,
+which cannot be computed from quantiles, the largest. Figures of a server that ended are added too, except gauges, so
+that no counter decreases. Knows the text format and the shape of JSON, not the servers. Pure. Caller: `replicas/`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OTHERWISE: Final[tuple[tuple[str, Callable[[Sequence[float]], float]], ...]] = 
 _LARGEST: Final = frozenset({"last_inference", "last_error"})
 # Keys of JSON that are the present state of one server, and not counted.
 PRESENT: Final = "present"
-# The key of JSON with what another server counted: every server behind the port says the same.
+# The key of JSON with the counters of a remote model's server: every server behind the port reports the same.
 THERE: Final = "there"
 _BY_KEY: Final = ("batch_size",)  # lists of objects that are matched by this key
 
@@ -134,7 +134,7 @@ def _add_former(text: str, kinds: dict[str, str], lines: dict[str, dict[str, lis
 
 
 def _sum(one: Any, other: Any, key: str = "", *, is_former: bool = False) -> Any:
-    """`is_former`: the second is of servers that ended, and adds nothing that the first does not have."""
+    """`is_former`: the second is of servers that ended, and counts only under keys of the first."""
     if key == THERE:
         return one
     if key in _LARGEST:

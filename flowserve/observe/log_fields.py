@@ -1,4 +1,4 @@
-"""What a log record says about a request besides its text: fields of a line in the format `json`.
+"""The fields of a log record about a request, which the format `json` writes besides its text.
 
 Decides the names of the fields and how a record carries them: `log.error("...", extra=of_request(request))`. The other
 formats do not show them. Does not know the log's format, and writes nothing. Callers: every package that logs about a

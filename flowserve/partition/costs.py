@@ -1,10 +1,10 @@
 """The cost of running each model of a graph in the server or on a kind of other machines.
 
-Decides the cost of an assignment, from the time that each model takes, the time that its batches are on the way, and
-the room of the machines; and how many instances a model needs. A `Crossing` is one transfer: it takes time if its model
-is on another machine and not beside all models at the other end. So a model whose tensors always go by way of the
-server has crossings with the server at the other end, and one that may share a process with its neighbours has them
-there. Times are seconds, per request unless said otherwise. Callers: `search`, `cli`.
+Decides the cost of an assignment, from the time of each model, the transfer time of its batches, and the capacity of
+the machines; and how many instances a model needs. A `Crossing` is one transfer: it takes time if its model is on
+another machine and not on the same one as all models at the other end. The other end is the server for a model whose
+tensors always pass through the server, and its neighbours for a model that may share a process with them. Times are
+seconds, per request unless said otherwise. Callers: `search`, `cli`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 SERVER: Final = 0  # as a kind of machine: the server's own; as a place in an assignment
 AT_SERVER: Final = -1  # as the other end of a crossing: clients and the server itself
 UTILISATION: Final = 0.7  # the share of its capacity up to which a machine or an instance is used
-OVERLOAD: Final = 1000.0  # what a whole machine's overload costs; a second of latency costs 1 per request
+OVERLOAD: Final = 1000.0  # the cost of overload by a whole machine; a second of latency costs 1 per request
 _ROUNDING: Final = 1e-9
 
 Assignment = tuple[int, ...]  # of each model, the kind of machine that runs it
@@ -39,8 +39,8 @@ class MachineKind:
 @dataclass(frozen=True, slots=True)
 class PlaceableModel:
     """A model that may be placed. `server_s`, `remote_s`: how long an instance works on a request, in the server and on
-    another machine, without crossings. `taken_s`: how long one on another machine cannot take other work for it.
-    `carry_s`: how long the server's cores then are busy with sending and receiving. `allowed`: the kinds of machines
+    another machine, without crossings. `taken_s`: how long a request occupies an instance on another machine.
+    `carry_s`: how long the server's cores are then busy with sending and receiving. `allowed`: the kinds of machines
     that can run it, at least one.
     """
 
@@ -56,7 +56,7 @@ class PlaceableModel:
 @dataclass(frozen=True, slots=True)
 class Crossing:
     """`seconds` on the way, if `model` is not in the server and at least one of `others` is not on the same kind of
-    machines. `model` and `others` are indices of models; AT_SERVER among the others is never beside it.
+    machines. `model` and `others` are indices of models; AT_SERVER among the others is never on its machine.
     """
 
     model: int
@@ -76,8 +76,8 @@ class PartitionTask:
 
 @dataclass(frozen=True, slots=True)
 class MachineLoad:
-    """The use of the cores, or of the GPUs, of one kind of machine: of the server the busy ones on average, of others
-    the instances. `most`: how many may be used.
+    """The use of the cores, or of the GPUs, of one kind of machine: for the server the mean number of busy ones, for
+    other machines the number of instances. `most`: how many may be used.
     """
 
     kind: int
@@ -87,7 +87,7 @@ class MachineLoad:
 
     @property
     def overload(self) -> float:
-        """The part that is too much, as a share of `most`; 0 if there is none."""
+        """The excess over `most`, as a share of it; 0 if there is none."""
         over = self.used - self.most
         return over / max(self.most, 1.0) if over > _ROUNDING else 0.0
 
@@ -100,7 +100,7 @@ def instances_needed(task: PartitionTask, model: int, *, in_server: bool = False
 
 
 def crossing_s(task: PartitionTask, assignment: Assignment) -> float:
-    """How long the tensors of a request are on the way, added up."""
+    """The sum of all transfer times of a request."""
     return sum(one.seconds for one in task.crossings if crosses(one, assignment))
 
 
@@ -132,15 +132,15 @@ def _carried_s(task: PartitionTask, assignment: Assignment) -> float:
 
 
 def assignment_cost(task: PartitionTask, assignment: Assignment) -> float:
-    """The seconds of latency that all requests of a second add up to if none waits, and OVERLOAD for each machine's
-    capacity that is missing.
+    """The total latency, in seconds, of the requests of one second if none waits, and OVERLOAD for each missing
+    machine's capacity.
     """
     return unloaded_cost(task, assignment) + OVERLOAD * sum(one.overload for one in loads(task, assignment))
 
 
 def unloaded_cost(task: PartitionTask, assignment: Assignment, core_price: float = 0.0) -> float:
-    """The part of the cost that does not depend on the room of machines. `core_price`: what a busy second of the
-    server's cores costs more.
+    """The part of the cost that does not depend on the room of machines. `core_price`: the additional cost of a busy
+    second of the server's cores.
     """
     seconds = sum(
         price_here(one, core_price) if kind == SERVER else price_elsewhere(one, core_price)
@@ -150,10 +150,10 @@ def unloaded_cost(task: PartitionTask, assignment: Assignment, core_price: float
 
 
 def price_here(model: PlaceableModel, core_price: float) -> float:
-    """What a model in the server costs for a request, in seconds."""
+    """The cost of a model in the server for a request, in seconds."""
     return model.server_s * (1 + (0 if model.on_gpu else core_price))
 
 
 def price_elsewhere(model: PlaceableModel, core_price: float) -> float:
-    """What a model on another machine costs for a request, in seconds, without crossings."""
+    """The cost of a model on another machine for a request, in seconds, without crossings."""
     return model.remote_s + core_price * model.carry_s

@@ -1,8 +1,8 @@
 """Neighbours on one kind of machine that could run there as one step.
 
-Decides which steps form a group: joined by tensors, and such that a group can run as a whole, since no path leaves it
-and comes back, also not by way of other groups. Does not know models or costs: steps and edges are numbers. Caller:
-`cli`.
+Decides which steps form a group: they are connected by tensors, and no path leaves the group and comes back, not even
+through other groups, so that a group can run as a whole. Does not know models or costs: steps and edges are numbers.
+Caller: `cli`.
 """
 
 from __future__ import annotations

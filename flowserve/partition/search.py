@@ -1,9 +1,9 @@
 """Finds a cheap assignment of models to the server and to other machines.
 
 Decides how: a minimum cut between the server and the machines beside it, which is exact as long as every machine has
-room. If the server has too little, a price of its cores is raised until the cut takes enough away from it. From there
-the true cost is lowered by moving one or two models at a time, and again from random assignments. The same task and
-seed give the same assignment. Caller: `cli`.
+room. If the server has too little room, the price of its cores is raised until the cut moves enough models away. From
+this assignment, and from random ones, the true cost is then reduced by moving one or two models at a time. The same
+task and seed give the same assignment. Caller: `cli`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RESTARTS: Final = 20
 _PRICE_MAX: Final = 2.0**20  # of a busy second of the server, in seconds of latency
 _PRICE_STEPS: Final = 30
 _NOTHING: Final = 1e-12  # a smaller gain is rounding
-_UNITS: Final = 1e12  # of capacities in a second: integers, so that a cut is exact
+_UNITS: Final = 1e12  # units of capacity per second: integers, so that a cut is exact
 _SOURCE: Final = "server"
 _SINK: Final = "machines"
 
@@ -43,7 +43,7 @@ def partition(task: PartitionTask, seed: int = 0, restarts: int = RESTARTS) -> A
     starts = [tuple(min(one.allowed) for one in task.models), relieving_cut(task)]
     starts += [tuple(random.choice(sorted(one.allowed)) for one in task.models) for _ in range(restarts)]
     ends = [_improved(task, start) for start in dict.fromkeys(starts)]
-    return min(ends, key=partial(assignment_cost, task))  # of equal ones the first, which is the one that moved least
+    return min(ends, key=partial(assignment_cost, task))  # of equally cheap ones the first, which moved least
 
 
 def relieving_cut(task: PartitionTask) -> Assignment:
@@ -78,7 +78,7 @@ def minimum_cut(task: PartitionTask, core_price: float = 0.0) -> Assignment:
         graph.add_edge(_SOURCE, names[i], **_capacity(elsewhere, is_possible=_elsewhere(model) != SERVER))
         graph.add_edge(names[i], _SINK, **_capacity(here, is_possible=SERVER in model.allowed))
     for number, crossing in enumerate(task.crossings):
-        # On the server's side as soon as one of the others is.
+        # Connected so that it is on the server's side if one of the others is.
         name = f"crossing {number}"
         graph.add_edges_from((names[other], name) for other in crossing.others)
         graph.add_edge(name, names[crossing.model], **_capacity(crossing.seconds))
@@ -99,7 +99,7 @@ def _is_overloaded(task: PartitionTask, assignment: Assignment) -> bool:
 
 
 def _improved(task: PartitionTask, start: Assignment) -> Assignment:
-    """Where no move of one or two models makes it cheaper."""
+    """The assignment after moves of one or two models, when no such move makes it cheaper."""
     best, least = start, assignment_cost(task, start)
     is_better = True
     while is_better:

@@ -95,8 +95,9 @@ def cost(transfer: Transfer) -> str:
 
 
 def crossing(graph: Graph, edge: Edge, configs: Configs) -> str:
-    """ "602112 bytes a row cross": what an edge sends to another machine, or from one; between two models that are both
-    on other machines the tensor crosses twice, by way of the server. "" if it stays in the server, or in a segment.
+    """ "602112 bytes a row cross": the transfer of an edge to another machine, or from one; between two models that are
+    both on other machines the tensor crosses twice, by way of the server. "" if it stays in the server, or in a
+    segment.
     """
     ends = [configs.get(graph.nodes[n].model.name, UNKNOWN) for n in (edge.producer, edge.consumer) if n != GRAPH]
     times = sum(bool(config.placed) for config in ends)

@@ -334,7 +334,9 @@ class _Layout:
         return labels
 
     def _crossing(self, scope: Scope) -> dict[tuple[BoxId, int], str]:
-        """What each output sends to other machines, behind its type: the most that one of its readers gets."""
+        """The text after each output's type about transfers to other machines: the largest transfer to one of its
+        readers.
+        """
         found: dict[tuple[BoxId, int], str] = {}
         for joint in scope.joints.values():
             for number in joint.edges:

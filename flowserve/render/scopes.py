@@ -106,7 +106,7 @@ def merges_of(graph: Graph, edge: Edge) -> list[int]:
 
 
 def spec_in(graph: Graph, edge: Edge, space: int) -> TensorSpec:
-    """The declaration of an edge's tensor as it is in a space that it passes: inside of `each`, that of one item."""
+    """The declaration of an edge's tensor within a space that it passes: within `each`, that of one item."""
     if edge.producer != GRAPH and graph.nodes[edge.producer].space == space:
         found = graph.nodes[edge.producer].outputs[edge.output]
     elif edge.producer == GRAPH and not space:
@@ -139,8 +139,8 @@ def _way(graph: Graph, tensor: Ref, origin: Ref) -> list[int] | None:
 
 def _merges(graph: Graph, around: Mapping[int, list[Scope]]) -> dict[int, list[Scope]]:
     """The scopes around each merge, which is also added to the innermost: that of all its producers, without the spaces
-    that it ends. A merge is not drawn if a frame has both something before it and something behind it: wires lead one
-    way. `around`: the scopes of each node, and of GRAPH.
+    that it ends. A merge is not drawn if one frame contains both sources and readers of it, because wires lead in one
+    direction only. `around`: the scopes of each node, and of GRAPH.
     """
     ways = [(edge, merges_of(graph, edge)) for edge in graph.edges]
     producers: dict[int, list[list[Scope]]] = {}
@@ -164,7 +164,7 @@ def _merges(graph: Graph, around: Mapping[int, list[Scope]]) -> dict[int, list[S
 
 
 def _shared(chains: Sequence[list[Scope]], spaces: Sequence[Space]) -> list[Scope]:
-    """The scopes that all chains have, outermost first, up to the first of another space than these."""
+    """The scopes that all chains share, outermost first, before the first that is a space other than these."""
     shared = takewhile(lambda level: all(one is level[0] for one in level), zip(*chains, strict=False))
     return [*takewhile(lambda scope: scope.space is None or scope.space in spaces, (level[0] for level in shared))]
 
@@ -174,7 +174,7 @@ def _drawn(graph: Graph) -> set[int]:
     drawn = {space.index for space in graph.spaces}
     for space in graph.spaces:
         inside = {n.index for n in graph.nodes if space in graph.around(n.space)}
-        behind: set[int] = set()  # nodes outside that read what was made inside
+        behind: set[int] = set()  # nodes outside that depend on nodes inside
         for node in graph.nodes:
             makers = {edge.producer for edge in graph.edges if edge.consumer == node.index}
             if node.index in inside:

@@ -82,8 +82,8 @@ def _reader(graph: Graph, edge: Edge) -> str:
 
 
 def _costs(graph: Graph, configs: labels.Configs) -> Costs:
-    """The transfer of each edge, or, in a graph with models on other machines, what crosses to them; {} if all of the
-    graph is on the host, where every edge is a view.
+    """The transfer of each edge, or, in a graph with models on other machines, the transfer between machines; {} if all
+    of the graph is on the host, where every edge is a view.
     """
     crossing = {edge: text for edge in graph.edges if (text := labels.crossing(graph, edge, configs))}
     if crossing:

@@ -18,7 +18,7 @@ from flowserve.runtime.protocol import statistics_by_version
 
 
 def reports_of(engine: Engine, exposition: Exposition) -> Mapping[str, Callable[[], Awaitable[Any]]]:
-    """By the kinds of `observe.combined`."""
+    """The functions that make this server's reports, by the kinds of `observe.combined`."""
 
     async def metrics() -> bytes:
         return b"".join(await exposition.parts())
@@ -33,7 +33,7 @@ def reports_of(engine: Engine, exposition: Exposition) -> Mapping[str, Callable[
 
 
 def changes_of(engine: Engine, options: AppOptions) -> Mapping[str, Callable[..., object]]:
-    """By the names that the front ends use (runtime/group.py: `change`)."""
+    """The functions that make changes, by the names that the front ends use (runtime/group.py: `change`)."""
     memory = options.client_memory
     return {
         "log": options.log.change,

@@ -2,9 +2,9 @@
 
 Decides the frames: lengths, the number of the call, JSON for arguments and results, and bytes beside it for files and
 texts; that both sides may call, any number at once; that an error of this project arrives as the same class; and that
-the end of the connection ends every open call. Handlers that are no coroutines run in the order in which their calls
-arrive. Does not know what is called, nor processes. Both ends belong to one operator, and their socket is not reachable
-by others: lengths are checked so that a mistake is found, not an attacker. Callers: `parent`, `replica`.
+the end of the connection ends every open call. Handlers that are not coroutines run in the order in which their calls
+arrive. Does not know what is called, nor processes. Both ends belong to one operator, and others cannot reach their
+socket: lengths are checked against mistakes, not attacks. Callers: `parent`, `replica`.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class ProcessLink:
                 while self._to_send:
                     await self._stream.send_all(self._to_send.popleft())
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # the receiving task learns it too
+            pass  # the receiving task detects it too
 
     async def _receive(self, nursery: trio.Nursery) -> None:
         received = bytearray()

@@ -1,9 +1,9 @@
 """Operations on models, and changes of settings, in every replica or in none.
 
-Decides the order: one load at a time; each replica first prepares it, beside what it serves; where all could, all put
-it in force, and where one could not, all drop it. An unload cannot fail, and does not wait for loads, since it ends one
-that hangs. Decides too what is remembered for replicas that start later: the last operation on each name, and the
-settings as they are. Does not know what a model is. Caller: `parent`.
+Decides the order: one load at a time; each replica first prepares it, beside what it serves; if all succeed, all put it
+in force, and if one fails, all drop it. An unload cannot fail, and does not wait for loads, since it ends one that
+hangs. Decides also what is remembered for replicas that start later: the last operation on each name, and the settings
+as they are. Does not know what a model is. Caller: `parent`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOAD: Final = "load"
 UNLOAD: Final = "unload"
 FOLLOW: Final = "follow"  # the repository, in mode poll
 
-# Changes and what takes them back, for the replicas that made them where another one could not.
+# Changes and their inverses, which undo a change in the replicas that made it if another one failed.
 _UNDO: Final = {"register": "unregister", "register_cuda": "unregister_cuda"}
 
 
@@ -49,7 +49,7 @@ class GroupOperations:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """While no load is in progress."""
+        """A context during which no load is in progress."""
         async with self._turn:
             yield
 
@@ -71,7 +71,7 @@ class GroupOperations:
 
     async def change(self, origin: int, name: str, arguments: Sequence[Any]) -> None:
         """Change settings in all replicas but the one that has changed its own. Raises the first error, after the
-        others have taken the change back, if it can be.
+        others have undone the change, if it can be undone.
         """
         changed: list[Member] = []
         others = [one for one in self._members() if one.number != origin]
@@ -89,6 +89,7 @@ class GroupOperations:
         self._remember_change(name, arguments)
 
     async def _together(self, operation: dict[str, Any], data: bytes) -> None:
+        """Prepare the operation in all replicas, then put it in force, or drop it, in those that prepared it."""
         number = next(self._numbers)
         prepared: list[Member] = []
         errors: dict[str, list[str]] = {}  # by name: the class and the text
@@ -151,7 +152,7 @@ class GroupOperations:
             kind = next(one for one, undone in _UNDO.items() if undone == name)
             for key in [key for key in self._remembered if key[0] == kind and arguments[0] in ("", key[1])]:
                 del self._remembered[key]
-        else:  # settings: what is not mentioned stays
+        else:  # settings: those not given stay
             key = name, arguments[1] if len(arguments) > 1 else ""
             _, before, _ = self._remembered.get(key, (0, {"arguments": [{}]}, b""))
             merged = [{**before["arguments"][0], **arguments[0]}, *arguments[1:]]

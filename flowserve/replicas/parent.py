@@ -1,7 +1,7 @@
 """The parent process of `flowserve run --workers N`: it has the ports, and serves nothing itself.
 
 Decides which replica gets a connection (the ready one with the fewest), how replicas are started and how their ends are
-noticed, that an operation on models is put in force by all replicas or by none (`operations`), how their figures are
+detected, that an operation on models is put in force by all replicas or by none (`operations`), how their figures are
 added up (`observe/combined.py`), and on which replica a sequence is. A connection is accepted here and handed over with
 its descriptor, because the kernel spreads few connections unevenly over sockets that share a port
 (docs/decisions/0041). When a replica is started or restarted is decided in `supervision`, what a frame is in `link`.
@@ -115,7 +115,7 @@ class Parent:
         self._sequences: dict[int | str, int] = {}  # the replica on which each is
         self._former: dict[str, Former] = {}  # the figures of replicas that ended, by kind
         self._operations = GroupOperations(self._serving)
-        self._is_asked = False
+        self._is_stopping = False
         self._turns = 0
 
     async def run(self, folder: Path, stop: trio.Event) -> int:
@@ -155,32 +155,32 @@ class Parent:
                 await trio.sleep(_ACCEPT_PAUSE_S)
 
     async def _pass(self, sock: socket.socket, kind: str) -> None:
-        """Hand a connection over to the replica with the fewest, the one that waited longest among equals. A replica
-        whose event loop is held takes none.
+        """Hand a connection over to the replica with the fewest; among equals, to the one whose last connection is
+        oldest. A replica with a full socket, because its event loop is blocked, gets none.
         """
         while True:
             for one in sorted(self._serving(), key=lambda one: (one.connections, one.turn)):
                 try:
                     socket.send_fds(one.hand_over, [kind.encode()], [sock.fileno()])
-                except OSError:  # it ended, or has many that it did not take
+                except OSError:  # it ended, or its socket is full
                     continue
                 one.passed += 1
                 self._turns += 1
                 one.turn = self._turns
                 return
-            if self._is_asked and not self._serving():
+            if self._is_stopping and not self._serving():
                 return
             await trio.sleep(_ACCEPT_PAUSE_S)
 
     def _serving(self) -> list[_Process]:
-        """The replicas that are ready and stay. If none does, those that stop; before the first is ready, those that
-        only answer health checks.
+        """The ready replicas that are not stopping; if there are none, those that are stopping; before the first is
+        ready, those that only answer health checks.
         """
         serving = [one for one in self._processes.values() if one.is_serving]
         ready = [one for one in serving if self._supervision.state(one.number) is State.READY]
         return [one for one in ready if not one.is_stopping] or ready or serving
 
-    def _look_who_serves(self) -> None:
+    def _update_can_pass(self) -> None:
         if self._serving():
             self._can_pass.set()
         elif self._can_pass.is_set():
@@ -199,7 +199,7 @@ class Parent:
 
     async def _stop_when(self, stop: trio.Event) -> None:
         await stop.wait()
-        self._is_asked = True
+        self._is_stopping = True
         self._carry_out(self._supervision.stop(self._clock()))
         await trio.sleep(self._exit_timeout_s + _KILL_AFTER_S)
         for one in self._processes.values():
@@ -207,7 +207,7 @@ class Parent:
             one.process.kill()
 
     def end_all_at_once(self) -> None:
-        """As a second stop signal does."""
+        """End all replicas at once, as a second stop signal does."""
         for one in self._processes.values():
             one.process.send_signal(signal.SIGINT)
 
@@ -244,7 +244,7 @@ class Parent:
             _log.error("worker %d cannot be started: %s", number + 1, error.strerror)
             self._carry_out(self._supervision.ended(number, 1, self._clock()))
             return
-        if self._is_asked:  # meanwhile
+        if self._is_stopping:  # since the process was started
             one.process.send_signal(signal.SIGTERM)
         async with trio.open_nursery() as nursery:
             await nursery.start(one.link.run)
@@ -260,10 +260,10 @@ class Parent:
         self._sequences = {key: where for key, where in self._sequences.items() if where != number}
         for other in self._processes.values():
             other.link.tell("ended", number)
-        if not self._is_asked:
+        if not self._is_stopping:
             _log.error("worker %d ended %s; it is started again", number + 1, _ending(status))
         self._carry_out(self._supervision.ended(number, status, self._clock()))
-        self._look_who_serves()
+        self._update_can_pass()
         if was_ready:
             self._choose_leader()
 
@@ -323,23 +323,23 @@ class Parent:
 
     def _on_serving(self, number: int, _: Any, __: bytes) -> Result:
         self._processes[number].is_serving = True
-        self._look_who_serves()
+        self._update_can_pass()
         return NOTHING
 
     def _on_stopping(self, number: int, _: Any, __: bytes) -> Result:
-        """It was asked to stop, perhaps it alone: the others get what is new."""
+        """The replica was asked to stop, perhaps only this one: new connections go to the others."""
         self._processes[number].is_stopping = True
         return NOTHING
 
     def _on_leaving(self, number: int, _: Any, __: bytes) -> Result:
-        """It takes no more connections, except those that were handed over before this answer."""
+        """The replica takes no more connections, except those that were handed over before this response."""
         self._processes[number].is_serving = False
-        self._look_who_serves()
+        self._update_can_pass()
         return NOTHING
 
     async def _on_ready_replica(self, number: int, done: int, _: bytes) -> Result:
-        """It has loaded its models, and carried out the first `done` operations that are remembered. Answers with
-        the others; with none, it serves from now on.
+        """The replica has loaded its models and carried out the first `done` remembered operations. Returns the
+        operations that it has missed; if there are none, it serves from now on.
         """
         async with self._operations.alone():
             missing, data = self._operations.after(done)
@@ -347,7 +347,7 @@ class Parent:
                 return missing, data
             is_first = all(self._supervision.state(n) is not State.READY for n in range(self._count))
             self._carry_out(self._supervision.ready(number, self._clock()))
-        self._look_who_serves()
+        self._update_can_pass()
         self._choose_leader()
         if is_first and self._on_ready is not None:
             ready, self._on_ready = self._on_ready, lambda: None
@@ -361,7 +361,7 @@ class Parent:
         return NOTHING
 
     async def _on_report(self, number: int, kind: str, _: bytes) -> Result:
-        """The figures of all replicas, added up. The last ones of replicas that ended, or are about to, count on."""
+        """The figures of all replicas, added up, with the last figures of replicas that ended or are about to."""
         told: dict[int, Any] = {}
 
         async def ask(one: _Process) -> None:
@@ -385,7 +385,9 @@ class Parent:
         return (None, total) if isinstance(total, bytes) else (total, b"")
 
     def _on_claim(self, number: int, asked: Sequence[Any], _: bytes) -> Result:
-        """Where a sequence is. One that is nowhere begins at the replica that asks, if its request may begin one."""
+        """The replica that has a sequence. An unknown sequence begins at the replica that asks, if its request may
+        begin one.
+        """
         key, begins = asked
         where = self._sequences.get(key)
         if where is None and begins:
@@ -405,8 +407,8 @@ class Parent:
         return await self._to_its_end(self._operations.operate, operation, data)
 
     async def _to_its_end(self, carry_out: Callable[..., Awaitable[None]], *arguments: Any) -> Result:
-        """Carry out what concerns all replicas, although the one that asks may end meanwhile: the others would wait
-        for the decision. Raises its error.
+        """Carry out an operation of all replicas even if the one that asked for it ends meanwhile: the others would
+        wait for the decision. Raises its error.
         """
         failures: list[Exception] = []
         ended = trio.Event()
@@ -414,7 +416,7 @@ class Parent:
         async def run() -> None:
             try:
                 await carry_out(*arguments)
-            except Exception as error:  # also one that is not expected goes to the replica that asks
+            except Exception as error:  # unexpected ones also go to the replica that asked
                 failures.append(error)
             finally:
                 ended.set()

@@ -30,7 +30,7 @@ from flowserve.runtime.loading.control import Control
 _log = logging.getLogger("flowserve.replicas")
 
 _TOLD_AFTER_S: Final = 0.01  # after a change of the number of connections
-_RELEASED_EVERY_S: Final = 1.0  # how often ended sequences are told
+_RELEASED_EVERY_S: Final = 1.0  # how often ended sequences are reported
 _KIND_BYTES: Final = 16
 _ELSEWHERE_MAX: Final = 10_000
 _WITHOUT_PARENT: Final = "the parent process of the workers has ended"
@@ -65,12 +65,12 @@ class ReplicaPlace:
         return cls(**json.loads(text))
 
     def listeners(self) -> tuple[list[socket.socket], list[socket.socket]]:
-        """The listening sockets for requests and for metrics, to be looked at and closed."""
+        """The listening sockets for requests and for metrics. The caller only reads their addresses and closes them."""
         return [socket.socket(fileno=one) for one in self.http], [socket.socket(fileno=one) for one in self.metrics]
 
 
 class _Prepared:
-    """A load that waits for the decision of all."""
+    """A load that waits for the parent's decision."""
 
     def __init__(self) -> None:
         self.reached = trio.Event()  # it is prepared, or ended before that
@@ -93,8 +93,8 @@ class Replica:
         self._socket = socket.socket(fileno=place.link)
         self._prepared: dict[int, _Prepared] = {}
         self._here: set[int | str] = set()  # sequences that began here
-        self._elsewhere: dict[int | str, int] = {}  # where other sequences were the last time
-        self._quiet: set[int | str] = set()  # those that were not live when they were looked at
+        self._elsewhere: dict[int | str, int] = {}  # the last known servers of other sequences
+        self._quiet: set[int | str] = set()  # those that were not live at the last check
         self._changed = trio.Event()
         self._taken = 0
         self._link: ProcessLink
@@ -244,7 +244,7 @@ class Replica:
                 return False
             self._taken += 1
             self._changed.set()
-            for descriptor in descriptors:  # none where this process has no room for another
+            for descriptor in descriptors:  # none if this process has no free descriptor
                 sock = socket.socket(fileno=descriptor)
                 sock.setblocking(False)
                 try:
@@ -266,7 +266,7 @@ class Replica:
         while True:
             await trio.sleep(_RELEASED_EVERY_S)
             over = {one for one in self._here if not self._engine.scheduler.has_sequence(one)}
-            # Twice: the first request of a sequence may be on its way to a queue.
+            # Not live at two checks: the first request of a sequence may not be in its queue yet.
             ended, self._quiet = over & self._quiet, over
             if ended:
                 self._here.difference_update(ended)
@@ -281,11 +281,11 @@ class Replica:
 
     async def _report(self, kind: str, _: bytes) -> Result:
         report = await self._reports[kind]()
-        self._tell_connections_now()  # a number of connections in a report is also the one that the parent goes by
+        self._tell_connections_now()  # so that the parent counts as many connections as the report
         return (None, report) if isinstance(report, bytes) else (report, b"")
 
     def _check(self, _: Any, __: bytes) -> Result:
-        """The event loop goes on."""
+        """Respond, which shows that the event loop runs."""
         return NOTHING
 
     def _change(self, change: Sequence[Any], _: bytes) -> Result:
@@ -353,7 +353,7 @@ class Replica:
         return NOTHING
 
     async def _repeat(self, operation: Mapping[str, Any], data: bytes) -> None:
-        """An operation from before this replica was there."""
+        """Repeat an operation from before this replica was started."""
         kind = operation["kind"]
         if kind == LOAD:
             await self._control.load_here(operation["name"], _override(operation, data))

@@ -139,7 +139,7 @@ def _scan(repository: Path, only: Collection[str] | None = None) -> tuple[list[M
 
 
 def not_a_repository(repository: Path) -> str:
-    """Why a path that is no folder cannot be served, and what to give instead."""
+    """Why a path that is not a folder cannot be served, and what to give instead."""
     if repository.exists():
         return f"model repository '{repository}' is a file; give the folder that holds the models' folders"
     here = repository.parent

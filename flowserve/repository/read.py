@@ -259,7 +259,7 @@ def output_labels(graph: Graph, labels_of: Callable[[str], OutputLabels]) -> Out
 
 def environment_of(config: ModelConfig, folder: Path) -> Path | None:
     """The real path of the folder or archive of a Python model's environment; None for the server's own environment.
-    Blocks. Raises Problems if it does not exist or is no environment.
+    Blocks. Raises Problems if it does not exist or is not an environment.
     """
     written = config.parameters.get(ENVIRONMENT, "")
     if config.backend != "python" or not written:

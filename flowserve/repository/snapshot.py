@@ -1,9 +1,9 @@
 """Detection of changed model folders: a cheap stamp, a digest of the contents, and the polling state.
 
-Decides which files count (all that are not hidden, links followed); that contents decide and not times, so that neither
-a copy with old times nor a touched file is misjudged; and when a changing folder has settled. The polling state is
-pure: stamps and integer nanoseconds in, names out. Does not know the meaning of files, or what follows from a change.
-Callers: `runtime/loading`.
+Decides which files count (all that are not hidden, links followed); that contents are compared and not times, so that a
+copy with old times counts as a change and a touched file does not; and when a changing folder has settled. The polling
+state is pure: stamps and integer nanoseconds in, names out. Does not know the meaning of files, or what follows from a
+change. Callers: `runtime/loading`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rows and items of simulated requests: which rows pass a condition, and how many items a row has.
 
-Decides the facts of tensors at the borders of spaces from the shares and numbers that a test gives, so that the
-scheduler runs the same code as in a server (scheduling/spaces.py). A share is spread evenly over the rows: of a share
-of 0.3, three of ten rows in a row pass. Does not know the contents of tensors. Caller: `simulation`.
+Decides the rows and shapes of tensors at the borders of spaces from the shares and numbers that a test gives, so that
+the scheduler runs the same code as in a server (scheduling/spaces.py). A share is spread evenly over the rows: of a
+share of 0.3, three of ten rows in a row pass. Does not know the contents of tensors. Caller: `simulation`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from flowserve.errors import Invalid
 from flowserve.graph.types import Derived, Graph, Space
 from flowserve.values import TensorSpec
 
-Taken = Mapping[str, float | Callable[[int], float]]  # by the text of a condition; of the number of the request
-ItemCounts = Mapping[str, int | Callable[[int], int]]  # by the tensors that are taken apart
+Taken = Mapping[str, float | Callable[[int], float]]  # by the text of a condition; a function of the request's number
+ItemCounts = Mapping[str, int | Callable[[int], int]]  # by the tensors that are divided into items
 
 
 class SimulatedTensor:
-    """The facts of a tensor without its contents: rows and a shape. Variable dims are 1."""
+    """A tensor without contents: rows and a shape. Variable dims are 1."""
 
     __slots__ = ("dims", "start", "stop")
 
@@ -55,7 +55,7 @@ class SimulatedSpread:
         self.parent_rows = parent_rows
 
     def parent_of(self, row: int) -> int:
-        """The parent's row that a row is made from; of conditions, as if the first rows passed."""
+        """The parent's row from which a row is made; for a condition, as if the first rows passed."""
         return row if self.rows <= self.parent_rows else row * self.parent_rows // self.rows
 
 
@@ -74,7 +74,7 @@ class RowPlan:
         self._spaces = graph.spaces
         self._taken = taken
         self._items = items
-        self._left: dict[int, float] = {}  # of each condition: the part of a row that was not shared out yet
+        self._left: dict[int, float] = {}  # by condition: the fraction of a row that is carried over
 
     def numbers_of(self, number: int) -> dict[int, float]:
         """The items of each row, and the share of rows, in each space of a request. Raises Invalid."""
@@ -118,7 +118,7 @@ class SimulatedRows:
         return SimulatedSpread(self._plan.taken(space, number, rows), rows)
 
     def open_together(self, space: Space, output: Sequence[SimulatedTensor]) -> Sequence[SimulatedSpread]:
-        return ()  # each request has shares of its own
+        return ()  # spaces are opened per request, each with its own shares
 
     def undecided(self, space: Space, parent_rows: int) -> SimulatedSpread:
         return SimulatedSpread(0, parent_rows)

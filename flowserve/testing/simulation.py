@@ -6,8 +6,8 @@ that arrive at one instant are scheduled together. A decoupled model sends its r
 instance meanwhile, and waits in send() while the in-flight limit is reached; callers take each response at once. Times
 are integer nanoseconds.
 
-Decides too the records that `simulate` takes and returns (`Arrival`, `Simulation`), and their text as a timeline. Their
-times are milliseconds.
+Decides also the records that `simulate` takes and returns (`Arrival`, `Simulation`), and their text as a timeline.
+Their times are milliseconds.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Simulation:
 
     @property
     def requests_per_s(self) -> float:
-        """Answered requests per second, from the first arrival to the last answer."""
+        """Answered requests per second, from the first arrival to the last response."""
         answered = [one for one in self.outcomes if one.error is None]
         began_ms = min((one.at_ms - one.latency_ms for one in self.outcomes), default=0.0)
         took_ms = max((one.at_ms for one in answered), default=0.0) - began_ms

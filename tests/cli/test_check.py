@@ -361,8 +361,8 @@ def rules(err: str) -> list[str]:
 
 
 def test_all_mistakes_are_reported_at_once(checked: Callable[..., Checked], repository: Path) -> None:
-    """A model that is wrong by itself is compared with its file, an ensemble with its models; one without any version
-    too.
+    """An invalid model is compared with its file too, and an invalid ensemble with its models; so is a model without
+    versions.
     """
     (repository / "same" / "config.pbtxt").write_text(
         'max_batch_size: 4\ninput { name: "XX" data_type: TYPE_FP32 dims: 4 }\n'

@@ -436,7 +436,7 @@ def test_bench_of_a_decoupled_model_reports_response_times(served: Served, capsy
         assert row["failed"] == 0
         assert 3 < row["responses_per_s"] / row["requests_per_s"] < 5
         assert 0 < row["first_p50_ms"] <= row["first_p90_ms"] <= row["first_p99_ms"]
-        # Not so for the 99th percentile: requests that the end of the time cuts off have first responses too.
+        # This does not hold for the 99th percentile: requests that are still open at the end have first responses too.
         assert row["first_p50_ms"] <= row["p50_ms"]
         assert 0 <= row["between_p50_ms"] <= row["between_p99_ms"]
     assert main([*ask, "TEXT=to be"]) == 0

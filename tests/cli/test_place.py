@@ -1,4 +1,4 @@
-"""`flowserve place`: what is measured, what is proposed from it, what is expected of it, and the errors."""
+"""`flowserve place`: the measured figures, the proposal, the expected results, and the errors."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_neighbours_on_one_machine_are_named_with_what_one_step_would_save(repos
     found = proposed(repository, figures_of(0.02, 0.02), 100, CPUS, cores=1)
     (group,) = found.groups
     assert group.models == ("prepare", "heavy")
-    assert group.saves_s == pytest.approx(0.0004 + 2 * 1000 / 1e9)  # one way there and back, and the tensor between
+    assert group.saves_s == pytest.approx(0.0004 + 2 * 1000 / 1e9)  # one exchange, and the tensor between them
     text = file_text(found, "Proposed.", (SERVER, CPUS))
     assert "# neighbours on one machine: prepare, heavy (as a segment, 0.40 ms less of a request)" in text
     assert [*parse_placement(text, "cluster.pbtxt").places] == ["prepare", "heavy"]  # they would share an interpreter

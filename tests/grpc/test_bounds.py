@@ -140,7 +140,7 @@ def test_large_bytes_inputs_are_left_to_a_thread() -> None:
     made.inputs.add(name="IN", datatype="BYTES", shape=[50_000])
     made.inputs.add(name="ONE", datatype="BYTES", shape=[1])
     reader = MessageReader()
-    for _ in range(2):  # the second time, the part before the raw tensors is known
+    for _ in range(2):  # the second time, the part before the raw tensors is cached
         received = reader(made.SerializeToString())
         assert isinstance(received, ReceivedMessage)
         ((layout, data),) = received.late
@@ -189,7 +189,7 @@ def test_calls_other_than_inference_are_bounded_too() -> None:
 
 @given(st.binary(max_size=300))
 def test_malformed_bytes_are_left_to_protobuf(data: bytes) -> None:
-    BOUNDS.check(bytes(CHECKED_BYTES_MIN) + data)  # raises nothing: so few parts are allowed, whatever they are
+    BOUNDS.check(bytes(CHECKED_BYTES_MIN) + data)  # raises nothing: so few parts of any kind are allowed
 
 
 def test_a_large_message_of_few_parts_is_accepted() -> None:

@@ -392,7 +392,7 @@ def test_the_asyncio_test_makes_every_call() -> None:
     made = Path(__file__).read_text().partition("def test_the_asyncio_client_makes_every_call")[2]
     made = made.partition("\n\n\ndef ")[0]
     missing = [call for call in calls_of(aio.InferenceServerClient) if f"client.{call}(" not in made]
-    assert missing == ["close"]  # which is what `async with` does
+    assert missing == ["close"]  # `async with` calls it
 
 
 def test_the_grpc_health_service_reports_readiness(served: Served) -> None:

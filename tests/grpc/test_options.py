@@ -100,7 +100,7 @@ def test_a_web_page_cannot_send_a_call(front: Served, papers: Path, client: trit
             with pytest.raises(InferenceServerException, match="web pages") as refused:
                 call(*given, headers=page)
             assert refused.value.status() == "StatusCode.PERMISSION_DENIED"
-    assert client.is_model_ready("echo", headers={**KEY, "sec-fetch-mode": "cors"})  # a proxy asked for it
+    assert client.is_model_ready("echo", headers={**KEY, "sec-fetch-mode": "cors"})  # a proxy answered the preflight
 
 
 @pytest.mark.fault("Z9")
@@ -113,7 +113,7 @@ def test_old_versions_of_tls_are_refused(front: Served, papers: Path) -> None:
 
     def connect(version: ssl.TLSVersion) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # that they are old is the point
+            warnings.simplefilter("ignore", DeprecationWarning)  # the old version is intended
             context.minimum_version = context.maximum_version = version
         with socket.create_connection((host, int(port)), timeout=60) as plain:
             context.wrap_socket(plain, server_hostname="localhost").close()

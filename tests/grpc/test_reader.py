@@ -76,7 +76,7 @@ def test_repeated_messages_decode_as_by_protobuf(made: list[ModelInferRequest]) 
     reader = MessageReader()
     for message in [*made, *made]:
         data = message.SerializeToString()
-        assert repr(contents(reader(data))) == repr(decoded_by_protobuf(data))  # NaN is not itself
+        assert repr(contents(reader(data))) == repr(decoded_by_protobuf(data))  # NaN does not equal itself
 
 
 @given(messages(), st.lists(st.tuples(st.integers(0, 300), st.integers(0, 255)), max_size=3), st.integers(0, 400))

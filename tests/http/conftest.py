@@ -101,7 +101,7 @@ class Running:
         return [connection.phase for connection in self.server.connections.values()].count(phase)
 
     async def until(self, condition: Callable[[], object], every_s: float = 0.001) -> None:
-        """Come back when `condition` holds; it depends on what the server does, which sets no event for tests."""
+        """Return when `condition` holds; the server sets no event for tests."""
         with trio.fail_after(60):
             while not condition():  # noqa: ASYNC110
                 await trio.sleep(every_s)
@@ -112,7 +112,7 @@ Start = Callable[..., Awaitable[Running]]
 
 @pytest.fixture
 async def start(nursery: trio.Nursery) -> AsyncIterator[Start]:
-    """`await start(app, Limits(...), direct)` serves any ASGI app, and an inference handler before it, until the
+    """`await start(app, Limits(...), direct)` serves any ASGI app, and an inference handler in front of it, until the
     test is over; `await start(engine, AppOptions(...))` the whole API over an engine, which has the host name h unless
     the options have access rules.
     """
@@ -135,7 +135,7 @@ async def start(nursery: trio.Nursery) -> AsyncIterator[Start]:
 
 @pytest.fixture
 def patient_clock() -> MockClock:
-    """Time that jumps when nothing happens. Not at once: bytes on their way through the kernel are something."""
+    """A mock clock that jumps when nothing happens; not at once, because bytes may be in transit in the kernel."""
     return MockClock(autojump_threshold=0.02)
 
 

@@ -97,7 +97,7 @@ async def test_no_route_answers_a_page_of_another_origin(engine: Engine, local: 
 async def test_every_route_answers_usual_clients(engine: Engine, local: Any) -> None:
     own = f"Origin: http://localhost:{local.port}"
     for method, path in calls(engine):
-        if path in ("/live/events", "/v2/trace/timeline"):  # they take their time
+        if path in ("/live/events", "/v2/trace/timeline"):  # their responses take long
             continue
         for headers in ((), (own,), (own, "Sec-Fetch-Site: same-origin")):
             client = await local.connect()
@@ -330,7 +330,7 @@ async def test_preflights_are_answered_without_keys(engine: Engine, start: Any, 
     assert (refused.status, "access-control-allow-origin" in refused.headers) == (403, False)
     page = await client.ask(request("POST", INFER, "localhost", "Origin: https://app.example", body=BODY))
     assert page.status == (403 if keys else 200)
-    assert page.headers["access-control-allow-origin"] == "https://app.example"  # the page may read why
+    assert page.headers["access-control-allow-origin"] == "https://app.example"  # the page may read the error
 
 
 async def test_any_origin_may_be_allowed(engine: Engine, start: Any) -> None:

@@ -30,7 +30,7 @@ def http(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
 
 
 async def ask(api: Any, method: str, path: str, body: bytes = b"", *headers: str) -> tuple[int, Any]:
-    """The status, and the JSON that came with it (None for an empty body)."""
+    """The status and the JSON of the response (None for an empty body)."""
     client = await api.connect()
     answer = await client.ask(http(method, path, body, *headers))
     if answer.body:
@@ -331,7 +331,7 @@ async def test_an_internal_error_is_500_without_details(
 
 
 async def test_a_body_in_pieces_is_joined_and_limited(engine: Engine) -> None:
-    """As foreign ASGI servers hand it on."""
+    """Other ASGI servers pass bodies on in pieces."""
     body = numbers([1, 2, 3, 4])
     small = await _through_asgi(make_app(engine), [body[:20], body[20:]])
     assert small[0]["status"] == 200

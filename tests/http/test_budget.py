@@ -48,7 +48,7 @@ CHUNKED = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked
 
 
 class App:
-    """Answers with the length of the body, once it may."""
+    """Responds with the length of the body, once the test allows it."""
 
     def __init__(self) -> None:
         self.may_answer = trio.Event()
@@ -243,7 +243,7 @@ async def test_hundreds_of_refused_connections_delay_no_other(running: Running) 
     client = await running.connect()
     idle = [await running.connect() for _ in range(3)]
     await running.until(lambda: running.count(Phase.IDLE) == 4)
-    waiting = [await running.connect() for _ in range(300)]  # and say nothing
+    waiting = [await running.connect() for _ in range(300)]  # and send nothing
     with trio.fail_after(5):
         assert (await client.ask(GET)).status == 200
         for one in waiting:

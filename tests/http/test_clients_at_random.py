@@ -1,8 +1,8 @@
 """Many random clients at once, from a seed: each reads exactly the expected bytes.
 
-Random are the framing, segmentation and pipelining of requests, the way of the response (direct, later, from the ASGI
-app, in pieces, large), the delay of the client's reads, and the end of its connection. 250 clients in the suite;
-`--clients N` makes it N, from the same seed on.
+The following are random: the framing, segmentation and pipelining of requests, the kind of response (direct, later,
+from the ASGI app, in pieces, large), the delay of the client's reads, and the end of its connection. 250 clients in the
+suite; `--clients N` makes it N, from the same seed on.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ MUCH = 3_000_000  # more than the kernel takes
 
 
 def answered(way: str, body: bytes) -> bytes:
-    """What the app says to a request."""
+    """The app's response to a request."""
     return (way.encode() + b":" + body) * (MUCH // (len(body) + 5) if way == "much" else 1)
 
 
 class App:
-    """Answers each request in the way that its path names: some as an inference handler, in bursts and in any order,
-    some as an ASGI app.
+    """Responds to each request as its path says: to some as an inference handler, in bursts and in any order, to some
+    as an ASGI app.
     """
 
     def __init__(self, seed: int) -> None:
@@ -89,7 +89,7 @@ class App:
             await send({"type": "http.response.body", "body": answered(way, body)})
 
     async def keep(self) -> None:
-        """Give the answers that were promised, some of them at once."""
+        """Send the pending responses of the inference handler, some of them together."""
         while True:
             await self._came.wait()
             if self._random.random() < 0.5:
@@ -111,12 +111,12 @@ def pieces_of(body: bytes) -> list[bytes]:
 
 @dataclass(frozen=True)
 class Asked:
-    """One request, and the answer that it is owed."""
+    """One request, and the expected response."""
 
     head: bytes
     body: bytes
     answer: bytes
-    waits: bool  # for leave to send the body
+    waits: bool  # for 100 Continue before the body
 
 
 def asked(draw: random.Random, is_last: bool) -> Asked:
@@ -168,7 +168,7 @@ def owed(way: str, form: str, method: bytes, body: bytes, closes: bool) -> bytes
         said = answered(way, body)
         framing = b"content-length: %d\r\n" % len(said)
     elif form == "1.0":
-        closes, said = True, body  # its end is the connection's
+        closes, said = True, body  # the end of the body is that of the connection
     else:
         framing = b"transfer-encoding: chunked\r\n"
         said = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in pieces_of(body) if one) + b"0\r\n\r\n"
@@ -185,7 +185,7 @@ def closing(answer: bytes) -> bool:
 
 
 class Client:
-    """One connection's life. `read` is what came of it."""
+    """One connection from its start to its end. `read`: the received bytes."""
 
     def __init__(self, draw: random.Random, connect: Callable[[], Awaitable[trio.SocketStream]]) -> None:
         self._draw = draw

@@ -44,7 +44,7 @@ def decoded(body: bytes, header_length: int | None = None) -> dict[str, Array]:
 
 
 def decoded_in_steps(body: bytes, header_length: int | None = None) -> dict[str, Array]:
-    """As large bodies are."""
+    """The request, decoded in steps as large bodies are."""
     large = LargeBody(Decoder(ClientMemory()), body, header_length, "m")
     expected = large.parse(lambda: None).inputs
     large.prepare(None)
@@ -55,7 +55,7 @@ def decoded_in_steps(body: bytes, header_length: int | None = None) -> dict[str,
     return arrays
 
 
-ENCODER = Encoder()  # one for all tests, so that what it keeps is put to the test too
+ENCODER = Encoder()  # one for all tests, so that its cache is tested too
 
 
 def encode(response: Response, form: AnswerForm) -> tuple[list[Any], int | None]:

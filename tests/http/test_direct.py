@@ -32,8 +32,8 @@ def large(begins: bytes = b"", size: int = 100_000) -> bytes:
 
 
 class App:
-    """An inference handler for what is posted to /begun: it responds at once, or on `keep` where the body says "later".
-    Every other request is the app's.
+    """An inference handler for requests to /begun: it responds at once, or in `keep` if the body says "later". The app
+    responds to all other requests.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ async def test_a_large_request_that_is_refused_truncated_or_without_memory_affec
         assert not status or (await client.answer()).status == status
         await client.stream.aclose()
 
-    for failure in (MemoryError, ValueError):  # what numpy says of a size that no memory has
+    for failure in (MemoryError, ValueError):  # numpy raises ValueError beyond the address space
 
         def no_room(nbytes: int, failure: type[Exception] = failure) -> Any:
             raise failure(nbytes)
@@ -198,7 +198,7 @@ class Noting(App):
 
 
 def write(client: Any, data: bytes) -> None:
-    """At once: nothing of the server's runs before all of it is with the kernel."""
+    """Write without waiting: the server runs only after the kernel has all of it."""
     assert os.write(client.stream.socket.fileno(), data) == len(data)
 
 
@@ -240,7 +240,7 @@ async def test_direct_and_other_pipelined_requests_are_answered_in_order(start: 
     await until(lambda: len(app.promised) == 1)
     await client.say(post(b"second") + b"GET / HTTP/1.1\r\nHost: h\r\n\r\n" + post(b"third")[:-2])
     await trio.sleep(0.02)
-    assert app.begun == 2  # nothing is begun before what came first is answered
+    assert app.begun == 2  # no request is begun before the response to the previous one
     app.keep()
     assert [(await client.answer()).body for _ in range(3)] == [b"later", b"second", b"called"]
     await client.say(b"rd")
@@ -270,7 +270,7 @@ async def test_a_connection_closed_before_its_response_cancels_the_request(start
     await client.stream.aclose()
     await until(lambda: app.withdrawn == 1 and len(running.server.connections) == 0)
     assert running.count(Phase.RUNNING) == 0
-    app.keep()  # too late, and harmless
+    app.keep()  # too late: no effect
 
 
 async def test_an_app_that_raises_at_its_start_gives_500_and_ends_only_that_connection(

@@ -83,7 +83,7 @@ def test_every_mutated_request_is_answered_without_an_internal_error(
         if number == count // 3:
             settled = resident(victim)
     client.close()
-    assert statuses[200] > count // 50  # some are still right, or nothing would be reached
+    assert statuses[200] > count // 50  # some requests are still valid, so that later stages are tested too
     assert statuses[400] > count // 5
     assert resident(victim) - settled < GROWTH_BYTES_MAX
     assert victim.process.poll() is None

@@ -33,7 +33,7 @@ STEPS = st.integers(1, 40)
 
 
 def no_pause() -> None:
-    """Nothing else runs."""
+    """A pause in which nothing else runs."""
 
 
 def at_once(body: bytes) -> dict[str, Array]:
@@ -64,7 +64,7 @@ def _step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(value: Any, gap: str) -> str:
-    """JSON with whitespace, which NaN and the infinities are part of."""
+    """JSON with whitespace, including NaN and the infinities."""
     return json.dumps(value, ensure_ascii=False, separators=(f"{gap},{gap}", f"{gap}:"))
 
 
@@ -170,7 +170,7 @@ def test_an_empty_array_has_no_elements() -> None:
     assert in_steps(one_input(b"[ ]", 0))["X"].shape == (0,)
     with pytest.raises(Invalid, match="holds 1 elements, 'data' has 0"):
         in_steps(one_input(b"[[]]", 1))
-    with pytest.raises(Invalid, match=f"holds {2**40} elements, 'data' has 1"):  # and no room is made for them
+    with pytest.raises(Invalid, match=f"holds {2**40} elements, 'data' has 1"):  # and no memory is allocated
         in_steps(one_input(b"[1]", 2**40))
 
 
@@ -200,7 +200,7 @@ def test_the_decoder_leaves_large_bodies_to_threads() -> None:
     text = header % (b"BYTES", 1, INLINE_BYTES_MAX + 4)
     block = INLINE_BYTES_MAX.to_bytes(4, "little") + bytes(INLINE_BYTES_MAX)
     assert decoder.decode(text + block, len(text), "m") is None
-    text = header % (b"FP32", 1_000_000, 4_000_000)  # a view costs nothing
+    text = header % (b"FP32", 1_000_000, 4_000_000)  # decoded at once, as a view of the body
     assert decoder.decode(text + bytes(4_000_000), len(text), "m") is not None
 
 

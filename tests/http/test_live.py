@@ -38,7 +38,7 @@ class Events:
         self._client = client
 
     async def begin(self, path: str = "/live/events", *headers: str) -> str:
-        """The answer's head."""
+        """The head of the response."""
         await self._client.say(get(path, *headers))
         head: bytes = await self._client._until(b"\r\n\r\n")
         return head.decode()
@@ -100,7 +100,7 @@ async def test_a_viewer_gets_a_snapshot_followed_by_changes(engine: Engine, api:
     (node,) = busy["graph"]["nodes"]
     assert (node["mean_batch"], node["instances"], node["busy"], node["in_flight"]) == (3.0, 1, 0, 0)
     assert busy["graph"]["edges"][0]["bytes"] == pytest.approx(row["rate"] * 3 * 16, rel=0.01)
-    assert busy["graph"]["edges"][1] is None  # the answer is sent from where it lies
+    assert busy["graph"]["edges"][1] is None  # outputs are sent without a copy
     engine.deployments.withdraw_name("double", "unloaded")
     gone = await events.next()
     assert gone["graph"] is None

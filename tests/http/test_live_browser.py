@@ -1,6 +1,6 @@
 """The live page as a browser shows it, over a real server. Skipped where there is no Chromium.
 
-The tests share one server and one tab, and go on from where the one before left it: each is a step of a visit.
+The tests share one server and one tab, and each continues from the state that the previous one left.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def text(page: Page, element: str) -> str:
 
 
 def choose(page: Page, name: str) -> None:
-    """Look at another deployment, as a click on it in the list does."""
+    """Select another deployment, as a click on it in the list does."""
     named = f"[...document.querySelectorAll('#list .who')].find(who => who.innerText === {json.dumps(name)})"
     page.until(f"!!{named}")
     page.run(f"{named}.closest('button').click()")
@@ -155,7 +155,7 @@ def test_the_page_asks_for_a_missing_key_and_lists_models_with_it(page: Page) ->
     page.press("Enter", 13)
     page.until("document.querySelector('#link').innerText === 'live'")
     listed = page.run("[...document.querySelectorAll('#list .who')].map(who => who.innerText)")
-    # The graph with its model beneath it, the graph of 30 steps with the same model, then what is in no graph.
+    # The graph with its model beneath it, the graph of 30 steps with the same model, then deployments without a graph.
     assert listed == [
         *("five", "same", "pair", "same", "some", "first", "same", "thirty", "same"),
         *sorted([MARKUP, "echo", "wrong"]),

@@ -40,7 +40,7 @@ def tries() -> list[tuple[str, str, GenerationMode]]:
     return [
         (method, path, mode)
         for method, path in operations()
-        # One would take away the model that the others ask; the others take their time, or go on for ever.
+        # One of these calls would unload the model of the others; the rest take long, or never end.
         if not path.endswith(("/unload", "/live/events", "/timeline"))
         for mode in GenerationMode
         if mode is GenerationMode.POSITIVE or "requestBody" in paths[path][method] or "{version}" in path
@@ -76,7 +76,7 @@ async def test_the_schema_is_served(api: Any) -> None:
 
 @pytest.fixture(scope="module")
 def described(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server of one model, "same", that may do all that the document describes."""
+    """A server of one model, "same", with every feature of the document enabled."""
     repository = tmp_path_factory.mktemp("described")
     (repository / "same" / "1").mkdir(parents=True)
     (repository / "same" / "1" / "model.onnx").write_bytes(onnx_identity(DType.FP32, ("N", "M")))

@@ -89,7 +89,7 @@ async def test_the_fetch_of_node(api: Any) -> None:
     for _ in range(2):
         answer = await client.ask(head("POST", PATH, *headers) + BODY)
         assert doubled(answer) == [2, 4, 6, 8]
-        assert "content-encoding" not in answer.headers  # not worth it
+        assert "content-encoding" not in answer.headers  # too small to compress
 
 
 async def test_a_stream_that_node_pipes(api: Any) -> None:

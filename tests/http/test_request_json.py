@@ -336,7 +336,7 @@ HALF_A_PAIR = b'"\\ud800"'
 )
 @pytest.mark.parametrize("half", [HALF_A_PAIR, b'"\xed\xa0\x80"'])
 def test_half_of_a_surrogate_pair_is_refused_beside_nan(where: bytes, half: bytes) -> None:
-    """NaN is read by another parser, which takes them; no answer could repeat such text."""
+    """The parser for NaN accepts them; no response could contain such text."""
     text = b'{"inputs": [{"name": "A", "datatype": "FP32", "shape": [1], "data": [NaN]}], %b}' % (where % half)
     assert "failed to parse the request JSON buffer" in refusal(text)
     whole = where % b'"\\ud83d\\ude00"'

@@ -26,7 +26,7 @@ Start = Callable[..., Awaitable[Any]]
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the body it got, or the path where there is none."""
+    """Responds with the request's body, or with the path if there is none."""
     body = (await receive())["body"]
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": bytes(body) or scope["path"].encode()})
@@ -83,7 +83,7 @@ class Counted:
         await echo(scope, receive, send)
 
 
-# ---------------------------------------------------------------------------------------------- the conversation
+# ---------------------------------------------------------------------------------------------- requests and responses
 
 
 async def test_an_unused_socket_file_is_replaced_and_no_other_file_is(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ async def test_too_many_chunks_are_refused_on_the_wire_too(start: Start) -> None
     assert "exceeds maximum of 65536 non-empty chunks" in json.loads(answer.body)["error"]
 
 
-# ---------------------------------------------------------------------------------------------- what takes too long
+# ---------------------------------------------------------------------------------------------- timeouts
 
 
 @pytest.mark.fault("O1")

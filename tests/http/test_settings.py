@@ -1,4 +1,4 @@
-"""Log and trace settings: which can be changed over HTTP and which cannot."""
+"""Log and trace settings: which of them can be changed over HTTP."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ async def test_unregistering_a_region_does_not_affect_a_running_request(
             waiting = client.async_infer("slow", inputs, outputs=outputs)
             with triton.InferenceServerClient(f"127.0.0.1:{allowed.port}") as other:
                 while not begun.is_set():
-                    assert other.is_server_live()  # lets the first one's greenlet go on
+                    assert other.is_server_live()  # lets the greenlet of the first client run
                 other.unregister_system_shared_memory()
                 assert other.get_system_shared_memory_status() == []
             gate.set()

@@ -39,7 +39,7 @@ async def secure(server_task: Any, engine: Engine, context: ssl.SSLContext, budg
 
 
 async def ask(port: int, context: ssl.SSLContext, request: bytes) -> bytes:
-    """Everything the server says until it closes."""
+    """All bytes that the server sends until it closes."""
     tcp = await trio.open_tcp_stream("127.0.0.1", port)
     stream = trio.SSLStream(tcp, context, server_hostname="localhost", https_compatible=True)
     try:
@@ -82,12 +82,12 @@ async def test_old_versions_and_clients_without_a_certificate_are_refused(
     old = client_context(papers, shows=True)
     old.set_ciphers("DEFAULT@SECLEVEL=0")  # or the client itself would refuse
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that they are old is the point
+        warnings.simplefilter("ignore", DeprecationWarning)  # the old version is intended
         old.minimum_version = ssl.TLSVersion.TLSv1
         old.maximum_version = ssl.TLSVersion.TLSv1_1
     for context in (client_context(papers), old):
         said = b""
-        with suppress(trio.BrokenResourceError):  # reset, or closed: which of the two is the kernel's matter
+        with suppress(trio.BrokenResourceError):  # reset or closed, depending on the kernel
             said = await ask(port, context, request)
         assert said == b""
     assert (await ask(port, client_context(papers, shows=True), request)).startswith(b"HTTP/1.1 200")

@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def by_shell() -> Callable[[str, Served], str]:
-    """What a page's command prints that asks this server."""
+    """A function that runs a page's command against this server and returns its output."""
     if shutil.which("bash") is None or shutil.which("curl") is None:
         pytest.skip("needs bash and curl")
 
@@ -101,7 +101,7 @@ GATHER_16 = "dynamic_batching { preferred_batch_size: [ 16 ] max_queue_delay_mic
 
 
 def python_file(body: str) -> dict[str, str | bytes]:
-    """A model.py whose `answer(request)` is `body`; in it `given`, `answer` and `refuse` do what they say."""
+    """A model.py whose `answer(request)` is `body`; it may use `given`, `answer` and `refuse`."""
     return {"1/model.py": PYTHON.replace("{body}", body.strip())}
 
 
@@ -206,7 +206,7 @@ GRUMPY = """
 
 @pytest.fixture(scope="session")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Many models in one folder. Names say what they do."""
+    """Many models in one folder, named after their behaviour."""
     folder = tmp_path_factory.mktemp("many")
     for dtype in BY_WIRE.values():
         spec = f"data_type: {dtype.config_name} dims: [ -1 ]"
@@ -317,7 +317,7 @@ class Answer:
 
 
 class Wire:
-    """Requests whose moment is chosen: all that are sent together arrive within a millisecond or so."""
+    """A client that controls the time of requests: those sent together arrive within about a millisecond."""
 
     def __init__(self, port: int) -> None:
         self._address = ("127.0.0.1", port)
@@ -352,7 +352,7 @@ class Wire:
         return self.together([self.request("POST", path, body, *headers)])[0]
 
     def together(self, requests: Sequence[bytes]) -> list[Answer]:
-        """Each on a connection of its own; the last bytes of all leave in one go, in order."""
+        """Send each request on a connection of its own; the last bytes of all are sent together, in order."""
         sockets = [self.connect() for _ in requests]
         try:
             for each, request in zip(sockets, requests, strict=True):
@@ -367,7 +367,7 @@ class Wire:
 
     @staticmethod
     def _read_all(sockets: Sequence[socket.socket], began: float) -> list[Answer]:
-        """Reads until the server closes each connection, so that a second answer could not hide."""
+        """Read until the server closes each connection, so that a second response would be seen."""
         received = {each: bytearray() for each in sockets}
         seconds: dict[socket.socket, float] = {}
         with selectors.DefaultSelector() as selector:
@@ -387,7 +387,7 @@ class Wire:
         return [_answer(bytes(received[each]), seconds[each]) for each in sockets]
 
     def waiting(self, model: str) -> int:
-        """How many requests the metrics say wait for `model`."""
+        """The number of requests that wait for `model`, from the metrics."""
         for line in self.get("/metrics").body.decode().splitlines():
             if line.startswith(f'nv_inference_pending_request_count{{model="{model}"'):
                 return int(float(line.split()[-1]))
@@ -415,7 +415,7 @@ class Wire:
 
     @staticmethod
     def until(condition: Callable[[], bool], what: str) -> None:
-        """Ask again until it holds; nothing tells us when another process has come that far."""
+        """Poll until the condition holds; another process sends no notification."""
         for _ in range(2000):
             if condition():
                 return

@@ -74,7 +74,7 @@ COUNTS = """
         return self.shared.value()
 """
 
-# Every answer is "" where all went as it should.
+# Every response is "" if nothing went wrong.
 RULES = """
     def initialize(self, args):
         self.name = "rules_" + args["model_name"]
@@ -271,7 +271,7 @@ def test_a_restarted_process_starts_its_metrics_at_zero_without_decreasing_share
     shown = metrics(server)
     assert 'test_gauge{model="counts_process"} 0' in shown
     assert 'test_histogram_count{model="counts_process"} 0' in shown
-    assert "test_counter 3" in shown  # which the other still counts in: it must not shrink
+    assert "test_counter 3" in shown  # the other model still uses it: it must not decrease
     assert asked(client, "counts_process", 3.0) == 4
     client.unload_model("counts_process")
     client.unload_model("counts_thread")
@@ -285,7 +285,7 @@ def test_an_invalid_metric_operation_is_refused_with_tritons_message(
     client.load_model(f"rules_{place}")
     for _ in range(3):
         assert asked(client, f"rules_{place}", 1.0) == 1.0
-    assert metrics(server) == []  # its families went with the objects
+    assert metrics(server) == []  # its families were removed with the objects
     client.unload_model(f"rules_{place}")
 
 

@@ -1,7 +1,7 @@
-"""A model that answers ten times faster than the step behind it can read, on a real server: with limits of 1, 4, 16 and
-0 for what is in flight, alone and many at once, read to the end and broken off.
+"""A model that responds ten times faster than the next step reads, on a real server: with in-flight limits of 1, 4, 16
+and 0, for one request and many at once, read to the end and cancelled.
 
-One server for all of it. The producer has a process of its own and answers from threads; each limit has a slow step of
+One server for all of it. The producer has a process of its own and responds from threads; each limit has a slow step of
 its own, so that they run side by side.
 """
 
@@ -117,7 +117,7 @@ def most_inflight(server: Served, model: str) -> dict[str, int]:
 
 
 def resident_bytes(server: Served) -> int:
-    """What the server and its children occupy, shared pages once."""
+    """The memory of the server and its children; shared pages count once."""
 
     def of(pid: str) -> int:
         try:
@@ -159,7 +159,7 @@ def test_sixteen_requests_get_a_hundred_responses_each(server: Served) -> None:
 
 def test_with_a_limit_memory_does_not_grow_with_the_number_of_responses(server: Served) -> None:
     size = 65_536
-    read(begin(server, "three_4", 50, size))  # whatever is kept for the next is there now
+    read(begin(server, "three_4", 50, size))  # now memory that is kept for later requests is allocated
     before = resident_bytes(server)
     most = before
     is_over = threading.Event()

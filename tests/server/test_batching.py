@@ -57,7 +57,7 @@ def test_requests_of_different_shapes_are_not_merged(wire: Any) -> None:
     requests = [wire.infer_request("any_width", row(i, width)) for i, width in enumerate(widths)]
     answers, batches = wire.batches_during(["any_width"], lambda: wire.together(requests))
     assert [answer.data for answer in answers] == [[i] * width for i, width in enumerate(widths)]
-    sizes = batches["any_width"]  # which ones, the order of arrival on six connections decides
+    sizes = batches["any_width"]  # the members depend on the order of arrival on six connections
     assert max(sizes) <= 3
     assert sum(size * runs for size, runs in sizes.items()) == 6
 
@@ -76,7 +76,7 @@ def test_a_closed_connection_is_removed_from_the_queue(wire: Any) -> None:
 
 def _leave(wire: Any, busy: Any, waits: Any, leaves: Any) -> None:
     busy.sendall(wire.infer_request("sleeps", row(0.5)))
-    assert wire.get("/v2/health/live").status == 200  # what was sent before has arrived, and runs
+    assert wire.get("/v2/health/live").status == 200  # requests sent before have arrived, and run
     leaves.sendall(wire.infer_request("sleeps", row(0.25)))
     wire.until(lambda: wire.waiting("sleeps") == 1, "the second waits")
     leaves.close()

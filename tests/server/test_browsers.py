@@ -23,7 +23,7 @@ from tests.support.browser import CHROMIUM, Page, browsing
 pytestmark = [pytest.mark.fault("W1"), pytest.mark.server]
 
 EVIL = "evil.example"
-# A form and a fetch of any page may send this type without asking the server first.
+# Forms and fetches of any page may send this type without a CORS preflight.
 PLAIN = "Content-Type: text/plain"
 CONFIG = json.dumps(
     {
@@ -245,7 +245,7 @@ def test_a_page_in_a_browser_loads_no_model_and_reads_nothing(
 
 @pytest.mark.slow
 def test_a_rebound_page_in_a_browser_reads_nothing(served: Served, site: ThreadingHTTPServer, page: Page) -> None:
-    # What only Host can tell apart: such a page's reads have neither Origin nor Sec-Fetch-Site.
+    # Only Host identifies them: such a page's reads have neither Origin nor Sec-Fetch-Site.
     page.open(f"http://{EVIL}:{site.server_port}/")
     assert fetched(page, "/read")[0] == 200
     (seen,) = [one for one in Site.seen if one["path"] == "/read"]
@@ -272,7 +272,7 @@ def test_a_page_of_an_allowed_origin_calls_the_server_in_a_browser(
     served: Served, site: ThreadingHTTPServer, page: Page
 ) -> None:
     url = f"{served.base_url}/v2/models/echo/infer"
-    # The header makes the browser ask first.
+    # The header makes the browser send a preflight.
     options = f"{{method: 'POST', headers: {{'flowserve-timing': '1'}}, body: {json.dumps(infer_body())}}}"
     read = f"fetch({json.dumps(url)}, {options}).then(a => a.headers.get('server-timing'), e => e.name)"
     page.open(f"http://app.example:{site.server_port}/")

@@ -1,4 +1,4 @@
-"""A burst of BLS calls from one execution: the server stays responsive, ends in time, and withdraws what is left."""
+"""A burst of BLS calls from one execution: the server stays responsive, ends in time, and withdraws open calls."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_the_server_is_live_during_thousands_of_concurrent_calls(
 
 
 def begin_burst(served: Served, count: int, begun: int = 20) -> socket.socket:
-    """A connection whose request makes `count` calls, some of which are over."""
+    """A connection whose request makes `count` calls; returns when some have finished."""
     client = socket.create_connection(("127.0.0.1", served.port))
     head = f"POST /v2/models/fan/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body(count))}\r\n\r\n"
     client.sendall(head.encode() + body(count))

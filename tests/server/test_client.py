@@ -78,7 +78,7 @@ def refused(status: int, text: str, call: Callable[..., Any], *arguments: Any, *
     assert raised.value.status() == str(status)
 
 
-# ----------------------------------------------------------------------------------------------------------- questions
+# ----------------------------------------------------------------------------------------- health, metadata, statistics
 
 
 def test_the_server_is_live_and_ready(client: Client) -> None:
@@ -198,7 +198,7 @@ def test_half_precision_is_refused_as_json_both_ways(
     out = [wanted(made, binary=False)]
     text = f"sending {wire_name} data via JSON is not supported"
     refused(400, text, client.infer, name, [tensor(given, array, wire_name)], outputs=out)
-    if wire_name == "FP16":  # the client itself turns BF16 away
+    if wire_name == "FP16":  # the client itself refuses BF16
         text = "receiving FP16 data via JSON is not supported"
         refused(400, text, client.infer, name, [tensor(given, array, wire_name, binary=False)])
 
@@ -222,7 +222,7 @@ def test_a_tensor_without_elements_round_trips(
 @pytest.mark.parametrize(("name", "given", "made"), [("py_FP32", "IN", "OUT"), ("onnx_FP32", "x", "y")])
 @pytest.mark.parametrize("binary", [True, False])
 def test_a_tensor_of_four_megabytes_round_trips(client: Client, name: str, given: str, made: str, binary: bool) -> None:
-    width = 1 << (20 if binary else 18)  # as JSON this client writes some twenty characters for a number
+    width = 1 << (20 if binary else 18)  # this client writes about twenty characters per number of JSON
     array = np.random.default_rng(1).standard_normal((1, width), np.float32)
     answer = client.infer(name, [tensor(given, array, binary=binary)], outputs=[wanted(made, binary=binary)])
     np.testing.assert_array_equal(answer.as_numpy(made), array)
@@ -501,14 +501,14 @@ def test_the_table_lists_every_call_of_both_clients_and_a_test_that_makes_it(roo
         assert test in bodies, f"{test} does not exist"
         assert f".{call}" in bodies[test], f"{test} does not call {call}"
     every = bodies["test_the_asyncio_client_makes_every_call"]
-    for call in calls(aio.InferenceServerClient) - {"close"}:  # closing is what `async with` does
+    for call in calls(aio.InferenceServerClient) - {"close"}:  # `async with` closes the client
         assert f"client.{call}(" in every, f"the asyncio client's {call}"
 
 
 def test_the_server_process_imports_no_client_library(served: Served, client: Client) -> None:
     assert client.is_server_live()
     mapped = Path(f"/proc/{served.pid}/maps").read_text()
-    assert "httptools" in mapped  # extension modules are seen here
+    assert "httptools" in mapped  # extension modules are listed here
     assert "gevent" not in mapped
     assert "rapidjson" not in mapped
 

@@ -195,7 +195,7 @@ def test_an_exception_in_execute_is_reported_to_the_client_and_logged_with_its_t
     assert "ValueError: not like this" in answer.json()["error"]
     assert "Traceback" not in answer.text
     until(lambda: "Traceback" in patient.served.log, "the log has the traceback")
-    assert patient.starts() == starts  # what raises is alive
+    assert patient.starts() == starts  # the process did not end
     assert patient.said("bad", "pass") == "done"
 
 
@@ -209,7 +209,7 @@ def test_an_exception_in_execute_is_reported_to_the_client_and_logged_with_its_t
     ],
 )
 def test_a_death_fails_its_request_and_the_instance_is_restarted(mortal: Mischief, death: str, how: str) -> None:
-    mortal.file("gate").touch()  # it stays away until we say so
+    mortal.file("gate").touch()  # it does not start again while the file exists
     with ThreadPoolExecutor(8) as clients:
         began = time.monotonic()
         failed = clients.submit(mortal.ask, "bad", death).result()
@@ -229,7 +229,7 @@ def test_a_death_fails_its_request_and_the_instance_is_restarted(mortal: Mischie
         assert [mortal.said("good", "pass") for _ in range(20)] == ["done"] * 20
         mortal.file("gate").unlink()
         freed = time.monotonic()
-        # The next start was near: requests that arrived meanwhile have waited for it.
+        # The next start was soon: requests that arrived meanwhile waited for it.
         assert [each.result().status_code for each in waiting] == [200] * 4
     assert mortal.is_back()
     assert time.monotonic() - freed < 10
@@ -240,7 +240,7 @@ def test_a_death_fails_its_request_and_the_instance_is_restarted(mortal: Mischie
 
 @pytest.mark.fault("R3")
 def test_the_error_of_a_killed_process_names_the_signal_and_the_ensemble(patient: Mischief) -> None:
-    """As by the kernel's out-of-memory killer."""
+    """The signal is that of the kernel's out-of-memory killer."""
     pid = patient.pid()
     with ThreadPoolExecutor(1) as clients:
         answer = clients.submit(patient.ask, "chain", f"open({str(patient.file('runs'))!r}, 'w'); time.sleep(600)")
@@ -284,7 +284,7 @@ def test_a_model_in_a_crash_loop_is_restarted_rarely_and_unavailable_with_the_re
 
     def is_refused() -> bool:
         nonlocal refused
-        refused = mischief.ask("bad", "pass")  # waits while the next start is near
+        refused = mischief.ask("bad", "pass")  # waits if the next start is soon
         return refused.status_code == 503
 
     until(is_refused, "no request waits any more")
@@ -406,7 +406,7 @@ def test_a_stopping_server_finalizes_its_models(tmp_path: Path) -> None:
         assert not of_sessions(sessions)
 
 
-# -------------------------------------------------------------------------------------------------------- containing
+# -------------------------------------------------------------------------------------------------------- containment
 
 
 @pytest.mark.fault("R6")
@@ -431,7 +431,7 @@ def test_endless_output_of_a_model_neither_blocks_the_server_nor_fills_its_memor
 
 @pytest.mark.fault("R6")
 def test_changes_of_a_model_to_its_process_do_not_affect_others(patient: Mischief) -> None:
-    """Another model's working directory, environment, modules and descriptors are what they were."""
+    """Another model's working directory, environment, modules and descriptors are unchanged."""
     before = patient.said("good", "said = os.getcwd() + str(len(os.listdir('/proc/self/fd')))")
     for text in (
         "os.chdir('/')",
@@ -461,7 +461,7 @@ def test_a_model_that_closes_every_descriptor_ends_only_its_process(patient: Mis
 @pytest.mark.fault("R6")
 def test_a_model_that_forks_in_the_middle_of_a_request_is_answered_once(patient: Mischief) -> None:
     starts = patient.starts()
-    # Both go on into the serving loop; the fork finds no server there.
+    # Both processes continue into the serving loop; the forked one has no connection to the server.
     assert patient.said("bad", "said = 'child' if os.fork() == 0 else 'parent'") == "parent"
     assert patient.said("bad", "pass") == "done"
     assert patient.starts() == starts

@@ -167,7 +167,7 @@ def late(server: Late) -> Iterator[Late]:
 
 
 def refusal(answer: Any) -> str:
-    """The text of an answer at the timeout."""
+    """The text of a refusal at the timeout."""
     assert answer.status == 504, answer.body
     waited_ms = int(answer.error.partition(LATE)[2].split()[0])
     assert TIMEOUT_US / 1000 <= waited_ms < 30_000
@@ -198,7 +198,7 @@ def test_the_default_timeout_of_a_queue_is_answered_too(late: Late) -> None:
 def test_without_the_option_a_timeout_limits_waiting_only(late: Late) -> None:
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(late.ask, "unanswered", -1.0, 1000)
-        refusal(late.ask("runs", -1.0))  # long after the other's timeout
+        refusal(late.ask("runs", -1.0))  # long after the timeout of the other request
         assert not answer.done()
         late.release()
         assert answer.result().data == [-2.0]

@@ -1,4 +1,6 @@
-"""Ensembles over HTTP: batches stay together, models are shared, failures name their step, broken ones are refused."""
+"""Ensembles over HTTP: batches stay together, models are shared, failures name their step, invalid ensembles are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +162,7 @@ def half_broken(
     make_ensemble: Callable[..., str],
     make_arithmetic: Callable[..., bytes],
 ) -> Iterator[Served]:
-    """A repository in which one model and one ensemble are sound."""
+    """A repository in which one model and one ensemble are valid."""
     folder = tmp_path_factory.mktemp("broken")
     add_model(folder, "double", "max_batch_size: 16", {"1/model.onnx": make_arithmetic("Mul", 2)})
     add_model(folder, "sound", make_ensemble(["IN"], ["OUT"], TWO_STEPS))

@@ -18,7 +18,7 @@ from flowserve.values import DType
 from tests.support.onnx_files import onnx_identity
 
 CACHE_BYTES = 4000
-SOON_S = 0.35  # less than the 0.4 s for which models sleep when they are asked with ROW or BAD
+SOON_S = 0.35  # less than the 0.4 s for which models sleep for requests with ROW or BAD
 
 
 def tensor(kind: str, name: str, dims: str = "4", more: str = "", dtype: str = "FP32") -> str:
@@ -44,7 +44,7 @@ BOTH = tensor("input", "IN") + tensor("output", "OUT")
 IN, OUT = {"IN": "IN"}, {"OUT": "OUT"}
 TWO = [step("echo", IN, {"OUT": "a"}), step("echo", {"IN": "a"}, OUT)]
 CACHE = "response_cache { enable: true }\n"
-# Where the first number says so, OUT is left out.
+# OUT is left out for some values of the first number.
 OMITS = 'return answer(OUT=given("IN")) if given("IN")[0, 0] >= 0 else answer()'
 BIAS = """
         bias = pb_utils.get_input_tensor_by_name(request, "BIAS")
@@ -122,7 +122,7 @@ def served(
     when = tensor("input", "IN") + tensor("output", "WHEN", "2", dtype="FP64")
     model("left", SLEEPS, when)
     model("right", SLEEPS, when)
-    # Another number at every run, and small enough for FP32 to tell it from the one before.
+    # A different number at every run, small enough to be exact in FP32.
     counts = (
         'return refuse("no") if given("IN")[0, 0] < 0 else answer(OUT=given("IN") * 0 + time.monotonic_ns() % 2**24)'
     )
@@ -155,7 +155,7 @@ def served(
     ensemble("crowd", graph(BOTH, step("echo", IN, {"OUT": "a"}), step("crowded", {"IN": "a"}, OUT)))
     fails = graph(BOTH + tensor("output", "SLOW"), step("slow", IN, {"OUT": "SLOW"}), step("refuses", IN, OUT))
     ensemble("fails_early", fails)
-    # batching and not: a leading 1 is taken away before `alone`, and added after it
+    # steps with and without batching: a leading 1 is removed before `alone`, and added after it
     mixed = [step("echo", IN, {"OUT": "a"}), step("alone", {"IN": "a"}, {"OUT": "b"}), step("echo", {"IN": "b"}, OUT)]
     ensemble("mixed", graph(BOTH, *mixed))
     ensemble("no_batch", graph(BOTH, *TWO, batch=0))
@@ -221,7 +221,9 @@ def ask(wire: Any, model: str, **inputs: Sequence[float]) -> Any:
 
 
 def ask_until_soon(question: Callable[[], Any]) -> Any:
-    """Its answer in less time than the models that sleep take. Asked again where the machine was too busy for that."""
+    """The response, if it takes less time than the models that sleep. The request is repeated if the machine was too
+    busy.
+    """
     answers: list[Any] = []
     while not answers or (answers[-1].seconds >= SOON_S and len(answers) < 3):
         answers.append(question())

@@ -35,7 +35,7 @@ input [ { name: "IN" data_type: TYPE_STRING dims: [ 1 ] } ]
 output [ { name: "OUT" data_type: TYPE_STRING dims: [ 1 ] } ]
 """
 
-# Answers what it was given and behind it the value of `expression`.
+# Responds with its input, followed by the value of `expression`.
 MODEL = """
 import importlib.util, os, sys
 import numpy as np
@@ -69,9 +69,9 @@ COMPLETES = """
         return config
 """
 
-# As in the Pythons that conda builds, which are for old C libraries.
+# As in conda's builds of Python, which are for old C libraries.
 LIKE_CONDA = "import os; del os.memfd_create, os.pidfd_open"  # one line, as in any .pth file
-# As any script may, which knows of no other caller than a shell of its own.
+# As a script may do that was written for its own shell only.
 SETS_ARGUMENTS = "[ $# = 0 ] || exit 1\nset -- of its own\n"
 
 
@@ -89,7 +89,7 @@ def make(folder: Path, name: str, *, has_numpy: bool = True, at_start: str = "")
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """As conda-pack does: what is in the folder, not the folder."""
+    """An archive of the folder's contents, as conda-pack writes it."""
     beside = archive.with_suffix(".new")
     with tarfile.open(beside, "w:gz", compresslevel=1) as tar:
         for path in sorted(folder.iterdir()):
@@ -237,7 +237,7 @@ def test_a_changed_archive_is_unpacked_again_and_the_unused_one_is_removed(
 
 
 def broken_environments(folder: Path) -> Mapping[str, tuple[Path | str, str]]:
-    """By name: what a model wants, and what is said of it."""
+    """By name: a model's environment, and the expected error."""
     (folder / "folder.txt").write_text("no archive")
     (folder / "nothing").mkdir()
     with tarfile.open(folder / "outer.tar.gz", "w:gz") as tar:
@@ -328,7 +328,7 @@ def test_an_environment_that_never_starts_is_given_up_with_its_model(
         loading = pool.submit(control, server, "hangs", "load")
         until(lambda: (tmp_path / "began").exists() and (tmp_path / "began").read_text())
         waiting = pool.submit(control, server, "waits", "load")
-        for name, ends in (("waits", waiting), ("hangs", loading)):  # an operation that waits for another one
+        for name, ends in (("waits", waiting), ("hangs", loading)):  # an operation waits for the one before it
             until(partial(is_unloaded, name, ends))
             assert "it was unloaded while it was loading" in ends.result().text
     left = Path(f"/proc/{(tmp_path / 'began').read_text().strip()}/cmdline")

@@ -111,7 +111,7 @@ def test_a_trace_file_on_a_full_disk_costs_one_line_and_is_whole_again_when_ther
         for _ in range(50):
             assert wire.infer("m", [[2.0]]).data == [2.0]
         assert file.stat().st_size <= 20_000
-        _, line = served.log.splitlines()  # the first names the server
+        _, line = served.log.splitlines()  # the first line names the server
         assert line.endswith(f"trace file '{file}' cannot be written: File too large; traces are lost until it can be")
         file_limit(served.pid, resource.RLIM_INFINITY)
         before = file.stat().st_size

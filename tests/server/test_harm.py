@@ -44,7 +44,7 @@ def post(body: bytes, *headers: str, url: str = URL, length: int | None = None) 
 
 
 def tensor(**changed: Any) -> dict[str, Any]:
-    """A sound input but for what is changed; `None` leaves a field out."""
+    """A valid input with these changes; `None` leaves a field out."""
     whole = {"name": "IN", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4], **changed}
     return {key: value for key, value in whole.items() if value is not None}
 
@@ -166,7 +166,9 @@ UNFINISHED = [
 
 @contextmanager
 def watching(wire: Any) -> Iterator[Callable[[], int]]:
-    """Two clients that keep asking and checking. Gives how often both were right; raises in the end if one was not."""
+    """Two clients that send requests and check the responses. Yields a function for the number of correct responses
+    that both have; raises in the end if one was wrong.
+    """
     right, enough = [0, 0], threading.Event()
     wrong: list[Any] = []
 
@@ -219,12 +221,12 @@ def _all_waiting(wire: Any) -> int:
 
 
 def status_of(answer: bytes) -> int | None:
-    """None where the connection was closed without a word."""
+    """The status; None if the connection was closed without a response."""
     return int(answer.split(b" ", 2)[1]) if answer else None
 
 
 def say(wire: Any, request: bytes) -> bytes:
-    """Send it and read to the end. Where the server waits for more, promise that there is none."""
+    """Send the bytes, close the sending side if the server waits for more, and read to the end."""
     with wire.connect() as connection:
         try:
             connection.sendall(request)
@@ -327,7 +329,7 @@ def test_broken_requests_leak_no_memory_and_no_connections(wire: Any, served: Se
         for _, request in SCRIPT:
             say(wire, request)
 
-    abuse()  # what a first time costs, caches and pools included
+    abuse()  # memory of the first run, such as caches and pools
     memory, files = resident_bytes(served), open_files(served)
     for _ in range(3):
         abuse()

@@ -60,7 +60,7 @@ class Bomb:
 
 @pytest.fixture(scope="module")
 def touched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file that exists as soon as anything was run that should not have been."""
+    """A file that exists once any injected code has run."""
     return tmp_path_factory.mktemp("touched") / "touched"
 
 
@@ -77,7 +77,8 @@ def hostile(
     name = meta(touched)[0].replace("/", "%")
     text = f'instance_group {{ name: "{name}" count: 1 }} parameters {{ key: "p" value {{ string_value: "{name}" }} }}'
     add_model(repository, "shell", PLAIN + text, make_python('return answer(OUT=given("IN"))'))
-    # What a careless loader would open: objects that run code, an archive that grows, numbers with objects in them.
+    # Files that a careless loader would open: pickles that run code, an archive that expands, arrays with objects in
+    # them.
     model = add_model(repository, "luggage", "", {"1/model.onnx": onnx_identity(DType.FP32, ("N", "M"))})
     bomb = pickle.dumps(Bomb(touched))
     for file in ("weights.pkl", "model.pt", "model.pkl", "1/model.pt", "1/data.pkl"):
@@ -147,7 +148,7 @@ def test_responses_name_no_path_no_other_model_and_no_traceback(hostile: Served,
 def test_no_file_of_a_repository_is_unpickled_or_unpacked(hostile: Served, touched: Path) -> None:
     assert ask(hostile, "/v2/models/luggage/ready")[0] == 200
     assert not touched.exists()
-    pickle.loads(pickle.dumps(Bomb(touched)))  # the test of the test: these do run where they are unpickled
+    pickle.loads(pickle.dumps(Bomb(touched)))  # checks the test itself: unpickling runs the code
     assert touched.exists()
     touched.unlink()
 

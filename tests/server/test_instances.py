@@ -21,7 +21,7 @@ output [ {{ name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] }} ]
 {more}
 """
 
-# A model that writes down what happens to it, one file for each event, and waits where the test says so.
+# A model that records its events, one file for each, and waits where the test requests it.
 MODEL = """
 import pathlib
 import time
@@ -107,7 +107,7 @@ def ask(limited: Served, wire_to: Callable[[Served], Any]) -> Any:
 
 
 class Diary:
-    """What the instances of one model wrote down."""
+    """The events that the instances of one model recorded."""
 
     def __init__(self, repository: Path, model: str) -> None:
         self._folder = repository / model / "diary"

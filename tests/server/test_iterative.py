@@ -56,7 +56,8 @@ class TritonPythonModel:
         self.left, self.threads = {}, []
 
 """
-# Answers IN - 1, IN - 2, ... 0, one number an execution, and how many rows that had. Its state is its own.
+# Responds with IN - 1, IN - 2, ... 0, one number per execution, and the execution's number of rows. It keeps its own
+# state.
 COUNTS = (
     HEAD
     + """
@@ -77,7 +78,7 @@ COUNTS = (
                 sender.send(flags=FINAL)
 """
 )
-# Answers once, with IN squared, after as many executions as IN says. The server keeps its state.
+# Responds once, with IN squared, after IN executions. The server keeps its state.
 SQUARES = (
     HEAD
     + """
@@ -93,7 +94,7 @@ SQUARES = (
         return response(OUT=total, NEW=total)
 """
 )
-# As COUNTS, with state that the server keeps and that is in every answer.
+# As COUNTS, with state that the server keeps and that is in every response.
 COUNTS_WITH_STATE = (
     HEAD
     + """
@@ -108,7 +109,7 @@ COUNTS_WITH_STATE = (
                 sender.send(flags=FINAL)
 """
 )
-# 0: a thread answers while the request runs again. 1: done, and given back all the same. 2: no final flag.
+# 0: a thread responds while the request runs again. 1: complete, but rescheduled nevertheless. 2: no final flag.
 THREADS = (
     HEAD
     + """
@@ -138,7 +139,7 @@ GIVES_BACK = (
         return [response(OUT=1) for _ in requests]
 """
 )
-# Each request of a sequence is answered IN times, with what the sequence has been answered so far.
+# Each request of a sequence gets IN responses, each with the number of responses of the sequence so far.
 REPEATS = (
     HEAD
     + """
@@ -151,7 +152,7 @@ REPEATS = (
             sender.send(flags=FINAL)
 """
 )
-# How many steps the page's model counts from IN, as it is told when it is called.
+# Calls the page's model with IN, and responds with its number of steps.
 ASKS = (
     HEAD
     + """
@@ -200,7 +201,7 @@ def blocks(page: str, kind: str) -> list[str]:
 
 
 def stream(served: Served, model: str, number: int, output: str = "OUT", **more: Any) -> list[Any]:
-    """What each event of generate_stream says of an output, or its error."""
+    """The value of an output in each event of generate_stream, or its error."""
     url = f"{served.base_url}/v2/models/{model}/generate_stream"
     with httpx.stream("POST", url, json={"IN": number, **more}, timeout=30, trust_env=False, verify=False) as answer:
         events = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line]

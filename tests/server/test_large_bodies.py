@@ -81,7 +81,7 @@ def ask(client: triton.InferenceServerClient, model: str, **arrays: np.ndarray) 
 
 
 def carried(client: triton.InferenceServerClient, model: str) -> list[tuple[int, int]]:
-    """Bytes handed on as they lay and bytes copied, for each input of each node."""
+    """The bytes passed on without a copy and the copied bytes, for each input of each node."""
     nodes = client.get_inference_statistics(model)["model_stats"][0]["flowserve"]["nodes"]
     return [(one["handed_on_bytes"], one["copied_bytes"]) for node in nodes for one in node["inputs"]]
 
@@ -102,7 +102,7 @@ def test_a_large_request_is_received_into_memory_of_its_model(
 def test_the_memory_of_incomplete_requests_is_returned(server: Served, client: triton.InferenceServerClient) -> None:
     before = carried(client, "left")
     head = b"POST /v2/models/left/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
-    for _ in range(300):  # more than the room there is for bodies
+    for _ in range(300):  # more than fit into the memory for bodies
         with socket.create_connection(("127.0.0.1", server.port)) as sock:
             sock.sendall(head + bytes(70_000))
     x = np.ones((ROWS, WIDTH), np.float32)

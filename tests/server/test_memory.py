@@ -116,7 +116,7 @@ def test_the_memory_of_bursts_is_returned_within_fifteen_seconds(served: Served)
         while memory(served) > 1.12 * before:  # 1.2 is promised; 1.19 remained with a heap for each thread
             assert time.monotonic() - ended < WITHIN_S, (before, held, memory(served))
             time.sleep(0.2)
-        burst(1000, 4)  # it serves on
+        burst(1000, 4)  # it still serves
 
 
 COUNTING = """

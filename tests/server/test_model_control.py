@@ -113,14 +113,14 @@ def repository(tmp_path: Path, make_arithmetic: MakeFile, make_ensemble: Text, m
 
 
 class Explicit(Repository):
-    """A repository that is empty when a test begins, and a server of it in mode explicit that has nothing loaded. What
-    earlier tests unloaded is still in its index.
+    """A repository that is empty when a test begins, and a server of it in mode explicit that has nothing loaded. Its
+    index still has models that earlier tests unloaded.
     """
 
     served: Served
 
     def load(self, *names: str) -> Served:
-        """What `--load-model` does at the start of a server; each counts as asked for by name."""
+        """Load models as `--load-model` does at the start of a server; each counts as loaded by name."""
         with client_of(self.served) as client:
             for name in names:
                 client.load_model(name)
@@ -161,8 +161,8 @@ def polling(
     make_ensemble: Text,
     make_python: Any,
 ) -> Iterator[dict[str, Future[None]]]:
-    """Both stories of polling mostly wait for seconds to pass: they begin with the first test of this file, and are
-    told beside the others.
+    """Both tests of polling mostly wait for time to pass: they start with the first test of this file and run beside
+    the others.
     """
     asked = any("polling_" in item.name for item in request.session.items if item.path == request.path)
     with ThreadPoolExecutor(2) as pool:
@@ -192,7 +192,7 @@ def test_explicit_mode_loads_only_named_models_and_their_steps(repository: Repos
 
 
 def _ready_rows(client: Client) -> list[dict[str, str]]:
-    """What the extension answers to {"ready": true}; the client has no call for it."""
+    """The extension's response to {"ready": true}; the client has no call for it."""
     answer = client._post(
         request_uri="v2/repository/index", request_body='{"ready": true}', headers=None, query_params=None
     )
@@ -626,7 +626,7 @@ def test_an_invalid_model_name_is_refused_without_header_injection(control_serve
 
 
 def _post(served: Served, path: str, body: bytes) -> bytes:
-    """The answer to exactly this path; clients would tidy it."""
+    """The response to exactly this path; clients would normalise it."""
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
         connection.sendall(head.encode() + body)
@@ -748,7 +748,7 @@ def test_the_examples_of_the_page_on_model_control_work(repository: Repository, 
                 repository.put("double", 2)
 
 
-# ---------------------------------------------------------------------------------------------------- when things hang
+# ---------------------------------------------------------------------------------------------------- models that hang
 
 
 @pytest.mark.fault("L15")

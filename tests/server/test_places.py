@@ -24,7 +24,7 @@ from flowserve.testing.serve import Served, serving
 
 @pytest.fixture(scope="module")
 def elsewhere(repository: Path) -> Iterator[dict[str, Served]]:
-    """Two more servers of the same repository by where Python models run, started at once."""
+    """Two more servers of the same repository, by the place of its Python models, started together."""
 
     def start(place: str) -> Served:
         return stack.enter_context(serving(repository, "--python-execution", place))
@@ -94,7 +94,7 @@ def test_python_models_return_the_same_in_every_execution_place(
 
 
 def _placeless(body: bytes) -> bytes:
-    """Without the addresses that an error text may hold."""
+    """The text without the addresses that an error may contain."""
     return re.sub(rb"0x[0-9a-f]+", b"", body)
 
 
@@ -177,7 +177,7 @@ def test_a_cheap_model_that_allows_it_moves_to_the_event_loop(
 
 SLEEP_NS = 50_000_000
 SLEEPS = 'time.sleep(0.05); return answer(OUT=given("IN"))'
-# Python all the time, which another thread must be let in between.
+# Python code without a pause: other threads must get the interpreter lock in between.
 BURNS = """until = time.monotonic() + 1.5
         while time.monotonic() < until:
             pass

@@ -15,7 +15,7 @@ import pytest
 from flowserve.testing.serve import Served, serving
 
 CLOSED = -1.0  # a request that holds this keeps its instance busy until the release file exists
-AT_ONCE_S = 0.3  # far less than anything here is waited for, and far more than a refusal takes
+AT_ONCE_S = 0.3  # far less than any wait here, and far more than a refusal takes
 
 ANSWER = """
         import os
@@ -94,7 +94,7 @@ class ModelClients:
         self.sockets: list[socket.socket] = []
 
     def send(self, number: float = 0.0, model: str = "", **parameters: Any) -> socket.socket:
-        """Returns when the server has it: later requests are behind it."""
+        """Send a request; returns when the server has it, so that later requests are queued behind it."""
         connection: socket.socket = self.wire.connect()
         self.sockets.append(connection)
         connection.sendall(self.wire.infer_request(model or self.model, [[number]], parameters=parameters))
@@ -138,7 +138,7 @@ def clients_of(wire: Any, release_files: Path) -> Iterator[Callable[[str], Model
 
 def _is_busy(wire: Any, model: str) -> bool:
     before = wire.statistics(model)["execution_count"]
-    assert wire.infer(model, [[0.0]]).status == 200  # behind whatever runs there
+    assert wire.infer(model, [[0.0]]).status == 200  # after the requests that run there
     return bool(wire.waiting(model) or wire.statistics(model)["execution_count"] != before + 1)
 
 
@@ -209,12 +209,12 @@ def test_a_request_fails_at_its_timeout_while_the_instance_is_busy(
         busy = hasty.keep_busy()
         default = hasty.send()
         own: list[int] = []
-        while not own or (own[-1] >= 300 and len(own) < 3):  # again where the machine was too busy to tell
+        while not own or (own[-1] >= 300 and len(own) < 3):  # repeated if the machine was too busy
             own.append(_waited_ms(hasty.answer(hasty.send(timeout=100_000))))
         assert 100 <= own[-1] < 300
         assert _waited_ms(hasty.answer(default)) >= 400
         hasty.open()
-        assert hasty.answer(busy).status == 200  # what runs is never timed out
+        assert hasty.answer(busy).status == 200  # a running request never times out
     assert failures == {"REJECTED": 1 + len(own)}
 
 

@@ -15,7 +15,7 @@ from tests.support.onnx_files import onnx_model, onnx_node, onnx_value
 
 FIVE_TOGETHER = "dynamic_batching { preferred_batch_size: [ 5 ] max_queue_delay_microseconds: 300000 }"
 
-# Each request is told what the whole batch was: all its elements, and the batch input.
+# Each request gets the whole batch: all its elements, and the batch input.
 TELL = """
 max_batch_size: 16
 input [ { name: "INPUT" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true } ]
@@ -92,7 +92,7 @@ def double_file() -> bytes:
 
 
 def length_file() -> bytes:
-    """LENGTH is the batch input; what the elements are, it does not look at."""
+    """LENGTH is the batch input; the elements are not read."""
     nodes = [
         onnx_node("ReduceSum", ["IN"], ["sum"], keepdims=0),
         onnx_node("Sub", ["sum", "sum"], ["nothing"]),
@@ -140,7 +140,7 @@ def test_three_requests_of_three_four_and_five_elements_are_one_list_of_twelve(w
     assert told[0] == told[1] == told[2], "they were all told of the one batch"
     shape, elements = told[0]["ALL"]
     assert shape == [1, 12]
-    # On three connections the order of arrival is the system's to choose; what belongs together stays together.
+    # The order of arrival on three connections varies; the elements of one request stay together.
     order = list(dict.fromkeys(elements))
     assert elements == [number for number in order for _ in range({1.0: 3, 2.0: 4, 3.0: 5}[number])]
     ends = [sum(int(number) + 2 for number in order[: position + 1]) for position in range(3)]

@@ -1,4 +1,4 @@
-"""Models that another server runs: their answers, how batches go there, and what happens while that server is away."""
+"""Models that another server runs: responses, batches, and the behaviour while that server cannot be reached."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PYTHON = 'backend: "python" dynamic_batching { max_queue_delay_microseconds: 200
 
 
 def remote(port: int, more: str = "") -> str:
-    """The configuration of a model at this port, as short as it may be."""
+    """The shortest valid configuration of a model at this port."""
     url = f'parameters {{ key: "url" value {{ string_value: "127.0.0.1:{port}" }} }}'
     return f'parameters {{ key: "execution" value {{ string_value: "remote" }} }} {url} {more}\n'
 
@@ -156,7 +156,7 @@ def test_the_statistics_have_what_the_other_server_counted(served: Served, other
 
     answer(ask(served, "double", [[1.0]]))
     end = time.monotonic() + 20
-    while not agrees():  # each question is answered with what was asked for the one before
+    while not agrees():  # each call returns the result that the previous one requested
         assert time.monotonic() < end
         time.sleep(0.05)
     assert counted(served)["flowserve"]["there"]["compute_infer"]["ns"] > 0
@@ -170,7 +170,7 @@ def test_the_timeout_of_a_request_goes_along(served: Served) -> None:
 
 
 class Relay:
-    """A port that leads to another one, until its connections are cut."""
+    """A proxy for another port, whose connections can be cut."""
 
     def __init__(self, target: int) -> None:
         self._target = target

@@ -35,7 +35,7 @@ control_input { name: "END" control { kind: CONTROL_SEQUENCE_END fp32_false_true
 control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY bool_false_true: [ false, true ] } }
 control_input { name: "CORRID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }
 """
-# Tells what the whole batch looked like: eight numbers a row, as many rows as there are places.
+# Responds with the whole batch: eight numbers per row, one row per slot.
 TELLS = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -102,7 +102,7 @@ def doubling_file() -> bytes:
 
 
 def growing_file() -> bytes:
-    """Everything that came so far, and the newest: OUT = NEW = OLD, IN."""
+    """All inputs so far, with the newest appended: OUT = NEW = OLD, IN."""
     return onnx_model(
         [onnx_node("Concat", ["OLD", "IN"], ["NEW"], axis=1), onnx_node("Identity", ["NEW"], ["OUT"])],
         [onnx_value("IN", DType.INT32, ["N", 1]), onnx_value("OLD", DType.INT32, ["N", "M"])],
@@ -111,7 +111,7 @@ def growing_file() -> bytes:
 
 
 def looking_up_file() -> bytes:
-    """Adds up what stands at place IN of a table of five numbers; there is no other place."""
+    """Adds up entry IN of a table of five numbers; other indices fail."""
     return onnx_model(
         [
             onnx_node("Gather", ["table", "IN"], ["found"]),
@@ -169,7 +169,7 @@ def release_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def states(
     tmp_path_factory: pytest.TempPathFactory, add_model: Add, make_ensemble: Callable[..., str], release_file: Path
 ) -> Iterator[Served]:
-    """A server of models whose state it keeps, and of some that keep it themselves."""
+    """A server of models whose state the server keeps, and of some that keep it themselves."""
     folder = tmp_path_factory.mktemp("states")
     gathers = "direct { minimum_slot_utilization: 0.75 max_queue_delay_microseconds: 20000000 }"
     adding = {"1/model.onnx": adding_file()}
@@ -239,7 +239,7 @@ def ask(
 
 
 def refused(*arguments: Any, **options: Any) -> tuple[str | None, str]:
-    """The status and the text that a request is refused with."""
+    """The status and the text of a refusal."""
     with pytest.raises(InferenceServerException) as caught:
         ask(*arguments, **options)
     return caught.value.status(), str(caught.value.message())
@@ -491,7 +491,7 @@ def ask_both(served: Served, model: str, one: tuple[int, int], other: tuple[int,
     return first
 
 
-# ------------------------------------------------------------------------------------------- models that keep it all
+# ------------------------------------------------------------------------------------- models that keep their own state
 
 
 @pytest.mark.fault("Q8")
@@ -576,7 +576,7 @@ def test_an_open_sequence_continues_on_its_generation_after_a_reload(
             client.load_model("sums")
             assert client.get_model_config("sums")["max_batch_size"] == 3
             (folder / "config.pbtxt").write_text(config.replace("max_batch_size: 2", "max_batch_size: 4"))
-            client.load_model("sums")  # and once more: the slot between them is empty
+            client.load_model("sums")  # a second reload: the slot between them is empty
         assert ask(served, "sums", 100, 3, start=True) == [100]
         assert ask(served, "sums", 2, 1) == [3]
         assert ask(served, "sums", 5, 2, end=True) == [10]

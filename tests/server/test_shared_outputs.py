@@ -33,7 +33,7 @@ def ask(number: float) -> bytes:
 
 
 def read_head(sock: socket.socket) -> tuple[bytes, int]:
-    """What came of the body with the head, and how much is to come in all."""
+    """The part of the body that was received with the head, and the length of the whole body."""
     received = b""
     while b"\r\n\r\n" not in received:
         received += sock.recv(1000)

@@ -1,5 +1,5 @@
-"""No request keeps the others waiting for its size: attacks on one server, while a process of its own asks for
-/v2/health/live and watches the server's memory. `--attack-megabytes 60` has the full size.
+"""No request delays others because of its size: attacks on one server, while another process requests /v2/health/live
+and watches the server's memory. `--attack-megabytes 60` has the full size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from flowserve.testing.serve import Served, serving
 
 SILENCE_MS_MAX = 200
-ATTEMPTS = 5  # this machine may be busy with other things for a moment; the server's own stall comes back each time
+ATTEMPTS = 5  # the machine may be busy for a moment; a stall of the server occurs each time
 SPARE_MB = 40  # what a first request of its kind allocates, whatever its size
 MODEL = """
 import numpy as np
@@ -56,7 +56,7 @@ MODELS = {
     "back": ("STRING", "STRING", "-1", 0, "x[::-1].copy()"),
     "back_thread": ("STRING", "STRING", "-1", 0, "x[::-1].copy()"),
 }
-# From a process to another one, and to the server's own.
+# From a process to another one, and to the server's process.
 ENSEMBLES = {
     "to_process": ("strings", "back"),
     "to_thread": ("strings", "back_thread"),
@@ -154,7 +154,7 @@ def memory_mb(pid: int) -> float:
 
 
 def watched(server: Served, act: Callable[[], tuple[int, bytes]]) -> Outcome:
-    """What `act` returns, the longest wait of another client meanwhile, and how much memory the server took for it."""
+    """The result of `act`, the longest wait of another client meanwhile, and the memory that the server used for it."""
     before = memory_mb(server.pid)
     command = [sys.executable, "-c", WATCH, str(server.port), str(server.pid)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watch:
@@ -297,7 +297,7 @@ def strings_by_grpc(server: Served, model: str, count: int, *, is_stream: bool) 
     ],
 )
 def test_an_output_of_very_many_strings(server: Served, way: str, model: str) -> None:
-    count = 1_400_000  # fewer would not be noticed if the event loop worked on them
+    count = 1_400_000  # with fewer, work on the event loop would not be detected
     pair = [b"", b"abc"] if model.startswith("strings") else [b"abc", b""]
 
     def act() -> tuple[int, bytes]:

@@ -103,7 +103,7 @@ def _closed() -> Iterator[None]:
 
 
 def post(server: Served, path: str, asked: Any) -> http.client.HTTPResponse:
-    """The answer, to be read before the test ends."""
+    """The response, which the test reads before it ends."""
     connection = http.client.HTTPConnection(server.address, timeout=60)
     connections.append(connection)
     body = asked if isinstance(asked, str) else json.dumps(asked)

@@ -67,7 +67,7 @@ parameters { key: "execution" value: { string_value: "thread" } }"""
 SLOTS_CONFIG = """backend: "python" max_batch_size: 2 sequence_batching { direct {} }
 input [{ name: "x" data_type: TYPE_FP32 dims: [4] }] output [{ name: "y" data_type: TYPE_FP32 dims: [4] }]
 parameters { key: "execution" value: { string_value: "thread" } }"""
-# It answers with the context that it is told.
+# It responds with the trace context that it gets.
 TOLD = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -113,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def traced(folder: Path) -> Iterator[Served]:
-    """It traces nothing until it is told to."""
+    """A server that traces nothing until its settings change."""
     file = f"triton,file={folder / 'trace.json'}"
     grpc = ("--allow-grpc", "true", "--grpc-port", "0")
     with serving(folder / "models", *grpc, "--trace-config", file, "--trace-config", "rate=1") as served:
@@ -209,7 +209,7 @@ def test_an_unwritable_trace_file_is_reported_before_any_load(folder: Path) -> N
 
 
 def _written(path: Path) -> Path:
-    """It is written in a moment, by a thread of its own."""
+    """The file's contents; a thread writes it shortly after the request."""
     for _ in range(500):
         if path.exists() and path.read_bytes().endswith(b"]"):
             return path
@@ -218,7 +218,7 @@ def _written(path: Path) -> Path:
 
 
 class Collector(BaseHTTPRequestHandler):
-    """What takes spans: it keeps the bodies it is sent."""
+    """A collector of spans, which keeps the bodies that it receives."""
 
     bodies: ClassVar[list[bytes]] = []
 

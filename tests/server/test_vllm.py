@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not SUPPORTED, reason="engines run in processes,
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r'^```(\w+)(?: title="(\S+)")?\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL)
-# As in the samples of Triton's backend, of which this repository has the form.
+# Laid out as the samples of Triton's backend.
 CONFIG = """
 name: "llm"
 backend: "vllm"
@@ -215,7 +215,7 @@ def test_requests_wait_in_the_servers_queue_and_enter_as_others_end(server: Serv
         assert long.result() == "long" + " LONG" * 1500
     begun = server.told("begin")
     assert len(begun) == 21
-    assert max(one["running"] for one in begun) == SEATS  # in steps: they do not wait for the long one
+    assert max(one["running"] for one in begun) == SEATS  # they join between steps and do not wait for the long one
     assert max(one["running"] + one["waiting"] for one in server.told("add")) == SEATS  # each had a seat
 
 
@@ -258,12 +258,12 @@ def test_a_client_that_leaves_the_queue_never_reaches_the_engine(server: Server)
 def test_a_slow_reader_keeps_no_seat_and_gets_everything(server: Server) -> None:
     words = "x" * 20_000
     slow = server.begin("generate_stream", text_input=words, stream=True, sampling_parameters='{"max_tokens": 1000}')
-    server.wait_for(lambda: len(server.told("end")) == 1)  # it has read nothing
+    server.wait_for(lambda: len(server.told("end")) == 1)  # while the client has read nothing
     response = slow.getresponse()
     lines = [line for line in response if line.startswith(b"data: ")]
     text = "".join(json.loads(line[6:])["text_output"] for line in lines)
     assert text == f" {words.upper()}" * 1000
-    assert len(lines) < 1000  # what was made meanwhile came together
+    assert len(lines) < 1000  # text produced meanwhile was sent together
 
 
 def test_a_request_that_fails_in_the_engine_fails_alone(server: Server) -> None:

@@ -104,7 +104,7 @@ def _reserved_grpc(arguments: argparse.Namespace, stack: ExitStack) -> tuple[str
         raise Invalid("--grpc-address unix:PATH is for one server; with --workers, gRPC listens on a port")
 
     def reserve(address: str, port: int, _: GrpcOptions) -> tuple[str, int]:
-        # As one server listens, so that a port that is in use is noticed, by another server with workers too.
+        # Listen as a single server does, to detect a port in use, even if by another server with workers.
         listeners = open_listeners(address, port)
         taken: int = listeners[0].getsockname()[1]
         close_listeners(listeners)

@@ -1,10 +1,10 @@
 """Serves models that run on another KServe v2 server: Triton, OpenVINO Model Server, flowserve.
 
 Decides what the configuration of such a model says (`url`, `model_name`, `model_version`), what is taken over from the
-other server's, and what the other server's errors become. Queues, batches, limits and
-deadlines stay here: an instance sends one whole batch at a time and waits for its response, on a thread of its own, and
-so `instance_group`'s count is the number of batches under way. Connections of one model are shared by its instances,
-are opened again by themselves; a server that falls silent during a batch is noticed within `SILENT_S`.
+other server's, and what the other server's errors become. Queues, batches, limits and deadlines stay here: an instance
+sends one whole batch at a time and waits for its response, on a thread of its own, so `instance_group`'s count limits
+the batches in flight. The instances of a model share one connection, which is reopened automatically. A server that
+stops responding during a batch is detected within `SILENT_S`.
 
 A batch is sent once. It is sent again when the connection ends, and divided when the other server refuses it as a
 whole, only if the model is declared `pure`, because it may have run. Does not know graphs.
@@ -30,11 +30,11 @@ from flowserve.grpc import service_pb2 as pb
 from flowserve.grpc.remote.messages import Batches
 from flowserve.values import BY_WIRE, TensorSpec
 
-# A server that says nothing for so long is away. It is asked in the middle of a long batch, by a call and not by pings
-# of HTTP/2: servers end connections on which they get pings, by default after the third in five minutes.
+# A server that does not respond for so long counts as lost. During a long batch it is probed by a call and not by
+# HTTP/2 pings: servers end connections on which they get pings, by default after the third in five minutes.
 SILENT_S: Final = 10.0
-_ASKED_S: Final = 5.0  # for what is asked while a model is loaded
-_PROBE_S: Final = 2.0  # for the question whether the model is ready, and for its statistics
+_ASKED_S: Final = 5.0  # timeout of calls while a model is loaded
+_PROBE_S: Final = 2.0  # timeout of calls for readiness and statistics
 _AGAIN_S: Final = 2.0  # how long a batch of a pure model waits for a connection when it is sent again
 _INSTANCES: Final = 2  # so that a batch is on its way while another computes
 _SCHEMES: Final = {"grpc": False, "grpcs": True}
@@ -108,10 +108,10 @@ class RemoteServer:
             self._channel = grpc.insecure_channel(target.address, _OPTIONS)
         self._infer = self._channel.unary_unary(_SERVICE + "ModelInfer")  # of messages as bytes
         self._is_ready = self._call("ModelReady", pb.ModelReadyRequest, pb.ModelReadyResponse)
-        self._probe: Any = None  # a question that is under way
+        self._probe: Any = None  # the readiness call in progress
         self._outage = ""
         self._statistics = self._call("ModelStatistics", pb.ModelStatisticsRequest, pb.ModelStatisticsResponse)
-        self._count: Any = None  # likewise
+        self._count: Any = None  # the statistics call in progress
         self._counted: dict[str, Any] = {}
 
     def _call(self, name: str, request: Any, response: Any) -> Any:
@@ -120,7 +120,7 @@ class RemoteServer:
         )
 
     def outage(self) -> str:
-        """Why the model could not be used the last time, or "". Each call asks again, for the next one."""
+        """Why the model could not be used at the last probe, or "". Each call sends a probe, for the next call."""
         probe = self._probe
         if probe is None or probe.done():
             if probe is not None:
@@ -135,8 +135,8 @@ class RemoteServer:
         return "" if probe.cancelled() else str(self.failure(probe))
 
     def statistics(self) -> Mapping[str, Any]:
-        """What the other server counted of the model, as the rows of its statistics; {} before it has answered. Each
-        call asks again, for the next one.
+        """The other server's counters of the model, as in its statistics; {} before its first response. Each call
+        fetches them again, for the next call.
         """
         count = self._count
         if count is None or count.done():
@@ -156,7 +156,7 @@ class RemoteServer:
             if not is_pure:
                 raise Unavailable(str(error)) from None
         limit_s = _AGAIN_S if timeout_s is None else min(timeout_s, _AGAIN_S)
-        with suppress(grpc.FutureTimeoutError):  # then the second attempt says why
+        with suppress(grpc.FutureTimeoutError):  # then the second attempt raises the reason
             grpc.channel_ready_future(self._channel).result(timeout=limit_s)
         try:
             return self._infer_once(message, timeout_s)
@@ -169,7 +169,7 @@ class RemoteServer:
             while True:
                 try:
                     response: bytes = call.result(timeout=SILENT_S / 2)
-                    self._outage, self._probe = "", None  # an answer of before says nothing now
+                    self._outage, self._probe = "", None  # the result of an earlier probe is out of date
                     return response
                 except grpc.FutureTimeoutError:
                     self._check_alive()
@@ -190,7 +190,7 @@ class RemoteServer:
                 raise
 
     def ask(self, name: str, request: Any, response: Any) -> Any:
-        """A question about the model, while it is loaded. Raises the error that `failure` makes."""
+        """The response to a call while the model is loaded. Raises the error that `failure` makes."""
         try:
             return self._call(name, request, response)(request, timeout=_ASKED_S, wait_for_ready=True)
         except grpc.RpcError as error:
@@ -199,7 +199,7 @@ class RemoteServer:
             raise self.failure(error) from None
 
     def failure(self, error: Any) -> FlowserveError:
-        """What an error of a call means here."""
+        """The error to raise for an error of a call."""
         code, text = error.code(), error.details() or error.code().name
         kind = _ERRORS.get(code, ModelFailed)
         if code is grpc.StatusCode.UNAVAILABLE:
@@ -233,7 +233,7 @@ def _counters(response: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What the other server says of the model: its tensors with their dims, without a batch dimension."""
+    """The model as the other server describes it: its tensors with their dims, without a batch dimension."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -243,8 +243,8 @@ class Described:
 
 
 def describe_model(server: RemoteServer, max_batch_size: int) -> Described:
-    """The model as the other server has it. One that has no configurations (they are Triton's) describes tensors with
-    their batch dimension; then that of the first is left out where the configuration here has a `max_batch_size`.
+    """The model on the other server. A server without model configurations (a Triton extension) describes tensors with
+    their batch dimension, which is removed if the configuration here has a `max_batch_size`.
     """
     target = server.target
     asked = {"name": target.name, "version": target.version}
@@ -280,7 +280,7 @@ class RemoteBackend:
         try:
             there = describe_model(server, config.max_batch_size)
         except Unavailable as error:
-            if config.inputs and config.outputs:  # as with any field that the user has written, nothing is asked
+            if config.inputs and config.outputs:  # written by the user: nothing to fetch
                 return Completion(instance_count=_INSTANCES)
             hint = "start that server first, or write `input`, `output` and `max_batch_size`"
             raise Problems([Problem(str(error), config.source.place("parameters[url]"), "M93", hint)]) from None
@@ -335,7 +335,7 @@ class RemoteBackend:
 
 
 def _plain(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """As they are for requests: what a reshape or labels make of them is the other server's."""
+    """The tensors as requests have them: the other server applies reshapes and labels."""
     return tuple(replace(spec, reshape=None, labels="", ragged=False) for spec in specs)
 
 

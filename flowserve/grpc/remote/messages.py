@@ -116,8 +116,8 @@ class Batches:
 
 
 def _add_limits(message: ModelInferRequest, requests: Sequence[Request]) -> None:
-    """How long the batch may wait in the other server's queue, if each of its requests has a timeout: as long as the
-    longest of them. Priorities are those of the queue here.
+    """Set the batch's timeout in the other server's queue: the longest of its requests' timeouts, if each has one.
+    Priorities apply only to the queue here.
     """
     timeouts = [request.timeout_us for request in requests]
     if timeouts and all(timeouts):

@@ -1,12 +1,13 @@
-"""Requests from browsers: which values of Host are served, and the pages of which origins may send requests.
+"""Requests from browsers: the Host values that are served, and the origins whose pages may send requests.
 
 A web page can make its reader's browser send requests to any server that the browser reaches, one on the reader's own
 machine included. Two checks refuse such requests, for every route and method; programs other than browsers pass them.
 
 * **Host.** The owner of a name can let it resolve to this server's address after a page was loaded from it (DNS
   rebinding). For the browser the server is then the origin of that page, which may read every response; such requests
-  have neither Origin nor Sec-Fetch-Site. Only Host tells them apart: it has the owner's name. Served are therefore
-  addresses, localhost, names that the operator lists, and beyond loopback names that cannot be registered.
+  have neither Origin nor Sec-Fetch-Site. Only Host tells them apart: it has the owner's name. The server therefore
+  accepts addresses, localhost, names that the operator lists and, if it listens beyond loopback, names that cannot be
+  registered.
 * **Origin and Sec-Fetch-Site.** A page of another origin is refused, unless the operator allows its origin; then CORS
   headers let it read the responses. A browser that follows a link to this server is served.
 
@@ -73,7 +74,7 @@ class Access:
         self._serves = lru_cache(_CACHED_HOSTS)(self._find)
 
     def admits(self, scope: Scope) -> bool:
-        """Whether a request is served and its response needs no CORS headers. If so, the scope says it, which
+        """Whether a request is served and its response needs no CORS headers. If so, this is noted in the scope, which
         flowserve's own server shares between requests with the same head.
         """
         if self.refusal(scope) or (self.origins and any(name == b"origin" for name, _ in scope["headers"])):
@@ -89,7 +90,7 @@ class Access:
             return f"requests for host {_shown(_text(host))} are not served; {_HOST_HINT}"
         origin, site = _text(headers.get(b"origin", b"")), headers.get(b"sec-fetch-site", b"none")
         if site == b"same-origin":
-            return ""  # browsers alone write this header, and it holds behind a proxy that changes Host, too
+            return ""  # only browsers send it, and it is right behind a proxy that changes Host
         if site == b"none" and (not origin or _is_origin_of(origin, _text(host))):
             return ""
         if ANY in self.origins or origin in self.origins or _is_link(scope["method"], headers):

@@ -168,8 +168,8 @@ class Exposition:
         parts = [_budget_text(self._budget), _stores_text(engine), _machines_text(engine)]
         own = engine.server_requests.metrics
         parts.append(await trio.to_thread.run_sync(machine_text, self._machine, self._gpus, own))
-        # On the loop and not in a thread, which would keep the interpreter for half a millisecond each time that the
-        # loop lets go of it.
+        # On the event loop: a thread would hold the interpreter lock for half a millisecond each time that the loop
+        # releases it.
         for part in self._deployments.pieces(engine.deployments.counters()):
             parts.append(part)
             await trio.lowlevel.checkpoint()
@@ -177,7 +177,7 @@ class Exposition:
 
 
 def _stores_text(engine: Engine) -> bytes:
-    """Whether the repositories in stores could be asked the last time."""
+    """The family of the repositories in stores: whether the last request to each store succeeded."""
     control = engine.server_requests.control
     found = [((("repository", one.name),), float(not one.outage)) for one in (control.mirrors if control else ())]
     text = "Whether the store of a repository could be asked the last time (1) or not (0)"
@@ -185,7 +185,7 @@ def _stores_text(engine: Engine) -> bytes:
 
 
 def _machines_text(engine: Engine) -> bytes:
-    """Whether the cluster can be reached, and what was under way to its machines."""
+    """The families of the cluster: whether it can be reached, and the traffic with its machines."""
     cluster = engine.options.cluster
     if cluster is None:
         return b""
@@ -220,7 +220,7 @@ def _budget_text(budget: Budget) -> bytes:
 
 
 class _InParts(Response):
-    """The exposition, never copied into one piece: that alone would keep the loop for milliseconds."""
+    """The exposition, never joined into one buffer: the copy alone would block the event loop for milliseconds."""
 
     def __init__(self, parts: list[bytes]) -> None:
         self._parts = [part for part in parts if part]

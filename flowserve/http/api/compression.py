@@ -1,9 +1,8 @@
 """Compressed bodies, both ways: gzip and deflate.
 
 Decides the supported encodings, which one an Accept-Encoding prefers, when a response is worth compressing, and that
-expansion stops at the limit on bodies, regardless of the compressed content.
-Like Triton's, the reader takes gzip and zlib streams under either name. Nothing here waits; large bodies are work for
-a thread.
+expansion stops at the limit on bodies, regardless of the compressed content. As in Triton, a body may be a gzip or a
+zlib stream under either name. Nothing here waits; large bodies are work for a thread.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _WINDOW: Final = {GZIP: 31, DEFLATE: 15}  # what zlib calls the two containers
 _EITHER: Final = 47
 _WORTH_BYTES: Final = 1024  # below, the headers are most of what is sent
 _PIECE_BYTES: Final = 65_536  # expanded at a time, so that the rest of a large body is not copied again and again
-_EXPANDED_BYTES: Final = 1 << 20  # made of a piece at a time
+_EXPANDED_BYTES: Final = 1 << 20  # of output per call of zlib
 _SAMPLE_BYTES: Final = 8192
 _WORTH_RATIO: Final = 0.9
 _FAST: Final = 1  # level 6 takes three times as long for a few per cent
@@ -108,7 +107,7 @@ def compress(parts: Sequence[Any], encoding: bytes) -> bytes | None:
     if size < _WORTH_BYTES:
         return None
     body = b"".join(parts)
-    # The middle: a response begins with its JSON, which is no sample of the tensors after it.
+    # A sample from the middle: a response begins with its JSON, which does not represent the tensors after it.
     start = max(size // 2 - _SAMPLE_BYTES // 2, 0)
     sample = body[start : start + _SAMPLE_BYTES]
     if len(zlib.compress(sample, _FAST)) > _WORTH_RATIO * len(sample):

@@ -1,9 +1,9 @@
 """An inference request's body becomes a `Request`.
 
-Decides where the binary tensors are in the body, and how JSON data becomes arrays. Binary tensors are views
-into the body; only one whose address does not suit its type is copied, once, and BYTES and BOOL, whose wire form is
-not their array form. Also which bodies take too long for the event loop: those are decoded in steps, on a thread
-(`LargeBody`). request_json.py decides the valid JSON; the engine checks whether the tensors fit the model.
+Decides where the binary tensors are in the body, and how JSON data becomes arrays. Binary tensors are views into the
+body. A tensor is copied, once, only if its address is not aligned for its type, or if it is BYTES or BOOL, whose wire
+form differs from the array. Decides also which bodies take too long for the event loop: those are decoded in steps, on
+a thread (`LargeBody`). request_json.py decides the valid JSON; the engine checks whether the tensors fit the model.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def decode_raw(
     body: BytesLike, model: str, inputs: Mapping[str, TensorSpec], max_batch_size: int
 ) -> tuple[Request, AnswerForm]:
     """The request whose whole body is the model's one input, of batch 1. Raises `Invalid` if its shape cannot be
-    told."""
+    inferred.
+    """
     if len(inputs) != 1:
         raise Invalid(
             f"Raw request must only have 1 input (found 1) to be deduced but got {len(inputs)} inputs "
@@ -172,7 +173,7 @@ def decode_raw(
 
 
 def raw_numbers(body: BytesLike, model: str, spec: TensorSpec, *, batches: bool) -> Array:
-    """An input of numbers, of batch 1, that is the whole of `body`. Raises `Invalid` if its shape cannot be told."""
+    """An input of numbers, of batch 1, that is the whole `body`. Raises `Invalid` if its shape cannot be inferred."""
     shape = (*((1,) if batches else ()), *_deduced(spec, len(body)))
     count = raw.element_count(spec.name, shape, spec.dtype)
     raw.check_size(spec.name, model, spec.dtype, count, len(body))
@@ -201,7 +202,7 @@ def no_pause() -> None:
 
 
 def _windows(header: InferHeader, client_memory: ClientMemory) -> dict[str, RegionWindow]:
-    """Where the inputs are that are in the client's memory. Raises what `ClientMemory` raises."""
+    """The places of the inputs that are in the client's memory. Raises what `ClientMemory` raises."""
     return {one.name: client_memory.window(one.portion) for one in header.inputs if one.portion is not None}
 
 

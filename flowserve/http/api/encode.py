@@ -1,9 +1,9 @@
 """A `Response` becomes a body: JSON, followed by binary tensors if the client requested some.
 
-Decides the order and shape of the JSON, and that tensors are passed on as their own buffers, not joined.
-Numbers are written shortest-exact; non-finite numbers are written as the bare NaN, Infinity and -Infinity that
-Python's and Triton's readers accept. Also which responses take too long for the event loop, and how those are written
-in pieces on a thread. This file knows of HTTP only the headers that describe a body.
+Decides the order and shape of the JSON, and that tensors are passed on as their own buffers, not joined. Numbers are
+written shortest-exact; non-finite numbers are written as the bare NaN, Infinity and -Infinity that Python's and
+Triton's readers accept. Decides also which responses take too long for the event loop, and how those are written in
+pieces on a thread. Of HTTP, only the headers that describe a body are known here.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _encode(response: Response, form: AnswerForm) -> tuple[list[Any], HeaderTupl
 
 
 def check_json_elements(count: int, model: str, limit: int) -> None:
-    """Raises `Invalid` if outputs of so many elements are not sent as JSON."""
+    """Raises `Invalid` if outputs have too many elements for JSON."""
     if count > limit:
         raise Invalid(
             f"the outputs of model '{model}' have {count} elements, at most {limit} are sent as JSON here "
@@ -141,7 +141,7 @@ def encode_large(response: Response, form: AnswerForm, pause: Pause) -> tuple[li
 
 def json_pieces(name: str, array: Array, dtype: DType, pause: Pause) -> list[bytes]:
     """The JSON of flat `data` without its brackets, in pieces. Raises as `json_data` does."""
-    flat = array.reshape(-1)  # which decodes no `EncodedBytes`, as each of its pieces is
+    flat = array.reshape(-1)  # does not decode `EncodedBytes`: each piece is decoded alone
     step = _PIECE_ELEMENTS
     if dtype is DType.BYTES:
         step = min(max(_PIECE_BYTES * flat.size // (raw.bytes_in(flat) or 1), 1), _PIECE_ELEMENTS)

@@ -38,7 +38,7 @@ class HttpForwarder:
         self._idle: dict[str, list[trio.SocketStream]] = defaultdict(list)
 
     async def elsewhere(self, target: RequestTarget, sequence_id: int | str, *, begins: bool) -> int | None:
-        """The server that has the sequence, None: this one has it, or no other."""
+        """The other server that has the sequence; None if there is none."""
         if _count(target.headers) >= FORWARDS_MAX:
             return None
         return await self._group.owner(sequence_id, begins=begins)
@@ -98,7 +98,7 @@ def _head(target: RequestTarget, length: int) -> bytes:
 
 
 class _Response:
-    """What httptools calls while it parses."""
+    """The callbacks of httptools for one response."""
 
     def __init__(self) -> None:
         self.status = 0

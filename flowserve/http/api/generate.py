@@ -153,7 +153,7 @@ def _asked(deployment: Deployment, limits: ElementLimits, body: BytesLike) -> Re
 
 def _members(body: BytesLike) -> Iterable[tuple[str, Any]]:
     """The members of the object, in order, those of `parameters` among them; duplicates are kept."""
-    pairs: tuple[tuple[str, Any], ...] = json.loads(bytes(body), object_pairs_hook=tuple)  # so that no array is one
+    pairs: tuple[tuple[str, Any], ...] = json.loads(bytes(body), object_pairs_hook=tuple)  # arrays are lists
     for name, value in pairs:
         if name == PARAMETERS:
             if not isinstance(value, tuple):

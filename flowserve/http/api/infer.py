@@ -80,7 +80,7 @@ Encoded = tuple[int, HeaderTuple, Sequence[Any]]
 
 SERVER_TIMING: Final = b"server-timing"
 _INLINE_BYTES_MAX: Final = 16_384  # compressing more than this would block the event loop
-# So much of a model's shared memory may hold bodies, which stays allocated. More are copied.
+# The part of a model's shared memory that may hold bodies; it stays allocated. Further bodies are copied.
 _BODY_MEMORY_MAX: Final = 1 << 28
 
 _log = logging.getLogger("flowserve.http")
@@ -110,7 +110,7 @@ class InferRoute:
         try:
             arena = self.engine.deployments.find(target.name, target.version).arena
         except FlowserveError:
-            return None  # reported when the body is there
+            return None  # reported once the body has arrived
         if arena is None or arena.lent_bytes + nbytes > _BODY_MEMORY_MAX:
             return None
         try:
@@ -133,7 +133,7 @@ class InferRoute:
                 if self._guard is not None:
                     self._guard.check(scope)
                 inference.deployment = self.engine.deployments.find(target.name, target.version)
-                if target.error is not None:  # not raised: it is kept, and would keep its frames
+                if target.error is not None:  # not raised: the cached error would keep its frames
                     inference.respond(*refusal_of(target.error))
                 elif target.is_compressed or target.encoding:
                     inference.start_task(body)
@@ -192,7 +192,7 @@ class _Inference:
         self._target = target
         self._respond = respond
         self._spawn = spawn
-        self._flow: Flow | None = None  # while its response is to come
+        self._flow: Flow | None = None  # until it is finished
         # Whether a request is traced is decided when only the model's name is known, as on Triton.
         self._watch: Watch | None = None
         if engine.traces.is_on:
@@ -219,7 +219,7 @@ class _Inference:
         return self.close
 
     def start_task(self, body: BytesLike) -> None:
-        """Start it in a task: a part of its work is for threads."""
+        """Start it in a task: part of its work runs on threads."""
         self._body = body
         self._spawn(self._run)
 
@@ -306,11 +306,11 @@ class _Inference:
         request, self._answer_form = decoded
         if route.forwarding is not None:
             return self._completed(request)
-        request.stamp = route.engine.next_stamp()  # as `_completed` does, with a call less
+        request.stamp = route.engine.next_stamp()  # as `_completed` does, with one call less
         return request
 
     def _completed(self, request: Request) -> Request:
-        """The request with what does not come from its body."""
+        """The request with its fields that do not come from its body."""
         route = self._route
         if route.forwarding is not None:
             forward_headers(route.forwarding, self._target.headers, self._target.names, request)
@@ -339,7 +339,7 @@ class _Inference:
         return decode_form(body, boundary, deployment.name, deployment.inputs, deployment.graph.max_batch_size, pause)
 
     def _make_traced(self, watch: Watch) -> MakeFlow:
-        """How the engine makes its flow, which is traced."""
+        """The function with which the engine makes a traced flow."""
         watch.mark("HTTP_RECV_END")
         return watch.make(self.deployment.make_flow)
 
@@ -352,7 +352,7 @@ class _Inference:
         return None if encoded is None else (200, encoded[1], encoded[0])
 
     async def _encoded_in_steps(self, response: Response) -> Encoded:
-        """What `_encoded` leaves to a thread. Raises as it does."""
+        """The response for which `_encoded` returned None, encoded on a thread. Raises as `_encoded` does."""
         parts, headers = await in_steps(partial(encode_large, response, self._answer_form))
         return 200, headers, parts
 
@@ -419,7 +419,7 @@ async def read_body(receive: Receive, limit: int) -> BytesLike:
             raise Invalid("the client closed in the middle of a body")
         piece: BytesLike = message.get("body", b"")
         if not body and not message.get("more_body"):
-            body = piece  # as it is
+            body = piece  # not copied
         else:
             body = bytearray(body) if not isinstance(body, bytearray) else body
             body += piece

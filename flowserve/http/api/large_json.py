@@ -81,8 +81,8 @@ def _parsed(piece: bytes, start: int) -> Any:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Without the garbage collector, which thousands of new lists would start: it looks through all of the server's
-    objects, which takes longer than everything else in a step, and there are no cycles in JSON.
+    """Pause the garbage collector, which thousands of new lists would start: it examines all of the server's objects,
+    which takes longer than everything else in a step, and JSON has no reference cycles.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,9 +1,9 @@
 """The JSON of an inference request, without its tensors' bytes.
 
 Decides every field of the KServe v2 request and of its binary extension, its valid values, and the error text of an
-invalid one. Element counts and byte sizes are computed in Python's integers, which do not wrap, before
-memory is allocated. Messages begin with Triton's text where it has one. A header whose inputs are all binary holds
-no tensor data and may be kept and used again; nothing changes one.
+invalid one. Element counts and byte sizes are computed in Python's integers, which do not wrap, before memory is
+allocated. Messages begin with Triton's text where it has one. A header whose inputs are all binary holds no tensor data
+and may be cached; headers are never changed.
 
 This file does not know the model: the engine checks whether names, types and shapes fit it.
 """
@@ -41,7 +41,7 @@ _DECODED: Final = frozenset({DType.BYTES, DType.BOOL})
 _BINARY_HINT: Final = "where binary data follow the JSON, Inference-Header-Content-Length says how long the JSON is"
 _QUOTES_HINT: Final = "JSON has double quotes, as json.dumps writes them"
 
-# How files begin that clients send without saying so.
+# The first bytes of files that clients send without declaring their format.
 _FILES: Final[Mapping[bytes, str]] = {
     b"\x89PNG": "a PNG image",
     b"\xff\xd8\xff": "a JPEG image",
@@ -60,9 +60,10 @@ _FILE_HINT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """The form of the outputs. `listed` are the outputs the client named; `default_is_binary` applies if it
-    named none. `classes`: the number of largest values to return in place of an output.
-    `windows`: where in the client's memory outputs go, of one request; the JSON's own form has none."""
+    """The form of the outputs. `listed` are the outputs the client named; `default_is_binary` applies if it named none.
+    `classes`: the number of largest values to return in place of an output. `windows`: the outputs' places in the
+    client's memory, filled in per request: a cached header has none.
+    """
 
     default_is_binary: bool = False
     listed: Mapping[str, bool] = field(default_factory=dict)
@@ -119,7 +120,7 @@ def parse_header(text: BytesLike, model: str, limits: ElementLimits = _LIMITS) -
     if not isinstance(document, dict):
         raise Invalid(f"failed to parse the request JSON buffer: the request is not a JSON object; {_EXPECTED}")
     if "inputs" not in document and (others := document.keys() - _BESIDE_INPUTS):
-        # A model may need no input, but this was meant as one.
+        # A model may have no inputs, but this object has members of another kind: most likely a misspelt request.
         raise missing("inputs", f": it has {min(others)[:100]!r}; {_EXPECTED}")
     parameters = object_of(document, "parameters")
     outputs, form, portions = _outputs(document, bool_of(parameters, BINARY_OUTPUT))
@@ -149,7 +150,7 @@ def parse_header(text: BytesLike, model: str, limits: ElementLimits = _LIMITS) -
 
 
 def explained(error: Invalid, text: BytesLike) -> Invalid:
-    """The error of a text that is no JSON, with the supported way to send what it seems to be."""
+    """The error for a text that is not JSON, with the supported way to send what it seems to be."""
     start = bytes(memoryview(text)[:4])
     if not start:
         return Invalid(f"{error}; {_EXPECTED}")

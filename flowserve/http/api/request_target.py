@@ -29,10 +29,10 @@ _LENGTH: Final = re.compile(rb"-?[0-9]{1,19}")
 @dataclass(frozen=True, slots=True)
 class RequestTarget:
     """An inference request without its body. `version` is "" for none. `header_length`: the length in bytes of the JSON
-    in the body, None if all of it is JSON. `boundary`: of the form that the body is, None if it is none.
-    `is_compressed`: the request's body is. `encoding`: the compression of the response's body, b"" for none. `names`:
-    those of `headers` as they were sent, in lower case if the server does not tell. `context`: the trace context.
-    `error`: why the headers are invalid, if so.
+    in the body, None if all of it is JSON. `boundary`: that of a form, None if the body is not a form. `is_compressed`:
+    the request's body is. `encoding`: the compression of the response's body, b"" for none. `names`: those of `headers`
+    as they were sent, or in lower case if the server does not provide them. `context`: the trace context. `error`: why
+    the headers are invalid, if so.
     """
 
     name: str

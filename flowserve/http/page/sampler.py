@@ -3,7 +3,7 @@
 Decides which figures exist, and that they are computed once for all viewers. Counters are read when a viewer polls and
 the last reading is old enough; without viewers nothing runs. Only the readings of the last few seconds are kept.
 
-Decides too which counters are sampled, and how the rates and percentiles of a recent period are computed from two
+Decides also which counters are sampled, and how the rates and percentiles of a recent period are computed from two
 samples. Nothing is counted additionally, so a page without viewers costs nothing. Where several servers are behind one
 port, the samples of all are added up before (`figures`, `observe/combined.py`). A counter that decreased (its
 deployment was replaced) has restarted at zero. Percentiles come from histograms, with linear interpolation between two

@@ -152,7 +152,7 @@ class HeadParser:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # an offer to change the protocol, which one may ignore
+            pass  # a request to change the protocol, which a server may ignore
         except httptools.HttpParserError as error:
             raise Refused(400, f"malformed HTTP request: {error}") from None
         if len(self._url) > self._limits.max_url_bytes:

@@ -1,9 +1,8 @@
 """TLS in front of the server: copies data between the client's encrypted stream and a plain socket pair.
 
-Decides which protocols and certificates are accepted (those of Python's ssl module: TLS 1.2 and later), the response
-to plain HTTP, and that plain connections have no cost: behind it a
-connection is like any other, with its deadlines and the detection of disconnects. connection.py
-speaks HTTP on it.
+Decides which protocols and certificates are accepted (those of Python's ssl module: TLS 1.2 and later), and the
+response to plain HTTP. Servers without TLS pay nothing for it. connection.py speaks HTTP on the plain socket, as on any
+other, with the same deadlines and detection of disconnects.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the listing of a store means: which models it has, and what of a model has to be fetched.
+"""Interprets the listing of a store: which models it has, and which files of a model have to be fetched.
 
 Decides which names are refused (a name becomes a path of this machine), how a state of a model's files is named, which
-files need not be fetched again, and what a model's manifest promises. Pure: it reads no files and asks no store.
-Caller: `mirror`.
+files need not be fetched again, and which files a model's manifest requires. Pure: it accesses neither files nor
+stores. Caller: `mirror`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Listing:
 
 
 def read_listing(files: Iterable[RemoteFile]) -> Listing:
-    """Files that are in no folder are none of a model's and are left out. Raises Invalid for too many files."""
+    """The models of these files; files outside of a folder belong to no model and are left out. Raises Invalid for too
+    many files.
+    """
     found = Listing()
     for count, file in enumerate(files):
         if count >= FILES_MAX:
@@ -69,7 +71,7 @@ def read_listing(files: Iterable[RemoteFile]) -> Listing:
 
 
 def _wrong(path: str) -> str:
-    """Why a path cannot be one of this machine, ""."""
+    """Why a path is not valid on this machine, "" if it is."""
     for part in path.split("/"):
         if part in ("", ".", ".."):
             return "leads out of its folder or has an empty part"
@@ -81,7 +83,7 @@ def _wrong(path: str) -> str:
 
 
 def _clash(files: Files) -> str:
-    """A path that is a file and a folder of others, ""."""
+    """A path that is both a file and a folder of others, "" if there is none."""
     plain = {path for path, file in files.items() if not file.is_folder}
     for path in files:
         parts = path.rstrip("/").split("/")
@@ -119,7 +121,7 @@ def listing_from_json(text: str) -> dict[str, RemoteFile]:
 
 
 def manifest(text: str) -> dict[str, tuple[int, str]]:
-    """The files that a model's manifest promises, each with its size and its SHA-256. Raises Invalid, with the place in
+    """The files that a model's manifest lists, each with its size and its SHA-256. Raises Invalid, with the place in
     it.
     """
     try:

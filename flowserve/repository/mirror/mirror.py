@@ -1,9 +1,9 @@
 """The folder on this machine that a repository in a store is served from.
 
 Decides that a model's files are fetched into a folder of their own, a *generation*, and put in force all at once when
-they are complete and the store still has the same; that files that did not change are taken from the generation before;
-that what was fetched before an interruption is kept; which generations are removed; and that a store that cannot be
-asked does not stop what is here. `path` is a repository as `layout` reads it: each model is a link to its generation.
+they are complete and the store still has the same; that unchanged files are taken from the previous generation; that
+files fetched before an interruption are kept; which generations are removed; and that models here are served even if
+the store cannot be reached. `path` is a repository as `layout` reads it: each model is a link to its generation.
 
 Layout of `folder`: `models/NAME` -> `../generations/NAME/STATE/files`, and beside `files` its `listing.json`; a
 generation that is not complete ends with `.partial`. A lock in the folder keeps several servers apart. Blocks; called
@@ -46,13 +46,13 @@ KEPT_S: Final = 600.0  # a generation that is not in force any more may still be
 _AT_ONCE: Final = 8
 _CHUNK: Final = 16 << 20
 _PARTIAL: Final = ".partial"
-_CODE: Final = (".py", ".so", ".pkl", ".joblib")  # files that can run code where they are read
+_CODE: Final = (".py", ".so", ".pkl", ".joblib")  # files that can run code when they are read
 
 
 class RepositoryMirror:
     """`limit_bytes`: of all generations, None for no limit. `may_have_code`: whether models with Python files are taken
-    over. `problems`: why models of the store are not here, by name. `outage`: why the store could not be asked the last
-    time, "".
+    over. `problems`: why models of the store are not here, by name. `outage`: why the last request to the store failed,
+    "" if it succeeded.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class RepositoryMirror:
         log.info("repository %s is kept in %s", name, self.path)
 
     def update(self, wanted: Collection[str] | None = None, *, is_listed_only: bool = False) -> None:
-        """Make the models here those of the store: all, or only these, and without the ones that it does not have any
-        more. `is_listed_only`: learn only which there are. Raises Unavailable if the store cannot be asked and there is
+        """Update the models here, all or only these, to those of the store, and remove those that it no longer has.
+        `is_listed_only`: only list the store's models. Raises Unavailable if the store cannot be reached and there is
         no model here.
         """
         with self._lock, self._alone():
@@ -205,7 +205,7 @@ class RepositoryMirror:
         link = self.path / name
         return link.resolve().parent if link.is_symlink() and link.exists() else None
 
-    # ------------------------------------------------------------------ what is removed
+    # ------------------------------------------------------------------ removal of generations
 
     def _drop(self, names: Collection[str], listing: Listing) -> None:
         for name in names:
@@ -214,7 +214,7 @@ class RepositoryMirror:
                 link.unlink()
 
     def _generations(self) -> list[Path]:
-        """Those that are not in force, the one that was so last at the end."""
+        """The generations that are not in force, the most recently used last."""
         used = {self._in_force(link.name) for link in self.path.iterdir()}
         found = [one for home in (self._folder / "generations").glob("*") for one in home.iterdir()]
         return sorted((one for one in found if one.resolve() not in used), key=lambda one: one.stat().st_mtime)
@@ -233,7 +233,7 @@ class RepositoryMirror:
                 shutil.rmtree(generation, ignore_errors=True)
 
     def _make_room(self, made: Path, nbytes: int) -> None:
-        """Remove generations until as many bytes more fit, but not `made`. Raises Invalid if they do not."""
+        """Remove generations other than `made` until so many more bytes fit. Raises Invalid if they do not."""
         if self._limit is None:
             return
         held = _bytes_below(self._folder / "generations")
@@ -261,7 +261,7 @@ def _listing_of(generation: Path) -> Files:
 
 
 def _check_manifest(folder: Path) -> None:
-    """Raises Invalid if a model has a manifest and is not what that promises."""
+    """Raises Invalid if a model has a manifest and its files differ from it."""
     try:
         text = (folder / MANIFEST).read_text()
     except FileNotFoundError:
@@ -282,7 +282,7 @@ def _sha256(path: Path) -> str:
 
 
 def _bytes_of(path: Path) -> int:
-    """Of a file that was fetched, or of what an interrupted fetch left of it."""
+    """The size of a fetched file, or of the part that an interrupted fetch left."""
     for one in (path, path.with_name(path.name + _PARTIAL)):
         if one.is_file():
             return one.stat().st_size
@@ -290,7 +290,7 @@ def _bytes_of(path: Path) -> int:
 
 
 def _bytes_below(folder: Path) -> int:
-    """Each file once, however many names it has."""
+    """The bytes of all files below a folder; a file with several names counts once."""
     found: dict[tuple[int, int], int] = {}
     for home, _, names in os.walk(folder):
         for name in names:

@@ -1,8 +1,9 @@
-"""Asks stores for objects: S3, Google Cloud Storage, Azure, Hugging Face, by fsspec.
+"""Access to object stores: S3, Google Cloud Storage, Azure, Hugging Face, through fsspec.
 
-Decides which kinds of URL there are and which package each needs, what of a store's answers is the tag of a file, and
-whether a failure is the address, the credentials or the bucket. Credentials are the libraries' own (environment,
-instance roles, their files) and never in a URL or option. Blocks; used on threads. Caller: `mirror`, `cli`.
+Decides which kinds of URL there are and which package each needs, which field of a store's response is the tag of a
+file, and whether the cause of a failure is the address, the credentials or the bucket. Credentials are the libraries'
+own (environment, instance roles, their files) and never in a URL or option. Blocks; used on threads. Caller: `mirror`,
+`cli`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from urllib.parse import urlsplit
 from flowserve.errors import Invalid, Unavailable, Unsupported
 from flowserve.repository.mirror.listing import RemoteFile
 
-# Kind: fsspec's protocol, the package that it needs, the extra of flowserve that installs it, and whether what is there
-# counts as written by others.
+# Kind: fsspec's protocol, the package that it needs, the extra of flowserve that installs it, and whether its files
+# count as written by others.
 _KINDS: Final = {
     "s3": ("s3", "s3fs", "s3", False),
     "gs": ("gcs", "gcsfs", "gcs", False),
@@ -29,7 +30,7 @@ _KINDS: Final = {
     "memory": ("memory", "fsspec", "s3", False),
 }
 _TAGS: Final = ("ETag", "etag", "e_tag", "blob_id", "md5Hash", "content_md5", "generation")
-# Where a store has nothing better, the time of the last change.
+# Without a tag, the time of the last change.
 _TIMES: Final = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 
@@ -59,10 +60,10 @@ class StoreUrl:
 
 
 def store_url(text: str) -> StoreUrl:
-    """Raises Invalid for a URL of no known kind, or with something in it that does not belong there."""
+    """The parts of a URL. Raises Invalid for an unknown kind, or for parts that a URL may not have."""
     kind, _, path = text.partition("://")
     if kind not in _KINDS:
-        known = ", ".join(f"{one}://" for one in _KINDS if one != "memory")  # that is of this process alone, for tests
+        known = ", ".join(f"{one}://" for one in _KINDS if one != "memory")  # in this process's memory, for tests
         raise Invalid(f"'{text}': a repository is a folder, or in a store: {known}")
     if urlsplit(text).password is not None:
         raise Invalid(f"a URL has no credentials; {kind}:// takes those of the environment")
@@ -73,8 +74,8 @@ def store_url(text: str) -> StoreUrl:
 
 
 def open_store(url: StoreUrl, options: Mapping[str, str]) -> FsspecStorage:
-    """`options`: of this kind, by name; values that are JSON are read as such. Raises Unsupported with the command that
-    installs what is missing, and Invalid for options that the library refuses.
+    """`options`: those of this kind of store, by name; values that are JSON are parsed. Raises Unsupported with the
+    command that installs the missing package, and Invalid for options that the library refuses.
     """
     protocol, package, extra, _ = _KINDS[url.kind]
     given = {name: _value(text) for name, text in options.items()}
@@ -115,7 +116,7 @@ class FsspecStorage:
             self._system.invalidate_cache()
             found = self._system.find(root, withdirs=True, detail=True)
             if not found and not model:
-                self._system.ls(root, detail=False)  # tells an empty folder from none
+                self._system.ls(root, detail=False)  # raises if the folder does not exist
         except FileNotFoundError:
             if model:
                 return ()

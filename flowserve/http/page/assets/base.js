@@ -1,5 +1,5 @@
 "use strict";
-// How elements are made and figures read. All text is set as text, never as markup: names and errors are other people's.
+// Creates elements and formats figures. All text is set as text, never as markup: names and errors are other people's.
 
 const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
@@ -28,7 +28,7 @@ function sayOrHide(element, text) {
   element.hidden = !text;
 }
 
-// ---------------------------------------------------------------------------------------------------- how figures read
+// ---------------------------------------------------------------------------------------------------- formats of figures
 
 function digits(value) {
   if (!value) return "0";

@@ -1,4 +1,4 @@
-// The figures of the deployment that is looked at, once a second, in rings of the last HISTORY; and charts of them.
+// The figures of the selected deployment, once a second, in ring buffers of HISTORY values; and charts of them.
 
 const HISTORY = 1000;
 const CHARTS = [
@@ -14,7 +14,7 @@ class Ring {
     this.size = 0;
     this.next = 0;
   }
-  push(value) { // null: there is none
+  push(value) { // null: no figure
     this.values[this.next] = value ?? NaN;
     this.next = (this.next + 1) % HISTORY;
     this.size = Math.min(this.size + 1, HISTORY);
@@ -30,7 +30,7 @@ class Ring {
 }
 
 const clockTime = (at) => new Date(at * 1000).toLocaleTimeString([], { hour12: false });
-let rings = null; // {at, rate, ...} of what is looked at
+let rings = null; // {at, rate, ...} of the selected deployment
 let range = 60; // seconds
 const charts = [];
 const shade = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

@@ -1,10 +1,10 @@
-// The graph of the deployment that is looked at: its picture with figures in it, and tables that say the same.
+// The graph of the selected deployment: its picture with figures in it, and tables of the same figures.
 
-const FOLDED_FROM = 30; // a graph of so many steps is shown with its nested ensembles folded at first
+const FOLDED_FROM = 30; // from so many steps on, nested ensembles are folded at first
 const SMALLER = 0.8;
 
 const view = new View($("picture"), (scale) => say($("scale"), `${Math.round(scale * 100)} %`));
-let folded = null; // the paths of the nested ensembles that are drawn as one box; null: as it suits the graph
+let folded = null; // the paths of the nested ensembles that are drawn as one box; null: by the graph's size
 const pathOf = (what) => `${encodeURIComponent(what.name)}/versions/${encodeURIComponent(what.version)}`;
 
 function forgetPicture() {
@@ -15,7 +15,7 @@ function forgetPicture() {
 
 // `graph`: the figures of a graph that is not drawn yet.
 async function fetchPicture(graph) {
-  picture = { word: graph.picture, graph: null };
+  picture = { digest: graph.picture, graph: null };
   if (folded === null && graph.nodes.length >= FOLDED_FROM) folded = ["*"];
   await drawAgain();
 }
@@ -27,7 +27,7 @@ async function drawAgain() {
   try {
     const answer = await (await ask(`live/graphs/${pathOf(wanted)}?${asked}`)).json();
     if (selected !== wanted) return;
-    const isNew = !picture || !picture.graph || picture.word !== answer.picture;
+    const isNew = !picture || !picture.graph || picture.digest !== answer.picture;
     drawGraph(answer);
     if (isNew) describe(answer.graph);
   } catch (error) {
@@ -36,11 +36,11 @@ async function drawAgain() {
   }
 }
 
-function drawGraph({ picture: word, svg, graph }) {
+function drawGraph({ picture: digest, svg, graph }) {
   const drawn = document.importNode(new DOMParser().parseFromString(svg, "image/svg+xml").documentElement, true);
   $("picture").replaceChildren(drawn);
   view.show(drawn);
-  picture = { ...(picture || {}), word, graph, nodes: [], labels: [], wires: [], folds: [], spaces: [] };
+  picture = { ...(picture || {}), digest, graph, nodes: [], labels: [], wires: [], folds: [], spaces: [] };
   const paths = graph.ensembles.map((one) => one.path);
   folded = folded && folded[0] === "*" ? paths : (folded || []).filter((path) => paths.includes(path));
   $("fold").hidden = $("unfold").hidden = !paths.length;
@@ -62,7 +62,7 @@ function drawGraph({ picture: word, svg, graph }) {
     const numbers = label.dataset.edges.split(" ").map(Number);
     const sources = numbers.map((number) => JSON.stringify(graph.edges[number].from)); // several where a merge is written
     const of = graph.edges.flatMap((edge, i) => (sources.includes(JSON.stringify(edge.from)) ? [i] : []));
-    const [type] = label.textContent.split("  "); // what follows keeps space for the figure
+    const [type] = label.textContent.split("  "); // the rest reserves space for the figure
     picture.labels.push({ label, of, type });
     label.textContent = type;
   }
@@ -150,7 +150,7 @@ function showGraph(graph) {
   graph.edges.forEach((edge, i) => showEdge(graph, edge, i));
 }
 
-// Of the rows that some steps run for: which part of all rows, or how many items of a request.
+// Of a space: the share of the rows that its steps run for, or the number of items per request.
 function shareOf(space, title) {
   if (!space || space.rows === null) return "";
   return title.startsWith("each") ? `: ${digits(space.rows)} a request` : `: ${digits((space.share || 0) * 100)} % of rows`;
@@ -181,7 +181,7 @@ function showNode(node, i) {
   cells[1].title = row && row.error ? `last error: ${row.error}` : "";
 }
 
-// A tensor that waits is one whose reader stands in its model's queue.
+// The figures of a waiting tensor are those of its reader, which waits in its model's queue.
 function showEdge(graph, edge, i) {
   const cells = $("edges").children[i].children;
   const reader = graph.nodes[picture.graph.edges[i].to.node];

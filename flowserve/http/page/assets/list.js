@@ -2,7 +2,7 @@
 
 const LOOKS = { READY: "good", LOADING: "wait", UNLOADING: "wait", UNAVAILABLE: "bad", "": "" };
 const OPEN_MAX = 12; // so many graphs show their models at first
-const items = new Map(); // by place: a model is beneath each of its graphs
+const items = new Map(); // by position: a model is listed beneath each of its graphs
 const opened = new Map(); // by key of a graph, where its button was used
 let tree = []; // [{key, models}], as it is shown
 const stateOf = (row) => (row.state ? row.state.toLowerCase() : "not loaded");
@@ -100,7 +100,7 @@ function fill(parts, row, key, models, isOpen) {
   parts.inside.hidden = !models || !isOpen;
 }
 
-// A graph, where there is one, and that with most traffic.
+// The graph with the most traffic, or the model if there is no graph.
 function first() {
   const all = tree.map(({ key }) => rows.get(key));
   return all.find((row) => row.is_ensemble) || all.find((row) => row.version) || all[0];

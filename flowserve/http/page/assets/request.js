@@ -1,14 +1,14 @@
-// One request from the page: the form for it, the answer, and where its time went; and loading, unloading and keys.
+// One request from the page: its form, its response and the times of its steps; and loading, unloading and keys.
 
 const PREVIEW = 64; // elements of a tensor that are shown
-const EVENTS_MAX = 200; // answers of one streamed request that are shown
+const EVENTS_MAX = 200; // responses of one streamed request that are shown
 const FILL_MAX = 256; // elements that the form writes out; more are sent as zeros unless another source is selected
 const ITEMS = {
   BOOL: Uint8Array, UINT8: Uint8Array, UINT16: Uint16Array, UINT32: Uint32Array, UINT64: BigUint64Array, INT8: Int8Array,
   INT16: Int16Array, INT32: Int32Array, INT64: BigInt64Array, FP16: Uint16Array, BF16: Uint16Array, FP32: Float32Array,
   FP64: Float64Array,
 };
-const TIMED = { "flowserve-timing": "1" }; // the answer says where its time went
+const TIMED = { "flowserve-timing": "1" }; // requests the response's Server-Timing header
 const NOT_AS_JSON = new Set(["FP16", "BF16"]);
 const FILES = { file: "raw little-endian elements", image: "an image, as its pixels" };
 const isPixels = ({ dtype, dims }) => dtype === "UINT8" && dims.length === 3 && dims[2] === 3;
@@ -120,7 +120,7 @@ async function fromFile(field) {
   return { shape: shapeOf(field, 1), bytes };
 }
 
-// The pixels, row by row, in the size that the input asks for, else in their own.
+// The pixels, row by row, in the input's size, or in the image's where that varies.
 async function fromImage({ input, file, dims }) {
   if (!file.files[0]) throw new Error(`${input.name}: choose an image`);
   const image = await createImageBitmap(file.files[0]);
@@ -131,7 +131,7 @@ async function fromImage({ input, file, dims }) {
   return { shape: [...dims.slice(0, -3).map(() => 1), height, width, 3], bytes: new Uint8Array(bytes) };
 }
 
-// What was typed; else the innermost dimension that varies takes what the others leave.
+// The shape that was typed; otherwise the innermost varying dimension is computed from the number of elements.
 function shapeOf(field, elements) {
   const typed = field.shape.value.trim();
   if (typed) return typed.split(/[\s,]+/).map(Number);

@@ -1,11 +1,11 @@
-// The last requests of the deployment that is looked at, newest first, each with its timeline. They are asked for once a
-// second, which makes the server record them. While a timeline is open, newer requests wait, so that it stays in sight.
+// The last requests of the selected deployment, newest first, each with its timeline. They are asked for once a second,
+// which makes the server record them. While a timeline is open, newer requests wait, so that it stays in sight.
 
 const REQUESTS_MAX = 50;
 let lastRequests = new Map(); // by number: the lines of the table
 let newest = 0;
 let held = []; // newer requests that are not shown yet
-let areRefused = false; // until there is another key
+let areRefused = false; // until another key is entered
 let isAsking = false;
 
 function forgetRequests() {

@@ -1,5 +1,5 @@
-// What the server says: its events, one stream at a time, and what becomes of a stream that is lost. What is remembered
-// is bounded: one row for each deployment there is.
+// The server's events: one stream at a time, which is opened again when it is lost. Memory is bounded: one row for each
+// deployment.
 
 const STALE_MS = 3500; // events come once a second
 const LOST_MS = 10000;
@@ -67,7 +67,7 @@ async function seen() {
   }
 }
 
-// For ever: one stream, and another one when that has ended, or something else is looked at.
+// Runs for ever: opens another stream when one has ended or another deployment was selected.
 async function listen() {
   let wait = 500;
   for (;;) {
@@ -133,7 +133,7 @@ function show(frame) {
   shown(frame.graph, frame.at_ms);
 }
 
-// In mode explicit the repository holds more than is loaded. That is asked for when the list changes, not all the time.
+// In mode explicit the repository also has models that are not loaded. They are fetched only when the list changes.
 async function findUnloaded() {
   try {
     const index = await (await ask("v2/repository/index", { method: "POST" })).json();

@@ -1,4 +1,4 @@
-// The deployment that is looked at: its state and its figures.
+// The selected deployment: its state and its figures.
 
 const CARDS = [
   ["rate", "Requests", "/s", (row) => row.rate, count],
@@ -9,7 +9,7 @@ const CARDS = [
   ["busy", "Busy instances", "", (row, graph) => perModel(graph, "busy"), count],
 ];
 let cards = {};
-let picture = null; // what is drawn: its word, the document, the parts that change
+let picture = null; // the picture that is drawn: its digest, its document, the parts that change
 
 // A model that two steps share has one queue.
 function perModel(graph, figure) {
@@ -75,13 +75,13 @@ function shown(graph, at_ms) {
   const isHere = graph && graph.name === selected.name && graph.version === selected.version;
   if (!isHere) return;
   $("live").hidden = false;
-  if (!picture || picture.word !== graph.picture) fetchPicture(graph);
+  if (!picture || picture.digest !== graph.picture) fetchPicture(graph);
   showCards(row, graph, at_ms);
   if (picture && picture.graph) showGraph(graph);
   fetchRequests();
 }
 
-// What was not loaded has a version as soon as it is.
+// A model that was not loaded gets a version when it is loaded.
 function anyVersion() {
   const row = [...rows.values()].find((one) => one.name === selected.name);
   if (row && row.version !== selected.version) select(row);

@@ -1,4 +1,4 @@
-// Loading, unloading and access keys; and what begins when the page does.
+// Loading, unloading and access keys; and the start of the page.
 
 async function control(verb) {
   const { name } = selected;

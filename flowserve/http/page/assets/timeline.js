@@ -1,4 +1,4 @@
-// Where one request's time went: the entries of its Server-Timing header as bars, and above the steps in the picture.
+// The times of one request: the entries of its Server-Timing header as bars, and above the steps in the picture.
 
 const PHASES = { queue: "waits", input: "gathers inputs", infer: "computes", output: "hands out outputs" };
 
