@@ -3,7 +3,7 @@
 Decides what a test takes, what counts as an item, how the rows of several conditions become one tensor, how items
 become one row again, and the values of what no step wrote. A condition that all rows or none pass copies nothing;
 neither do items, which are a view of the tensor that they are taken from. Rows that are picked from a tensor are copied
-where a batch reads them (`picked`). Does not know graphs, steps or requests beyond the records that it is given. The
+where a batch reads them (`recipe`). Does not know graphs, steps or requests beyond the records that it is given. The
 caller, `scheduling/spaces`, gets this module as its `RowOperations`.
 """
 

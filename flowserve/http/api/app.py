@@ -29,7 +29,8 @@ from flowserve.http.api.openapi import openapi
 from flowserve.http.api.request_target import PREFIX, SUFFIX, is_version
 from flowserve.http.api.restricted import restricted
 from flowserve.http.page.routes import live_routes
-from flowserve.http.server.connection import RESERVATION, RETRY_AFTER, no_memory
+from flowserve.http.server.connection import RESERVATION
+from flowserve.http.server.response import RETRY_AFTER, no_memory
 from flowserve.observe.combined import METRICS
 from flowserve.observe.deployment_metrics import deployment_metrics
 from flowserve.observe.exposition import CONTENT_TYPE, COUNTER, GAUGE, family

@@ -18,7 +18,7 @@ import orjson
 
 from flowserve.errors import Invalid
 from flowserve.http.api.request_json import AnswerForm
-from flowserve.http.server.connection import HeaderTuple
+from flowserve.http.server.response import HeaderTuple
 from flowserve.memory import raw
 from flowserve.memory.raw import INLINE_ELEMENTS_MAX, INLINE_OUTPUT_BYTES_MAX
 from flowserve.runtime.protocol import ElementLimits

@@ -18,7 +18,7 @@ import trio
 from flowserve.errors import Unavailable
 from flowserve.http.api.compression import CONTENT_ENCODING, Headers
 from flowserve.http.api.request_target import PREFIX, SUFFIX, RequestTarget
-from flowserve.http.server.connection import HeaderTuple
+from flowserve.http.server.response import HeaderTuple
 from flowserve.runtime.group import FORWARDED, FORWARDS_MAX, LOST, Group
 from flowserve.values import BytesLike
 

@@ -32,8 +32,8 @@ from flowserve.http.api.infer import AppOptions, forward_headers
 from flowserve.http.api.json_bodies import ReadBody, is_parameter, load_json, off_loop, status_of, wrong_type
 from flowserve.http.api.request_json import InputHeader, check_json
 from flowserve.http.api.request_target import PREFIX, is_timed, is_version, sent_names
-from flowserve.http.server.connection import error_body
 from flowserve.http.server.request_parser import trace_context
+from flowserve.http.server.response import error_body
 from flowserve.memory import raw
 from flowserve.observe.server_timing import server_timing
 from flowserve.runtime.engine.deployments import Deployment

@@ -30,16 +30,9 @@ from flowserve.http.api.json_bodies import status_of
 from flowserve.http.api.request_json import AnswerForm
 from flowserve.http.api.request_target import TARGET, RequestTarget, request_target
 from flowserve.http.api.restricted import Guard
-from flowserve.http.server.connection import (
-    RESERVATION,
-    RETRY_AFTER,
-    HeaderTuple,
-    Respond,
-    Spawn,
-    error_body,
-    no_memory,
-)
+from flowserve.http.server.connection import RESERVATION, Respond, Spawn
 from flowserve.http.server.request_parser import MAX_BODY_BYTES, body_too_large
+from flowserve.http.server.response import RETRY_AFTER, HeaderTuple, error_body, no_memory
 from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.log_fields import of_context
 from flowserve.observe.server_timing import server_timing

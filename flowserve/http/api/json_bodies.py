@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from flowserve.errors import FlowserveError, Invalid, TooLarge
 from flowserve.http.api.compression import UnknownEncoding
-from flowserve.http.server.connection import error_body
+from flowserve.http.server.response import error_body
 from flowserve.runtime.protocol import ITEMS_MAX
 from flowserve.runtime.threads import INLINE_BYTES_MAX, in_one_piece
 from flowserve.values import BytesLike, fits_64_bits

@@ -1,17 +1,16 @@
-"""One client's connection: requests are read, started, and responded to in order; and the poller of all connections.
+"""One client's connection: requests are read, started, and responded to in order.
 
 Decides the request/response cycle of HTTP/1.1: when a request is complete, whether the app or the inference handler
 responds, how the response is framed, whether the connection is kept, the effect of deadlines, and how a connection
-ends. Also how status and headers are written, that no header value can start a new line, and the one shape of an
-error's body. The Server header has the version; there is no Date, because clients of models do not read it. A request
-is started only when its body is complete, so that one that is cut short or malformed is never executed. The class reads
-top to bottom in the order of a request's life.
+ends. A request is started only when its body is complete, so that one that is cut short or malformed is never executed.
+The class reads top to bottom in the order of a request's life.
 
-A connection has no task of its own. The poller calls `advance` when bytes arrive; they are read and parsed without
-waiting. A request for the inference handler (all inference) is started immediately, and its response arrives by
-callback. Any other request is one call of the ASGI app in a task. Blocking work runs in a task too: the rest of
-a response that the kernel did not accept, and lingering. A connection has at most one task at a time. Each wait
-is a phase with a deadline: two plain fields that the server's sweeper compares with its clock.
+A connection has no task of its own. The poller (poller.py) calls `advance` when bytes arrive; they are read and parsed
+without waiting. A request for the inference handler (all inference) is started immediately, and its response arrives by
+callback. Any other request is one call of the ASGI app in a task. Blocking work runs in a task too: the rest of a
+response that the kernel did not accept, and lingering. At most one task works for a connection at a time; one that has
+responded may still be ending. Each wait is a phase with a deadline: two plain fields that the server's sweeper compares
+with its clock.
 
 Does not know Starlette or models, nor how sockets are accepted (server.py). Called by the server.
 """
@@ -21,22 +20,18 @@ from __future__ import annotations
 import enum
 import fcntl
 import logging
-import select
 import socket
 import struct
 import termios
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from functools import lru_cache
-from http import HTTPStatus
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-import orjson
 import trio
 from starlette.types import ASGIApp, Message, Scope
-from trio.lowlevel import notify_closing, wait_readable, wait_writable
+from trio.lowlevel import notify_closing, wait_writable
 
 from flowserve.errors import Overloaded
+from flowserve.http.server.poller import Poller, has_epoll
 from flowserve.http.server.request_parser import (
     HEAD_END,
     ChunkedBody,
@@ -48,11 +43,11 @@ from flowserve.http.server.request_parser import (
     body_too_large,
     trace_context,
 )
+from flowserve.http.server.response import HeaderTuple, head_bytes, no_memory, refusal
 from flowserve.memory.pool import ALIGNMENT, POOLED_BYTES_MIN, Pool
 from flowserve.observe.log_fields import of_context
 from flowserve.runtime.budget import Budget, Reservation
 from flowserve.values import Array, BytesLike
-from flowserve.version import __version__
 
 RECEIVE_BYTES: Final = 16_384  # a small request comes in one piece, and little of a large body has to be moved
 _READS_MAX: Final = 16  # in a row, before other connections are read
@@ -60,31 +55,19 @@ _READS_MAX: Final = 16  # in a row, before other connections are read
 # the event loop: it reads 16 MiB before it goes on.
 _BODY_RECEIVE_BYTES: Final = 1 << 18
 _BODY_READS_MAX: Final = 4
-_BODIES_AT_ONCE: Final = 16
 _BODILESS: Final = frozenset({204, 304})
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-_SERVER: Final = f"server: flowserve/{__version__}\r\n".encode("ascii")
-_STATUS_LINES: Final = {
-    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode("ascii") + _SERVER for status in HTTPStatus
-}
 _CONNECTION_CLOSE: Final = b"connection: close\r\n"
 _CONNECTION_KEEP_ALIVE: Final = b"connection: keep-alive\r\n"  # HTTP/1.0 clients expect it
 _JOINED_BYTES_MAX: Final = 16_384  # below this one copy is cheaper than a longer list of buffers
 _PARTS_MAX: Final = 512  # sendmsg takes 1024
 _LINGER_S: Final = 2.0
 _CHECK_S: Final = 0.01
-_HANG_UP_GRACE_S: Final = 0.002  # a client that half-closes after a fast request still gets its response
-_EVENTS_MAX: Final = 256
 RESERVATION: Final = "flowserve.reservation"  # in the ASGI scope: returns the request's part of the budget
-RETRY_AFTER: Final = (b"retry-after", b"1")  # seconds
-NO_MEMORY: Final = "the server has no memory for this request"
 STOPPED: Final = "the server is stopping, and its time for requests is over"
-# Edges: input that a connection leaves unread is not reported again.
-_EVENTS: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET if hasattr(select, "epoll") else 0
 
 _log = logging.getLogger("flowserve.http")
 
-HeaderTuple = tuple[tuple[bytes, bytes], ...]
 # Status, headers and the body's buffers. Called once, on the event loop's thread, at any time.
 Respond = Callable[[int, HeaderTuple, Sequence[Any]], None]
 # Runs blocking work in a task. The work gets the request's part of the budget, for more bytes of its body.
@@ -149,7 +132,7 @@ class ServerContext:
         self.sweep_s = sweep_s
         self.now = 0.0
         self.idle_limit_s = sweep_s + limits.idle_timeout_s
-        self.must_arm = not hasattr(select, "epoll")  # whether the poller waits for each connection by itself
+        self.must_arm = not has_epoll()
 
     def deadline_in(self, limit_s: float) -> float:
         """`limit_s` from now, at most two sweeps late and never early. Reads no clock."""
@@ -161,8 +144,8 @@ class Connection:
 
     __slots__ = (
         *("_body", "_chunked", "_client", "_context", "_got", "_has_started", "_head", "_headers", "_keeps_alive"),
-        *("_left", "_local", "_on_close", "_parser", "_reservation", "_status", "_target", "_task", "_unread"),
-        *("_unsent", "_withdraw", "deadline", "is_hung_up", "may_read", "phase", "sock"),
+        *("_left", "_local", "_on_close", "_parser", "_reservation", "_status", "_task", "_unread"),
+        *("_unsent", "_withdraw", "deadline", "is_hung_up", "may_read", "phase", "sock", "target"),
     )
 
     def __init__(
@@ -186,7 +169,7 @@ class Connection:
         self._unread = b""  # received, and belongs to the request after this one
         self._parser: HeadParser | None = None  # of a head that comes in pieces
         self._chunked: ChunkedBody | None = None
-        self._target: memoryview | None = None  # of a body of known size, `_got` bytes of which have come
+        self.target: memoryview | None = None  # memory of a body of known size, `_got` bytes of which have come
         self._got = 0
         self._reservation: Reservation | None = None  # of the request's body, if it needs a buffer of its own
         # The request that is read or responded to, and its response so far.
@@ -222,7 +205,7 @@ class Connection:
             if self._unread and self.phase.is_reading:
                 unread, self._unread = self._unread, b""
                 self._take(unread)
-            for _ in range(_READS_MAX if self._target is None else _BODY_READS_MAX):
+            for _ in range(_READS_MAX if self.target is None else _BODY_READS_MAX):
                 if not self.may_read or not self.phase.is_reading or self._unread:
                     break
                 self._receive()
@@ -242,7 +225,7 @@ class Connection:
 
     def _receive(self) -> None:
         """Receive once, and process the bytes."""
-        target = self._target
+        target = self.target
         try:
             if target is None:
                 data = self.sock.recv(RECEIVE_BYTES)
@@ -308,19 +291,19 @@ class Connection:
         if not head.is_chunked:
             self._reserve(size)
             try:
-                self._target = self._memory_for(size, head)
+                self.target = self._memory_for(size, head)
             except MemoryError as error:
                 raise _without_memory(head, error) from None
         self._enter(Phase.BODY, limits.body_timeout_s)
         if head.expects_continue and not rest and not self._send((CONTINUE,)):
             self._enter(Phase.WRITING, limits.write_timeout_s)
             self._spawn(self._finish_continue)
-        if self._target is None:
+        if self.target is None:
             self._chunked = ChunkedBody(limits.max_body_bytes)
             self._take_chunks(rest)
         else:
             self._got = 0
-            self._target[: len(rest)] = rest
+            self.target[: len(rest)] = rest
             self._take_body(len(rest))
 
     async def _finish_continue(self) -> None:
@@ -344,7 +327,7 @@ class Connection:
 
     def _drop_body(self) -> None:
         """The request's body is not needed any more."""
-        self._body = self._target = self._chunked = None
+        self._body = self.target = self._chunked = None
         if self._reservation is not None:
             self._reservation.end()
             self._reservation = None
@@ -363,12 +346,12 @@ class Connection:
         return block.data[pad:]
 
     def _take_body(self, count: int) -> None:
-        target = self._target
+        target = self.target
         assert target is not None
         self._got += count
         self.deadline += count / self._context.limits.body_bytes_per_s
         if self._got == len(target):
-            self._target = None
+            self.target = None
             self._start(target if self._got >= POOLED_BYTES_MIN else bytes(target))
 
     def _take_chunks(self, data: bytes) -> None:
@@ -753,153 +736,3 @@ def _endpoint(sock: socket.socket) -> Any:
     except OSError:
         return None
     return name[:2] if isinstance(name, tuple) else (name, None)
-
-
-class Poller:
-    """Notifies `connections` (by file descriptor) of input: one wait for all of them, in one task.
-
-    Decides which requests are started together (all that one poll of the kernel finds), when a connection with more
-    unread input continues, and how long after a client hung up its request is withdrawn. `begin_events` and
-    `end_events` are called around reads of one poll. Without epoll each connection has a task that waits for its input,
-    and a disconnect is detected when its response is written.
-    """
-
-    def __init__(
-        self,
-        connections: Mapping[int, Connection],
-        begin_events: Callable[[], None],
-        end_events: Callable[[], None],
-    ) -> None:
-        self._connections = connections
-        self._begin_events = begin_events
-        self._end_events = end_events
-        self._epoll = select.epoll() if hasattr(select, "epoll") else None
-        self._nursery: trio.Nursery | None = None  # while it runs
-        self._resumable: dict[Connection, None] = {}  # each once, however many events it had
-        self._has_resumable = trio.Event()
-
-    def watch(self, connection: Connection) -> None:
-        """From now on `connection` advances on input. Raises OSError if the kernel cannot watch more sockets."""
-        if self._epoll is not None:
-            self._epoll.register(connection.sock, _EVENTS)
-        else:
-            self.arm(connection)
-
-    def arm(self, connection: Connection) -> None:
-        """All of the connection's input was read."""
-        if self._epoll is None and self._nursery is not None:
-            self._nursery.start_soon(self._wait_for_one, connection, name="http input")
-
-    def resume(self, connection: Connection) -> None:
-        """Advance the connection in the next loop iteration, after others that are ready now."""
-        self._resumable[connection] = None
-        self._has_resumable.set()
-
-    def forget(self, connection: Connection) -> None:
-        """The connection is about to close its socket. Closing alone is not enough: a process that was forked just now
-        may hold the socket too, and the kernel would go on reporting it under a number that another connection gets.
-        """
-        if self._epoll is not None:
-            with suppress(OSError):
-                self._epoll.unregister(connection.sock)
-
-    def close(self) -> None:
-        if self._epoll is not None:
-            self._epoll.close()
-
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Wait for input and notify connections, until cancelled."""
-        async with trio.open_nursery() as self._nursery:
-            self._nursery.start_soon(self._run_resumed, name="http resumed connections")
-            task_status.started()
-            if self._epoll is None:
-                return
-            while True:
-                await wait_readable(self._epoll)
-                hung_up: list[Connection] = []
-                found: list[Connection] = []
-                self._begin_events()
-                try:
-                    for descriptor, event in self._epoll.poll(0, _EVENTS_MAX):
-                        connection = self._connections.get(descriptor)
-                        if connection is None:
-                            continue
-                        connection.may_read = True
-                        if event & ~select.EPOLLIN:
-                            connection.is_hung_up = True
-                            hung_up.append(connection)
-                        found.append(connection)
-                    self._advance(found)
-                finally:
-                    self._end_events()
-                if hung_up:
-                    self._nursery.start_soon(self._let_hang_up, hung_up)
-
-    async def _let_hang_up(self, hung_up: Iterable[Connection]) -> None:
-        await trio.sleep(_HANG_UP_GRACE_S)
-        for connection in hung_up:
-            connection.on_hang_up()
-
-    async def _run_resumed(self) -> None:
-        while True:
-            await self._has_resumable.wait()
-            self._has_resumable = trio.Event()
-            resumable, self._resumable = self._resumable, {}
-            self._begin_events()
-            try:
-                self._advance(resumable)
-            finally:
-                self._end_events()
-
-    def _advance(self, connections: Iterable[Connection]) -> None:
-        """Advance connections that may have input. Of those that read bodies, the rest follows in the next loop
-        iteration.
-        """
-        bodies = 0
-        for connection in connections:
-            if connection._target is not None:
-                bodies += 1
-                if bodies > _BODIES_AT_ONCE:
-                    self.resume(connection)
-                    continue
-            connection.advance()
-
-    async def _wait_for_one(self, connection: Connection) -> None:
-        with suppress(OSError, trio.ClosedResourceError):
-            await wait_readable(connection.sock)
-            connection.may_read = True
-            self.resume(connection)
-
-
-@lru_cache(256)  # most responses carry the same headers
-def head_bytes(status: int, headers: HeaderTuple, framing: bytes) -> bytes:
-    """The head of a response. `framing` is ready-made header lines, each with its line end. Raises ValueError for a
-    line break in a header.
-    """
-    lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n%b" % (status, _SERVER)]
-    for name, value in headers:
-        if b"\n" in value or b"\r" in value or b"\n" in name or b"\r" in name:
-            raise ValueError(f"a line break in the response header {name!r}")
-        lines.append(b"%b: %b\r\n" % (name, value))
-    return b"".join([*lines, framing, b"\r\n"])
-
-
-def refusal(status: int, text: str) -> bytes:
-    """A whole response that ends the connection. With 503 it says when to try again."""
-    body = error_body(text)
-    framing = b"content-length: %d\r\nconnection: close\r\n" % len(body)
-    headers: HeaderTuple = ((b"content-type", b"application/json"),)
-    return head_bytes(status, (*headers, RETRY_AFTER) if status == 503 else headers, framing) + body
-
-
-def no_memory(error: MemoryError) -> str:
-    """The text of the response to a request for which there is no memory, and of the log."""
-    return f"the server has no memory for this request: {error}" if str(error) else NO_MEMORY
-
-
-def error_body(text: str) -> bytes:
-    """`{"error": text}`. Text that is not Unicode (a lone surrogate from a client's name) is escaped, not refused."""
-    try:
-        return orjson.dumps({"error": text})
-    except orjson.JSONEncodeError:
-        return orjson.dumps({"error": text.encode("utf-8", "backslashreplace").decode("utf-8")})

@@ -3,7 +3,7 @@
 Decides the options of listening sockets, that a socket which an earlier server left in the file system is replaced,
 which connections are accepted, which are refused (beyond the budget of connections, or without a file descriptor) or
 closed, and how the server ends. Two tasks serve every connection: the sweeper, which compares deadlines a few times a
-second, and the poller. The request/response cycle and the poller are in connection.py.
+second, and the poller. The request/response cycle is in connection.py, the poller in poller.py.
 
 Ending has three steps. From `part` on responses carry `Connection: close`, while new connections are still served:
 health probes detect that the server stops. `drain` stops accepting, closes connections without a request, and lets
@@ -30,8 +30,10 @@ import trio
 from starlette.types import ASGIApp
 from trio.lowlevel import notify_closing, wait_readable
 
-from flowserve.http.server.connection import Connection, InferenceHandler, Phase, Poller, ServerContext, refusal
+from flowserve.http.server.connection import Connection, InferenceHandler, Phase, ServerContext
+from flowserve.http.server.poller import Poller
 from flowserve.http.server.request_parser import Limits
+from flowserve.http.server.response import refusal
 from flowserve.http.server.tls import Terminator
 from flowserve.memory.pool import Pool
 from flowserve.runtime.budget import Budget

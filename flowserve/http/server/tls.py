@@ -16,8 +16,8 @@ from typing import Final
 import trio
 
 from flowserve.errors import Invalid
-from flowserve.http.server.connection import refusal
 from flowserve.http.server.request_parser import Limits
+from flowserve.http.server.response import refusal
 
 PLAIN: Final = "this port speaks HTTPS, and the request came in plain HTTP: begin the URL with https://"
 _PIECE_BYTES: Final = 65536
