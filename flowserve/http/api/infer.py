@@ -173,11 +173,16 @@ class InferRoute:
 class _Inference:
     """One request from its body to its response, traced or not."""
 
-    __slots__ = ("_answer_form", "_body", "_flow", "_respond", "_route", "_spawn", "_target", "_watch", "deployment")
+    __slots__ = (
+        *("_answer_form", "_body", "_flow", "_request", "_respond", "_route", "_spawn", "_target", "_watch"),
+        "deployment",
+    )
 
     deployment: Deployment
     _answer_form: AnswerForm
+    # Until the task takes them: the body, and the request in it if it is decoded already.
     _body: BytesLike
+    _request: Request | None
 
     def __init__(self, route: InferRoute, target: RequestTarget, respond: Respond, spawn: Spawn) -> None:
         engine = route.engine
@@ -199,7 +204,7 @@ class _Inference:
         """Start it. Returns a callable that withdraws it. Raises FlowserveError."""
         request = self._decoded(body)
         if request is None or (request.sequence_id and self._route.forwarder is not None):
-            self.start_task(body)
+            self.start_task(body, request)
             return self.close
         request.trace_context = self._target.context
         make = None if self._watch is None else self._make_traced(self._watch)
@@ -211,22 +216,23 @@ class _Inference:
             flow.waiter = self._finished
         return self.close
 
-    def start_task(self, body: BytesLike) -> None:
-        """Start it in a task: part of its work runs on threads."""
+    def start_task(self, body: BytesLike, request: Request | None = None) -> None:
+        """Start it in a task: part of its work runs on threads, or another server may have its sequence."""
         self._body = body
+        self._request = request
         self._spawn(self._run)
 
     async def _run(self, reservation: Reservation) -> None:
         """Run it from its body to its response. `reservation`: of the budget, for an expanded body."""
         route, target = self._route, self._target
         body, self._body = self._body, b""
+        request, self._request = self._request, None
         try:
             with route.engine.announced() as is_accepted:
                 if target.is_compressed:
                     body = await in_thread(partial(expand, body, route.max_body_bytes, reservation.grow))
-                request = self._decoded(body)
                 if request is None:
-                    request = await self._decoded_in_steps(body)
+                    request = self._decoded(body) or await self._decoded_in_steps(body)
                 elsewhere = None
                 if request.sequence_id and route.forwarder is not None:
                     begins = request.sequence_start
@@ -357,15 +363,15 @@ class _Inference:
             response = engine.response_from(flow) if flow.error is None else engine.response(flow)
             encoded = self._encoded(response)
             if encoded is None:
-                self._spawn(partial(self._finish, response))
+                self._spawn(partial(self._respond_in_steps, response))
                 return
         except FlowserveError as error:
             encoded = refusal_of(error)
         except Exception as error:
             encoded = self.broken(error)
-        (self._respond if self._watch is None else self.respond)(*encoded)
+        (self._respond if self._watch is None else self.respond)(*encoded)  # one call less for most requests
 
-    async def _finish(self, response: Response, reservation: Reservation) -> None:
+    async def _respond_in_steps(self, response: Response, reservation: Reservation) -> None:
         """Respond with a large response."""
         try:
             encoded = await self._encoded_in_steps(response)
