@@ -200,7 +200,7 @@ class ActorLink:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def discard(self) -> None:
-        """Close the descriptor. The link is not used any more."""
+        """Close the descriptor. The link is not used again."""
         self.close()
         self._socket.close()
 

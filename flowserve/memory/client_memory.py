@@ -67,7 +67,7 @@ class Region:
         weakref.finalize(self, os.close, descriptor)
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        """Copy so many bytes as `view` has. Raises `Invalid` if the client has truncated its object."""
+        """Fill `view` with bytes from `offset` on. Raises `Invalid` if the client has truncated its object."""
         self.check()
         size = len(view)
         done = 0

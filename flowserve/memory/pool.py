@@ -149,7 +149,7 @@ class Buffer:
         self.address = start + -start % ALIGNMENT
 
     def discard(self) -> None:
-        """Return its pages to the system; it is not used any more."""
+        """Return its pages to the system. The buffer is not used again."""
         discard(self.address, self.size)
 
 

@@ -31,7 +31,7 @@ RESERVED_PREFIX: Final = "triton_"
 KNOWN_PARAMETERS: Final = frozenset({"sequence_id", "sequence_start", "sequence_end", "priority", "timeout"})
 BINARY_OUTPUT: Final = "binary_data_output"  # in HTTP only
 ITEMS_MAX: Final = 1024  # inputs, outputs, parameters: far more than any model has, few enough to be cheap
-JSON_ELEMENTS_MAX: Final = 1 << 24  # 64 MiB of JSON hold so many of four characters
+JSON_ELEMENTS_MAX: Final = 1 << 24  # as many of four characters fit into 64 MiB of JSON
 _KEPT_NAMES: Final = 1024
 GROUPS: Final = (
     "health",

@@ -122,7 +122,7 @@ SEGMENT: Final = 3
 #   it failed, its parameters, or null if it is rescheduled; under "" the notes about the outputs (`encode_notes`), and
 #   under RAISED [kind, text, traceback] of what the model raised after it had responded to some members; the others
 #   have RAISED as their error}
-#   PASSED: what the `stages` before this one made, in a route
+#   PASSED: the results of the `stages` before this one, in a route
 #   kept: whether the model still holds views of this batch's inputs; GONE follows when it has released them
 #   outputs: for each output NOTHING, or
 #     TOGETHER offset nbytes absent member... dimensions dim...    contiguous, without the absent members
@@ -139,7 +139,7 @@ GONE: Final = 6
 SPILLED_OUT: Final = 7
 # RETURNED number stages PASSED: a batch of a route was not run here: it was cancelled, or its inputs do not fit
 RETURNED: Final = 15
-# CANCELLED number stages PASSED: the reply to CANCEL: what the batch made here, if it was run (one stage or none)
+# CANCELLED number stages PASSED: the reply to CANCEL: the results of the batch here, if it was run (one stage or none)
 CANCELLED: Final = 19
 # ... from a decoupled model, at any time; its DONE has NOTHING for every output
 # ANSWER number member infer_ns output_ns rows segment offset nbytes outputs..., and TEXT parameters, or [parameters,

@@ -281,7 +281,7 @@ class OutputWriter:
         """Write a message that is too long for a datagram. Its segment, offset and length."""
         segment, offset = self.arena.take(len(message))
         if segment.number not in self._shown:
-            self._shown[segment.number] = segment  # before: another thread may be told to show it again
+            self._shown[segment.number] = segment  # before: another thread may have to send it again
             self._show(segment)
         segment.memory[offset : offset + len(message)] = np.frombuffer(message, np.uint8)
         return [segment.number, offset, len(message)]
@@ -333,7 +333,7 @@ class OutputWriter:
             return _placed((0, 0, 0, outputs))
         segment, offset = self.arena.take(size)
         if segment.number not in self._shown:
-            self._shown[segment.number] = segment  # before: another thread may be told to show it again
+            self._shown[segment.number] = segment  # before: another thread may have to send it again
             self._show(segment)
         for start, arrays in writes:
             segment.write(offset + start, arrays)

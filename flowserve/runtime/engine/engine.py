@@ -314,7 +314,7 @@ class Engine:
                 notice.sender.withdraw()
             elif isinstance(notice, Recall):
                 notice.batch.instance.recall(notice.batch)
-        except Exception:  # it concerns one request; the others go on
+        except Exception:  # it concerns one request; the others continue
             log.exception("%s could not be carried out", type(notice).__name__)
 
     def _has_responses(self, flow: StreamFlow) -> None:
