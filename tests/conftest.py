@@ -23,23 +23,23 @@ from flowserve.testing.serve import Served, serving
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Tests start hundreds of processes. Where bytecode cannot be written, as in many containers, each of them would
-# compile all of flowserve again.
+# Tests start hundreds of processes. If bytecode is not written, as in many containers, each of them compiles all of
+# flowserve again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # numpy's linear algebra starts a thread per core, which spins for 0.1 s in each of them. Only tests of speed need more.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# A script's background jobs are started with SIGINT ignored, and all that is started here would inherit that.
+# Shells start background jobs of scripts with SIGINT ignored, which all processes started here would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Rewriting the asserts of all tests makes millions of objects that live on, and what was collected lives as long as the
-# run: looking through it again and again for garbage was a tenth of the time. `pytest_collection_finish` turns it on.
+# Rewriting the asserts of all tests creates millions of objects, and the collected tests exist for the whole run: the
+# garbage collector's repeated passes over them took a tenth of the time. `pytest_collection_finish` enables it.
 gc.disable()
 
-# `ci`, the default, gives the same examples each time: a suite that is green once is green everywhere. `dev` looks
-# elsewhere each time, `long` looks hard. Deadlines are off: how fast a shared machine is says nothing about a law.
+# `ci`, the default, uses the same examples in each run, so that results are reproducible. `dev` uses new examples in
+# each run, `long` many more. Deadlines are off, because the speed of a shared machine says nothing about a property.
 hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
 hypothesis.settings.register_profile("long", max_examples=2_000, deadline=None, print_blob=True)
@@ -47,7 +47,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def _why_no_gpu() -> str:
-    """Empty where a CUDA device can be used. Asks the driver itself: a library that probes the GPU may keep it."""
+    """Empty if a CUDA device can be used. Queries the driver itself, because a library that probes the GPU may keep it
+    occupied.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -110,7 +112,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _why_no_gpu() if marked else ""
     for item in marked if reason else ():
         item.add_marker(pytest.mark.skip(reason=reason))
-    # The rest stays in order, but of several processes none may be left with a long file at the end.
+    # The other tests keep their order, but of several processes none may be left with a long file at the end.
     slow = Counter(
         item.path
         for item in items
@@ -142,8 +144,7 @@ def beside(
     """Background jobs: `beside(root, folder)` of a module whose tests take its result from `done_beside`.
 
     In one process the jobs run on a thread, one after another, while the other tests run, and the tests of their
-    results come last. A process of several that share the tests runs a job when its result is wanted, and these tests
-    first.
+    results come last. With several processes, each runs a job when its result is needed, and runs these tests first.
     """
     with ThreadPoolExecutor(1) as pool:
         begun: dict[ModuleType, Future[Any]] = {}
@@ -157,7 +158,7 @@ def beside(
             if isinstance(item, pytest.Function) and _has_background_job(item):
                 begin(item.module)
         yield begin
-        for job in begun.values():  # of a run that was interrupted
+        for job in begun.values():  # only in an interrupted run
             job.cancel()
 
 

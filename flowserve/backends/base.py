@@ -121,8 +121,8 @@ class OutputNotes:
 @dataclass(slots=True, eq=False)
 class Sent:
     """One response of a decoupled model: its outputs in the configuration's order, and its parameters. `infer_ns`: the
-    time that the model took for it, without waits in `send`; `output_ns`: the time that taking it over took. `notes`:
-    how the outputs differ from the configuration.
+    time that the model took for it, without waits in `send`; `output_ns`: the time for taking over its outputs.
+    `notes`: how the outputs differ from the configuration.
     """
 
     outputs: Sequence[Tensor | None]
@@ -133,8 +133,8 @@ class Sent:
 
 
 class Sender(Protocol):
-    """Receives a decoupled model's responses to one request. Used on any thread, as long as it is referenced. A request
-    that runs again keeps its sender; `kept` is an object that the backend stores there until then.
+    """Receives a decoupled model's responses to one request. May be used on any thread while it is referenced. A
+    request that runs again keeps its sender; `kept` is an object that the backend stores there until then.
     """
 
     kept: Any
@@ -144,13 +144,13 @@ class Sender(Protocol):
 
     def offer(self, sent: Sent) -> bool:
         """Send one response if there is room for it, without waiting; also True if the request is cancelled, whose
-        responses are dropped. False if there is no room: offer it again when `watch` says so. A request is answered by
-        `send` or by `offer`, not by both; by `offer` on one thread at a time.
+        responses are dropped. False if there is no room: offer it again when `watch` reports room. A request is
+        answered by `send` or by `offer`, not by both; `offer` is called on one thread at a time.
         """
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Call `changed`, on any thread and without waiting for it, when there is room for a response that `offer`
-        refused, and when the client cancels the request; at once if it has. Replaces an earlier `changed`.
+        refused, and when the client cancels the request, or at once if it already has. Replaces an earlier `changed`.
         """
 
     def fail(self, error: FlowserveError) -> None:
@@ -197,8 +197,8 @@ class Results:
     were not contiguous in one block, not aligned, or not in memory of its process. `placed[j]`: bytes of output j that
     were placed contiguously when the model's responses, one for each request, were taken over. Both may be () for none.
     `parameters[m]`: response parameters of member m. `rescheduled`: members that are not answered but run again, in a
-    model of iterative sequences; of their outputs only states are used. `taken[i]`: bytes of input
-    i, which the worker sets. `notes`: how the outputs differ from the configuration; only outputs that these name may.
+    model of iterative sequences; of their outputs only states are used. `taken[i]`: bytes of input i, which the worker
+    sets. `notes`: how the outputs differ from the configuration; only outputs that are named there may differ.
     `raised`: what the model raised after it had responded to some members; the others have it in `errors`.
     """
 
@@ -276,7 +276,7 @@ class BlsCall:
     is_stream: bool = False
 
 
-# What the code of an instance may ask of the server, with these arguments. Answers are JSON values.
+# Requests of an instance's code to the server, with these arguments. Answers are JSON values.
 LOAD: Final = "load"  # model, configuration as JSON or ""; with files
 UNLOAD: Final = "unload"  # model, whether the models of an ensemble are unloaded too
 IS_READY: Final = "is ready"  # model, version or ""
@@ -313,13 +313,13 @@ class BlsClient(Protocol):
         """
 
     def wait(self, is_there: Callable[[], bool]) -> None:
-        """Block until `is_there()`, which is called after each result."""
+        """Block until `is_there()` is true; it is called after each result."""
 
     def awaited_on(self, loop: asyncio.AbstractEventLoop) -> AbstractContextManager[None]:
         """Context manager around a wait on an asyncio loop, on the loop's thread."""
 
     def ask(self, what: str, arguments: Sequence[Any], files: Mapping[str, bytes] = NO_FILES) -> Any:
-        """Ask the server and wait for its answer. Raises FlowserveError; Unsupported where waiting is not allowed."""
+        """Ask the server and wait for its answer. Raises FlowserveError; Unsupported if waiting is not allowed here."""
 
     def metric(self, family: int, labels: Mapping[str, str], buckets: Sequence[float] | None, count: int) -> Cells:
         """Show a metric until its family is dropped. Returns the `count` cells to count in, all zero. Raises
@@ -333,7 +333,7 @@ class BlsClient(Protocol):
         """Whether the client of this member of the current batch has cancelled its request."""
 
     def close(self) -> None:
-        """The instance is closed: no calls follow, and its metrics are not shown any more."""
+        """The instance is closed: no calls follow, and its metrics are no longer shown."""
 
 
 def answer_or_raise(answer: Any) -> Any:
@@ -364,13 +364,13 @@ class CallsModels(Protocol):
 
 @runtime_checkable
 class NeedsOthers(Protocol):
-    """Implemented by an `Instance` that works only while something outside of the server does."""
+    """Implemented by an `Instance` that depends on something outside of the server."""
 
     def outage(self) -> str:
-        """Why it cannot work just now, or "". Called at any time, on the event loop; never blocks."""
+        """Why it cannot work at present, or "". Called at any time, on the event loop; never blocks."""
 
     def statistics(self) -> Mapping[str, Any]:
-        """What the other server counted of its model, as JSON; {} if that is not known. Called as `outage`."""
+        """The other server's statistics of its model, as JSON; {} if they are unknown. Called as `outage`."""
 
 
 @runtime_checkable
@@ -385,9 +385,9 @@ class SharesOutputs(Protocol):
 class DeviceWork(Work):
     """A batch for an instance on a device: its inputs may be `DeviceTensor`s and `Mirror`s.
 
-    `read_at[j][m]` says where output j of member m is read (ON_HOST, ON_DEVICE or both, of memory/stream.py); None:
-    all outputs are read on the host. Outputs read on the host are there when `run` returns; the others may still be
-    being computed.
+    `read_at[j][m]` states where output j of member m is read (ON_HOST, ON_DEVICE or both, of memory/stream.py); None:
+    all outputs are read on the host. Outputs that are read on the host are there when `run` returns; the others may
+    still be being computed.
     """
 
     read_at: Sequence[Sequence[int]] | None = None
@@ -395,10 +395,10 @@ class DeviceWork(Work):
 
 @runtime_checkable
 class OnDevice(Protocol):
-    """Implemented by an `Instance` that computes on a GPU and takes `DeviceWork`: it reads its inputs where they are,
-    on the host or on any device, and leaves its outputs where they are read next. It runs on its own thread, never on
-    the event loop. `is_of_any_thread`: runs may come from several threads, one at a time; otherwise all runs come from
-    the thread that opened the instance.
+    """Implemented by an `Instance` that computes on a GPU and takes `DeviceWork`: it reads its inputs from the host or
+    any device, and leaves its outputs in the memory where they are read next. It runs on its own thread, never on the
+    event loop. `is_of_any_thread`: runs may come from several threads, one at a time; otherwise all runs come from the
+    thread that opened the instance.
     """
 
     @property

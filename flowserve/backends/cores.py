@@ -1,7 +1,7 @@
 """How many processors this process may use: those it is bound to, within the limit of its control group.
 
 Decides that a limit of 2.5 processors counts as 2, since more threads would be stopped in the middle of a period. Does
-not know who uses them. Callers: backends that choose a number of threads.
+not know what they are used for. Callers: backends that choose a number of threads.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _ROOT: Final = Path("/sys/fs/cgroup")
 
 
 def cores_allowed(proc: Path = _PROC, root: Path = _ROOT) -> int:
-    """At least 1. `proc` and `root`: where the kernel tells the process's groups and their limits. Of several servers
-    that share them (`SHARED_BY`), each gets its part.
+    """At least 1. `proc` and `root`: the folders in which the kernel lists the process's groups and their limits. If
+    several servers share the processors (`SHARED_BY`), each gets its part.
     """
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = group_limit(proc, root)

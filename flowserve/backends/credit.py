@@ -26,7 +26,7 @@ class CreditSender:
         self._waiting = 0
         self._count = threading.Lock()
         self._is_withdrawn = False
-        self._has_refused = False  # the last `offer`
+        self._has_refused = False  # whether the last `offer` was refused
         self._changed: Callable[[], None] | None = None
 
     def grant(self, count: int) -> None:
@@ -51,7 +51,7 @@ class CreditSender:
             if not self._has_refused:
                 self._has_refused = True
                 self._tell_waits()
-            if not self._credits.acquire(blocking=False):  # none came before `_has_refused` was set
+            if not self._credits.acquire(blocking=False):  # no credit was granted before `_has_refused` was set
                 return False
         self._has_refused = False
         if self._is_withdrawn:
@@ -102,5 +102,5 @@ class CreditSender:
         raise NotImplementedError
 
     def _tell_waits(self) -> None:
-        """A thread waits for a credit. Called on that thread."""
+        """Report that a thread waits for a credit. Called on that thread."""
         raise NotImplementedError

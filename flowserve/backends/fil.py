@@ -1,9 +1,9 @@
 """Backend `fil`: forests of decision trees, with the files and parameters of Triton's backend of that name.
 
-Decides which file belongs to which kind of model, that XGBoost and LightGBM compute their own files where they are
-installed and treelite's reference interpreter computes them elsewhere, and how scores become the outputs that the
-parameters `is_classifier`, `predict_proba` and `threshold` request. Models of scikit-learn are served as treelite's
-checkpoints, which are data: a pickle would be code.
+Decides which file belongs to which kind of model, that XGBoost and LightGBM compute their own files if they are
+installed, and treelite's reference interpreter otherwise, and how scores become the outputs that the parameters
+`is_classifier`, `predict_proba` and `threshold` request. Models of scikit-learn are served as treelite's checkpoints,
+which are data: a pickle would be code.
 
 The only module that imports these libraries. It does not know batches or requests. Callers: the registry.
 """
@@ -54,7 +54,7 @@ class Forest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the output is: scores, the probability of each class, or the number of the class."""
+    """The kind of output: scores, the probability of each class, or the number of the class."""
 
     is_classifier: bool
     is_probability: bool
@@ -193,7 +193,7 @@ def _of_xgboost(source: ModelSource) -> Forest:
         return np.asarray(booster.inplace_predict(rows, validate_features=False))
 
     def probabilities(rows: Array) -> Array:
-        """Of the margins: the objective multi:softmax itself returns classes."""
+        """Probabilities computed from margins: the objective multi:softmax itself returns classes."""
         margins = np.asarray(booster.inplace_predict(rows, validate_features=False, predict_type="margin"))
         raised = np.exp(margins - margins.max(axis=1, keepdims=True))
         return np.asarray(raised / raised.sum(axis=1, keepdims=True))
@@ -226,7 +226,7 @@ def _of_treelite(source: ModelSource, model: Any) -> Forest:
     numbers = [int(count) for count in np.atleast_1d(model.get_header_accessor().get_field("num_class"))]
     if len(numbers) > 1 and max(numbers) > 1:
         raise ValueError(f"it has {len(numbers)} targets of several classes each, which one output cannot have")
-    # Trees are compared in the type that their thresholds have.
+    # Inputs are compared in the data type of the trees' thresholds.
     kind = np.float64 if model.input_type == "float64" else np.float32
     threads = source.threads
 

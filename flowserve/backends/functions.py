@@ -3,9 +3,9 @@
 Decides where the function of a deployment is found, and how it is called: once for a batch, or, in decoupled mode, once
 for each request. A deployment has a model.py with an attribute `function`; for a function that exists only in this
 process, that file looks the function up by a key. Decides also in which forms a function may return its outputs, the
-error for an invalid result, and when an array of a result must be copied. What a function raises is logged with its
-traceback, and is in the response as one line. It does not know graphs, queues or processes: functions run in the
-server's process.
+error for an invalid result, and when an array of a result must be copied. An exception of a function is logged with its
+traceback, and is one line in the response. It does not know graphs, queues or processes: functions run in the server's
+process.
 
 Callers: the registry; authoring/ calls `offer` for functions that exist only in this process; the runtime runs the
 instances.
@@ -79,7 +79,9 @@ class CallableBackend:
         _check(config, find_function(config, files))
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> LoadedFunction:
-        """Instances may run on the event loop only if decorator or configuration say so; `options` do not count."""
+        """Instances may run on the event loop only if the decorator or the configuration allows it; `options` are
+        ignored.
+        """
         model = find_function(config, files)
         _check(config, model)
         return LoadedFunction(config, model)
@@ -91,7 +93,7 @@ def find_function(config: ModelConfig, files: ModelFiles) -> FunctionModel:
     where = files.shown(path)
     module = ModuleType(f"flowserve_function_{config.name}_{files.version}")
     module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses and pickle look it up there
+    sys.modules[module.__name__] = module  # dataclasses and pickle look the module up there
     try:
         # Not through Python's loaders: their cache compares files by whole seconds and length only.
         exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
@@ -115,7 +117,7 @@ def find_function(config: ModelConfig, files: ModelFiles) -> FunctionModel:
 
 
 def _check(config: ModelConfig, model: FunctionModel) -> None:
-    """Raises Invalid where the function could not do what the configuration says."""
+    """Raises Invalid if the function cannot follow the configuration."""
     if config.decoupled and not model.decoupled:
         raise Invalid(
             f"model '{config.name}': the configuration says decoupled, and its function answers once; a function that"
@@ -325,7 +327,7 @@ class FunctionAnswers:
             found = len(made[number]) if isinstance(made[number], tuple | list) else type(made[number]).__name__
             raise self.broken(f"returned {found} where a list of {len(rows)} arrays was expected, one a request", spec)
         arrays = list(made[number])
-        made[number] = None  # this reference would count as the function's
+        made[number] = None  # otherwise this reference counts as the function's
         tensors = []
         for m, count in enumerate(rows):
             array = self._own(arrays, m, spec)
@@ -338,7 +340,7 @@ class FunctionAnswers:
         if not isinstance(made[number], np.ndarray):
             raise self.broken(f"returned {type(made[number]).__name__} where an array was expected", spec)
         if type(made[number]) is not np.ndarray:
-            made[number] = np.asarray(made[number])  # the plain elements, of masked arrays too
+            made[number] = np.asarray(made[number])  # plain elements, also for masked arrays
         if spec.dtype is DType.BYTES:
             return self._as_bytes(made[number], spec)
         if self._is_pure or (made[number].flags.owndata and _holders(made, number) == _ALONE):
@@ -375,7 +377,7 @@ def _holders(made: list[Any], number: int) -> int:
     return sys.getrefcount(made[number])
 
 
-# The count if only the list references the array. It differs between versions of Python.
+# The reference count of an array that only the list references. It differs between versions of Python.
 _ALONE: Final = _holders([np.zeros(1)], 0)
 
 

@@ -75,7 +75,7 @@ class OpenVino:
         return Compiled(source)
 
     def explain(self, error: Exception) -> str:
-        """The last of its lines that are no positions in its source."""
+        """Its last line that is not a position in the source code."""
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         kept = [line for line in lines if not line.startswith(("Exception from src", "Check '"))] or lines
         return " ".join(kept)[:500] or type(error).__name__
@@ -99,7 +99,7 @@ class Compiled:
         tensor = openvino.Tensor
 
         def run(names: list[str], feed: Feed) -> Sequence[Any]:
-            # The request keeps its inputs until its next run.
+            # The infer request keeps its inputs until its next run.
             for name, array in feed.items():
                 request.set_input_tensor(inputs[name], tensor(_writeable(array), shared_memory=True))
             request.infer()

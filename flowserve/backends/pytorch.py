@@ -79,7 +79,7 @@ class Torch:
 
 
 class OpenModule:
-    """One file, ready to run. `is_to_run`: the numbers of threads are set, which PyTorch has once for a process."""
+    """One file, ready to run. `is_to_run`: the numbers of threads are set, which PyTorch has once per process."""
 
     def __init__(self, source: ModelSource, *, is_to_run: bool = False) -> None:
         with waiting_without_spinning():
@@ -158,7 +158,7 @@ class _File:
 class _TorchScript(_File):
     def __init__(self, torch: Any, source: ModelSource) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # newer versions call the format old
+            warnings.simplefilter("ignore")  # newer versions warn that the format is old
             self._module = torch.jit.load(str(source.path), map_location="cpu").eval()
         schema = self._module.forward.schema
         arguments = schema.arguments[1:]
@@ -234,7 +234,7 @@ def _declared(name: str, value: Any) -> _Tensor:
 
 
 class _Names:
-    """Which tensor of the configuration is which of the file's. `places`: the position, or the key, of each name."""
+    """Maps the configuration's tensors to the file's. `places`: the position, or the key, of each name."""
 
     def __init__(self, source: ModelSource, side: str, tensors: list[_Tensor] | None) -> None:
         config = source.config
@@ -279,7 +279,7 @@ def _port(name: str, tensor: _Tensor, dtype: DType | None, shape: tuple[int, ...
 
 def _tensor(torch: Any, array: Array) -> Any:
     if not array.flags.writeable:
-        array = array.copy()  # PyTorch has no tensors that are only read
+        array = array.copy()  # PyTorch has no read-only tensors
     if array.dtype == _BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
@@ -297,7 +297,7 @@ def _array(torch: Any, tensor: Any) -> Any:
 
 
 def _picked(made: Any, place: int | str) -> Any:
-    """One result. Raises LookupError with what there is."""
+    """One result. Raises LookupError with the available ones."""
     if isinstance(place, str):
         if isinstance(made, Mapping) and place in made:
             return made[place]

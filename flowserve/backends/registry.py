@@ -78,8 +78,8 @@ def default_files() -> Mapping[str, str]:
 
 @cache
 def default_execution(name: str) -> str:
-    """Where instances of that backend run if neither the model nor the operator says it; "" for the server's default,
-    and for a backend that does not exist.
+    """The default execution place of that backend's instances, if neither the model nor the operator sets it; "" for
+    the server's default, and for an unknown backend.
     """
     try:
         return str(getattr(find(name), "default_execution", ""))

@@ -29,7 +29,7 @@ GRAPH_DEF: Final = "model.graphdef"
 SIGNATURE: Final = "TF_SIGNATURE_DEF"
 TAG: Final = "TF_GRAPH_TAG"
 _NUMBERS: Final = {np.dtype(kind) for kind in ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")}
-_ALIGNMENT: Final = 64  # of memory that TensorFlow's kernels read, at most
+_ALIGNMENT: Final = 64  # the largest alignment that TensorFlow's kernels need
 _DTYPES: Final = {**DTYPES, "string": DType.BYTES}
 
 
@@ -63,7 +63,7 @@ class TensorFlow:
         return OpenGraph(source, is_to_run=True)
 
     def explain(self, error: Exception) -> str:
-        """Its first line: the others are the nodes and stacks that lead there."""
+        """Its first line: the others are nodes and stacks."""
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         if lines and lines[0] == "Graph execution error:":
             # The reason follows the nodes, and precedes a reference to the last of them.
@@ -102,8 +102,8 @@ def make_backend() -> LibraryBackend:
 
 
 def _tensor(tf: Any, array: Array) -> Any:
-    """An input. `tf.constant` takes 20 us for a copy; by DLPack the memory itself is the tensor's. TensorFlow's kernels
-    need it aligned, and numpy does not export what may not be written to, nor strings.
+    """An input. `tf.constant` takes 20 us for a copy; with DLPack the tensor uses the array's memory. TensorFlow's
+    kernels need that aligned, and numpy exports neither read-only arrays nor strings.
     """
     if array.dtype not in _NUMBERS or not array.size:
         return tf.constant(array)
@@ -117,8 +117,8 @@ def _tensor(tf: Any, array: Array) -> Any:
 
 
 def _imported(source: ModelSource | None) -> Any:
-    """The module. With a `source`, with its number of threads."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # its notes about the machine are no news for a log
+    """The imported module, with the number of threads of `source` if that is given."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # its notes about the machine do not belong in the log
     import tensorflow
 
     if source is not None:
@@ -168,8 +168,8 @@ def _of_saved_model(tf: Any, source: ModelSource) -> tuple[Callable[..., Mapping
 
 
 def _of_graph_def(tf: Any, source: ModelSource) -> tuple[Callable[..., Mapping[str, Any]], Signature]:
-    """A frozen graph declares no outputs: they are the nodes that the configuration names, else those that no other
-    node reads. The inputs are its placeholders.
+    """The program of a frozen graph. It declares no outputs: they are the nodes that the configuration names, else
+    those that no other node reads. The inputs are its placeholders.
     """
     graph = tf.compat.v1.GraphDef()
     graph.ParseFromString(source.path.read_bytes())

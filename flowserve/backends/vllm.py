@@ -257,7 +257,7 @@ class VllmEngine:
 
 
 class VllmCall:
-    """One request, and what its engine has made for it since the last response."""
+    """One request, and the engine's output for it since the last response."""
 
     def __init__(
         self,
@@ -313,7 +313,9 @@ class VllmCall:
 
 
 class _Sequence:
-    """What was made for one of a request's sequences since the last response; reason and sum of its whole."""
+    """The output for one sequence of a request since the last response; reason and sum are those of the whole
+    sequence.
+    """
 
     def __init__(self) -> None:
         self.text: list[str] = []
@@ -395,5 +397,5 @@ def _structure(value: Any) -> Any:
     from vllm.sampling_params import StructuredOutputsParams
 
     fields = json.loads(value) if isinstance(value, str) else dict(value)
-    fields.pop("backend", None)  # of guided decoding: newer versions choose it for the whole engine
+    fields.pop("backend", None)  # the backend of guided decoding: newer versions choose it for the whole engine
     return StructuredOutputsParams(**fields)

@@ -1,17 +1,17 @@
 """An actor: a process on another machine with the instances of one model, or of each model of a segment.
 
-Decides the order of its life: open a socket on the machine's address, wait for the one connection that knows the
-secret, open instances as their jobs come, and end with the connection. Each instance has a thread, where its model is
-loaded and its batches run one after the other in the order in which they come. The same backends run here as in the
-server and its worker processes, and their exceptions become the same messages. Another thread reads messages, and
-batches into memory, and answers pings. An actor that hears nothing of its server for `SERVER_SILENCES_MAX` seconds
-ends: so none is left behind when a server or its machine is lost.
+Decides the life cycle of an actor: open a socket on the machine's address, wait for the one connection that knows the
+secret, open instances as their jobs arrive, and end with the connection. Each instance has a thread, where its model is
+loaded and its batches run one after the other in the order of arrival. The same backends run here as in the server and
+its worker processes, and their exceptions become the same messages. Another thread reads messages and batches, and
+answers pings. An actor that receives nothing from its server for `SERVER_SILENCES_MAX` seconds ends, so that no actor
+remains when a server or its machine is lost.
 
-Decides how a batch passes its route (`scheduling/batch.py`), all of whose stages are instances here: each thread gives
-it to the next one with the outputs where they are, and the last replies. A batch returns earlier, with the outputs of
-all stages that it has passed, if a member failed, an output cannot be handed on as it is, or it was recalled.
+Decides how a batch passes its route (`scheduling/batch.py`), all of whose stages are instances here: each thread passes
+it to the next one without copying the outputs, and the last replies. A batch returns earlier, with the outputs of all
+stages that it has passed, if a member failed, an output cannot be passed on as it is, or it was recalled.
 
-A model that raises fails its batch; a message that cannot be right ends the actor.
+A model that raises fails its batch; an invalid message ends the actor.
 
 Does not know an engine: `python -m flowserve.cluster.actor` is a process of the local one, and other engines run
 `Actor` in processes of their own.
@@ -66,9 +66,9 @@ from flowserve.values import Array, Request, TensorSpec, fits
 
 log = logging.getLogger("flowserve.child")
 
-SERVER_SILENCES_MAX: Final = 15  # seconds; the server is heard every second
-CONNECT_S: Final = 60.0  # for the server to come
-ORPHAN_S: Final = 30.0  # for a batch whose server is gone
+SERVER_SILENCES_MAX: Final = 15  # seconds; the server sends something every second
+CONNECT_S: Final = 60.0  # limit for the server to connect
+ORPHAN_S: Final = 30.0  # limit for a batch whose server is gone
 _PLAIN_REQUEST: Final = Request({}, None, *protocol.PLAIN_FACTS)  # its attributes are only read
 
 
@@ -88,12 +88,12 @@ class Actor:
         self.port: int = self._listener.getsockname()[1]
 
     def add(self, job: InstanceJob) -> None:
-        """Open an instance once the server is there, and answer on its connection. On any thread."""
+        """Open an instance once the server is connected, and answer on its connection. On any thread."""
         self._jobs.put(job)
 
     def serve(self, end_process: Callable[[], None] | None = None) -> None:
-        """Run the instances until the connection ends. Returns if no server comes. `end_process`: called when a batch
-        goes on for `ORPHAN_S` after that.
+        """Run the instances until the connection ends. Returns if no server connects. `end_process`: called when a
+        batch still runs `ORPHAN_S` after that.
         """
         try:
             link = self._accept()
@@ -123,8 +123,8 @@ class Actor:
 
 
 class _Run:
-    """A batch that is here. `stage`: of its route, which it is at; changed while the lock of its session is held, as
-    `is_recalled` is. `made`: what the stages before that one made.
+    """A batch in this actor. `stage`: its current stage of its route; as `is_recalled`, changed only while the lock of
+    its session is held. `made`: the results of the stages before that one.
     """
 
     def __init__(self, words: Sequence[int], text: bytes, block: Array | None) -> None:
@@ -138,12 +138,12 @@ class _Run:
         self.stage = 0
         self.is_recalled = False
         self.made: list[_Made] = []
-        self.inputs: Sequence[Column] = ()  # of the stage, if an earlier one made them
-        self.wanted: Sequence[tuple[int, ...]] = ()  # of the stage, by its members, or one for all
+        self.inputs: Sequence[Column] = ()  # inputs of the stage, if an earlier stage computed them
+        self.wanted: Sequence[tuple[int, ...]] = ()  # wanted outputs of the stage, by member, or one entry for all
 
     @property
     def message(self) -> RunMessage:
-        """What was sent, decoded on the thread that runs the batch first. Raises Garbled."""
+        """The decoded message. Decoded on the thread that runs the first stage. Raises Garbled."""
         if self._message is None:
             message = self._message = protocol.decode_run(*self._source)
             if not message.rows or message.passed:
@@ -159,14 +159,14 @@ class _Run:
 
 @dataclass(slots=True, eq=False)
 class _Made:
-    """What a stage made of a batch: `columns[j]`, if output j is wanted."""
+    """The results of a stage: `columns[j]` is output j, None if it is not wanted."""
 
     specs: Sequence[TensorSpec]
     columns: Sequence[Column | None]
     times: tuple[int, int]
 
     def words(self, message: RunMessage, arena: OutgoingArena | None) -> Sequence[int]:
-        """For PASSED. `arena`: takes the outputs; None if they are not sent."""
+        """The numbers of a PASSED message. `arena`: receives the outputs; None if they are not sent."""
         if arena is None:
             sizes = [0 if column is None else column.nbytes for column in self.columns]
             return [0, *self.times, 0, 0, len(sizes), *chain.from_iterable((0, size, 0) for size in sizes)]
@@ -195,7 +195,7 @@ class _Session:
         self._hello: SimpleQueue[bytes | None] = SimpleQueue()
         self._instances: dict[int, _Instance] = {}
         self._given_up: set[int] = set()  # instances that ended before their jobs came
-        self._runs: dict[int, _Run] = {}  # those on a route
+        self._runs: dict[int, _Run] = {}  # batches on a route
         self._lock = threading.Lock()
         self._silences = 0
         self._reader = threading.Thread(target=self._read, name="frames", daemon=True)
@@ -231,29 +231,29 @@ class _Session:
     # ------------------------------------------------------------------ for instances, on their threads
 
     def tell(self, instance: int, message: bytes, block: Sequence[Buffer] = (), nbytes: int = 0) -> None:
-        """Send a message of an instance; 0: of the actor. Raises FlowserveError for one that is too large."""
+        """Send a message of an instance; 0: of the actor. Raises FlowserveError if it is too large."""
         try:
             self._link.send(instance, message, block, nbytes)
         except (OSError, EOFError):
             log.debug("actor %s: the server is gone", self._name)
 
     def broke(self, error: Exception) -> None:
-        """The server sent what cannot be right: everything ends."""
+        """The server sent an invalid message: end the actor."""
         log.error("actor %s: its process got an invalid message, and ends: %s", self._name, error)
         self._link.close()
 
     def advance(self, run: _Run) -> bool:
-        """A batch is about to be given to its next stage. False if it was recalled."""
+        """Advance a batch to its next stage. False if it was recalled."""
         with self._lock:
             run.stage += not run.is_recalled
             return not run.is_recalled
 
     def forget(self, run: _Run) -> None:
-        """A batch is about to return."""
+        """Remove a batch that is about to return."""
         self._runs.pop(run.number, None)
 
     def instance(self, number: int) -> _Instance | None:
-        """The instance with that number, if it is there."""
+        """The instance with that number; None if it is not open."""
         return self._instances.get(number)
 
     # ------------------------------------------------------------------ on the reading thread
@@ -277,7 +277,7 @@ class _Session:
             orphan.start()
 
     def _take(self, number: int, kind: int, words: Sequence[int], text: bytes, block: Array | None) -> None:
-        """One message. Raises Garbled."""
+        """Process one message. Raises Garbled."""
         if kind == frames.PING:
             self.tell(0, pack(frames.PONG, ()))
         elif kind == frames.HELLO:
@@ -311,7 +311,7 @@ class _Session:
 
     def _recall(self, number: int) -> None:
         run = self._runs.get(number)
-        if run is not None:  # else it has returned
+        if run is not None:  # None if it has returned
             with self._lock:
                 run.is_recalled, stage = True, run.stage
             self.tell(0, pack(frames.RECALLED, (number, stage)))
@@ -323,7 +323,7 @@ class _Session:
 
 
 class _Instance:
-    """One instance, on a thread of its own. `work`: its batches, and None where it ends. `routes`: how each goes on."""
+    """One instance, on a thread of its own. `work`: its batches; None ends it. `routes`: the next stage of each."""
 
     def __init__(self, job: InstanceJob, session: _Session) -> None:
         self.work: SimpleQueue[_Run | None] = SimpleQueue()
@@ -367,7 +367,7 @@ class _Instance:
         files = files_here(job.files, job.digest, None)
         model = registry.find(job.config.backend).load(job.config, files, job.options)
         try:
-            # An instance that has its process for itself may do more than one that shares it.
+            # An instance that is alone in its process has fewer restrictions than one that shares it.
             instance = (
                 model.remote(job.name, job.group).call()
                 if job.is_alone and isinstance(model, RunsInProcess)
@@ -392,7 +392,7 @@ class _Instance:
             self._reply(run, results, text)
         except Garbled:
             raise
-        except FlowserveError as error:  # also of a reply that is larger than a frame
+        except FlowserveError as error:  # also raised for a reply that is larger than a frame
             self._fail(run, error)
         except Exception as error:
             # A backend's own fault: its traceback belongs in the log, never in a response.
@@ -424,13 +424,13 @@ class _Instance:
             config = self._job.config
             held = HOST.take(0) if run.block is None else run.block
             inputs = inputs_of_block(message.columns, config.inputs, rows, held, config.name, self._batches)
-        # The block is this batch's own; what a stage made may be read by others.
+        # The block belongs to this batch only; outputs of a stage may have other readers.
         may_write = [[not run.stage] * count] * len(inputs)
         return Work(inputs, rows, requests, wanted, may_write, contexts=contexts)
 
     def _hand_on(self, run: _Run, results: Results) -> bool:
-        """Give a batch to the instance of the next stage. False if it returns to the server instead: it was recalled,
-        or an output is no tensor of the whole batch that the next model takes.
+        """Pass a batch to the instance of the next stage. False if it returns to the server instead: it was recalled,
+        or an output is not one tensor of the whole batch that the next model accepts.
         """
         hop = self.routes.get(run.route)
         following = None if hop is None else self._session.instance(hop.peer)
@@ -481,11 +481,11 @@ class _Instance:
 
 
 def _show(segment: Segment) -> None:
-    """Nothing is shown: blocks are sent."""
+    """Not needed: blocks are sent, not shared."""
 
 
 class _NoCalls:
-    """The `BlsClient` of a model on another machine, which has no way to the server but its batches."""
+    """The `BlsClient` of a model on another machine, whose only connection to the server is its batches."""
 
     clock = staticmethod(perf_counter_ns)
 
@@ -508,14 +508,14 @@ class _NoCalls:
         raise self._refusal("have metrics of its own")
 
     def drop(self, family: int) -> None:
-        """No metric exists."""
+        """No effect: there are no metrics."""
 
     def is_withdrawn(self, member: int) -> bool:
-        """Not known here."""
+        """Always False: this is unknown here."""
         return False
 
     def close(self) -> None:
-        """Nothing is held."""
+        """No effect: there is nothing to release."""
 
     def _refusal(self, what: str) -> Unsupported:
         return Unsupported(
@@ -529,8 +529,8 @@ def _listed(texts: object) -> str:
 
 
 def main() -> None:
-    """A process of the local engine: an `ActorJob` comes on standard input, the port is told on standard output, then
-    each `InstanceJob` comes, and the process ends with standard input, as its machine does.
+    """A process of the local engine. It reads an `ActorJob` from standard input, writes its port to standard output,
+    then reads `InstanceJob`s, and ends when standard input does, as its machine does.
     """
     source, answers = standard_pipes()
     job = read_pickled(source)

@@ -1,7 +1,7 @@
 """The server's side of the processes that start actors (agents): machines of the local engine, and Ray's agent.
 
-Decides what is said to an agent (on its standard input, pickled: the agent trusts its server) and what it answers (a
-line of JSON each, which may be wrong and is then ignored), and that an agent ends when its standard input does.
+Decides the requests to an agent (on its standard input, pickled: the agent trusts its server) and its answers (one line
+of JSON each; an invalid one is ignored), and that an agent ends when its standard input does.
 
   START number job needs seconds    answered by STARTED number host port process, or FAILED number text; Ray's agent
                                     adds the name of the machine, and of Ray's node
@@ -11,9 +11,9 @@ line of JSON each, which may be wrong and is then ignored), and that an agent en
   ENDED number text [with_machine]  an actor has ended
   READY 0 version                   Ray's agent has found the cluster; or FAILED 0 text
 
-Decides which machine of the local engine gets an actor (the one with the fewest), and that such a machine is lost when
-its process ends, as a machine is. `RayCluster` has one agent, which is started again when it ends; the actors of the
-former one go on, and the new one can be asked about them.
+Decides which machine of the local engine gets an actor (the one with the fewest), and that such a machine counts as
+lost when its process ends. `RayCluster` has one agent, which is started again when it ends; the actors of the previous
+one continue, and the new one can answer requests about them.
 
 Does not know models. Caller: runtime/.
 """
@@ -48,9 +48,9 @@ FAILED: Final = "failed"
 ENDED: Final = "ended"
 READY: Final = "ready"
 
-_END_S: Final = 5.0  # for an agent to tell how an actor ended
-_MACHINE_S: Final = 0.3  # for the end of a local machine's process to be seen, after that of its actor's connection
-_FILES_S: Final = 600.0  # for a model's files to be sent
+_END_S: Final = 5.0  # limit for an agent to answer how an actor ended
+_MACHINE_S: Final = 0.3  # limit for detecting that a local machine ended with its actor
+_FILES_S: Final = 600.0  # limit for sending a model's files
 _CLOSE_S: Final = 10.0
 _GONE: Final = (ENDED, None)
 
@@ -71,7 +71,7 @@ class Agent:
         threading.Thread(target=self._read, name=f"agent {module}", daemon=True).start()
 
     def tell(self, *request: object) -> None:
-        """Send a request. Harmless if the agent has ended."""
+        """Send a request. No effect if the agent has ended."""
         assert self._process.stdin is not None
         data = pickled(request)
         with self._lock:
@@ -79,10 +79,10 @@ class Agent:
                 self._process.stdin.write(data)
                 self._process.stdin.flush()
             except (OSError, ValueError):
-                return  # what waits for an answer is told that it has ended
+                return  # callers that wait for an answer are notified of its end
 
     def start(self, number: int, job: ActorJob, needs: MachineNeeds, give_up_s: float) -> tuple[Any, ...]:
-        """What it answers to START: the words behind STARTED. Raises Unavailable."""
+        """The fields of its answer STARTED. Raises Unavailable."""
         self._ends[number] = SimpleQueue()
         try:
             return self.ask(
@@ -93,7 +93,7 @@ class Agent:
             raise
 
     def ask(self, kind: str, number: int, *arguments: object, within_s: float) -> tuple[Any, ...]:
-        """The words of the answer to a request about an actor. Raises Unavailable, also if there is none in time."""
+        """The fields of the answer to a request about an actor. Raises Unavailable, also if none arrives in time."""
         answers = self._answers[number] = SimpleQueue()
         try:
             if self.is_gone.is_set():
@@ -122,7 +122,9 @@ class Agent:
             raise Unavailable(str(words[0]) if kind == FAILED else "the process that uses the cluster has ended")
 
     def end_of(self, number: int, timeout_s: float = _END_S) -> tuple[Any, ...] | None:
-        """The words about the end of an actor, None if it does not tell, and () if it has ended itself."""
+        """The fields of ENDED for an actor. None if the agent does not answer, () if it does not know or has ended
+        itself.
+        """
         ends = self._ends.setdefault(number, SimpleQueue())
         if self.is_gone.is_set():
             return ()
@@ -150,7 +152,7 @@ class Agent:
 
     def _close_input(self) -> None:
         assert self._process.stdin is not None
-        with self._lock, suppress(OSError):  # where it has ended
+        with self._lock, suppress(OSError):  # if it has ended
             self._process.stdin.close()
 
     def _read(self) -> None:
@@ -175,7 +177,7 @@ class Agent:
 
 class LocalCluster:
     """`count` machines that are processes of this one, for a first try and for tests. What an instance needs of its
-    machine is not looked at.
+    machine is ignored.
     """
 
     def __init__(self, count_: int) -> None:
@@ -213,7 +215,7 @@ class LocalCluster:
         agent = self._agents[started.machine]
         words = agent.end_of(started.number)
         if words and words[0]:
-            # The actors of a machine's process end with it, and may be seen to end first.
+            # The actors of a machine's process end with it, and their ends may be detected first.
             agent.is_gone.wait(_MACHINE_S if "exit status 0" in words[0] else 0)
         self._forget(started.machine, started.number)
         if agent.is_gone.is_set():
@@ -235,7 +237,7 @@ class LocalCluster:
             return [*self._on]
 
     def processes(self) -> dict[str, int]:
-        """The process of each machine that is there."""
+        """The process of each running machine."""
         return {name: self._agents[name].process_id for name in self.machines()}
 
     def close(self) -> None:
@@ -262,7 +264,7 @@ class RayCluster:
 
     def __init__(self, address: str, *, is_insecure: bool = False, give_up_s: float = 60.0) -> None:
         """Find the cluster. Blocks. Raises Unavailable if it does not answer within `give_up_s`."""
-        # Other servers use the same cluster, and former ones may have left actors that are about to end.
+        # Other servers may use the same cluster, and earlier ones may have left actors that are about to end.
         self._arguments = (address, f"server-{uuid4().hex[:12]}", *(["insecure"] if is_insecure else []))
         self._give_up_s = give_up_s
         self._numbers = count(1)
@@ -310,7 +312,7 @@ class RayCluster:
 
     @property
     def is_reachable(self) -> bool:
-        """As `ClusterEngine.is_reachable`: whether the process that uses Ray is there."""
+        """As `ClusterEngine.is_reachable`: whether the process that uses Ray is running."""
         agent = self._agent
         return agent is not None and not agent.is_gone.is_set()
 
@@ -328,7 +330,7 @@ class RayCluster:
         self._closing = True
         starting = self._starting
         if starting is not None:
-            starting.kill()  # else this would wait for a cluster that may not answer
+            starting.kill()  # otherwise this waits for a cluster that may not answer
         with self._lock:
             if self._agent is not None:
                 self._agent.close()
@@ -353,5 +355,5 @@ class RayCluster:
     def _ended(self, agent: Agent) -> None:
         if agent is self._agent and not self._closing:
             log.error("the process that uses Ray (%d) has ended; it is started again", agent.process_id)
-            with suppress(Unavailable):  # tried again with the next request
+            with suppress(Unavailable):  # the next request tries again
                 self._current()

@@ -1,9 +1,9 @@
-"""The interface of a cluster's engine: what starts instances on other machines and tells of their ends.
+"""The interface of a cluster's engine, which starts instances on other machines and reports their ends.
 
-Decides what an actor is started with (`ActorJob`) and what its instances are (`InstanceJob`), what it needs
-(`MachineNeeds`), and what is known of one that was started (`Started`) or has ended (`ActorEnd`). Jobs travel the way
-of the engine, which is trusted as a process trusts its command line; that of an actor holds the secret of the
-connection. Does not know an engine. Callers: `agents`, `actor`, the engines' processes, runtime/ and the metrics.
+Decides the parameters of an actor (`ActorJob`) and of its instances (`InstanceJob`), what it needs (`MachineNeeds`),
+and the record of a started one (`Started`) and of an ended one (`ActorEnd`). Jobs are sent through the engine, which is
+trusted as a process trusts its command line; an actor's job contains the secret of the connection. Does not know an
+engine. Callers: `agents`, `actor`, the engines' processes, runtime/ and the metrics.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MachineNeeds:
 
 @dataclass(frozen=True, slots=True)
 class ActorJob:
-    """What an actor is started with. It has no instance yet (`InstanceJob`). `name` is for its log."""
+    """The parameters of an actor, which begins without an instance (`InstanceJob`). `name` is for its log."""
 
     name: str
     secret: bytes = field(repr=False)
@@ -40,9 +40,9 @@ class ActorJob:
 
 @dataclass(frozen=True, slots=True)
 class InstanceJob:
-    """What an actor is to run: the instance `name` of one version of a model, from `files` whose contents have this
-    `digest`. `number` is its own in that actor, from 1. `options` are those of `Backend.load`. `is_alone`: the actor
-    has no other instance.
+    """An instance that an actor runs: `name` of one version of a model, from `files` whose contents have this `digest`.
+    `number` is unique in that actor, from 1. `options` are those of `Backend.load`. `is_alone`: the actor has no other
+    instance.
     """
 
     number: int
@@ -57,7 +57,7 @@ class InstanceJob:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An actor that listens at `host` and `port`. `number` is its own among those of an engine."""
+    """An actor that listens at `host` and `port`. `number` is unique in its engine."""
 
     number: int
     host: str
@@ -68,8 +68,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class ActorEnd:
-    """How an actor ended, for the users of its model. `with_machine`: its machine is lost, and with it all its
-    actors."""
+    """How an actor ended, for the users of its model. `with_machine`: its machine is lost, with all its actors."""
 
     text: str
     with_machine: bool = False
@@ -79,8 +78,7 @@ class ClusterEngine(Protocol):
     """Starts actors. All methods block, and are called on any thread."""
 
     def start(self, job: ActorJob, needs: MachineNeeds, give_up_s: float) -> Started:
-        """Start an actor on a machine that has what it needs. Raises Unavailable if there is none within
-        `give_up_s`."""
+        """Start an actor on a machine that meets its needs. Raises Unavailable if there is none within `give_up_s`."""
 
     def add(self, started: Started, job: InstanceJob) -> None:
         """Have an actor open an instance; the model's files are sent if its machine does not have them. Raises
@@ -88,20 +86,20 @@ class ClusterEngine(Protocol):
         """
 
     def end_of(self, started: Started) -> ActorEnd:
-        """How an actor ended whose connection is over. Takes some seconds at most."""
+        """How an actor ended whose connection is closed. Takes a few seconds at most."""
 
     def kill(self, started: Started) -> None:
-        """End an actor at once. Harmless if it has ended."""
+        """End an actor immediately. No effect if it has ended."""
 
     @property
     def is_reachable(self) -> bool:
-        """Whether it could start an actor now, as far as it is known. Does not block."""
+        """Whether it could probably start an actor now. Does not block."""
 
     def machines(self) -> Sequence[str]:
-        """The machines that are there."""
+        """The available machines."""
 
     def close(self) -> None:
-        """End everything that it has started."""
+        """End all processes that it started."""
 
 
 def versions() -> list[str]:

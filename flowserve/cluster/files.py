@@ -1,10 +1,10 @@
 """The files of a model on another machine.
 
-Decides which files an instance needs (its version's folder, and what is beside the versions), and when those that a
-machine has are the server's: a folder at the same path with the same digest, as on a shared file system, or one in the
-machine's cache, whose name is the digest. Otherwise they are sent, as an archive in pieces, and unpacked into the
-cache; the archive is written by the server and trusted as its code is. Does not know how pieces travel. Callers:
-runtime/ (the digest), the engines (pieces), and the process of an actor (`files_here`).
+Decides which files an instance needs (its version's folder, and the files beside the version folders), and when the
+files on a machine equal the server's: a folder at the same path with the same digest, as on a shared file system, or
+one in the machine's cache, whose name is the digest. Otherwise they are sent, as an archive in pieces, and unpacked
+into the cache; the archive is written by the server and trusted as its code is. Does not know how pieces are sent.
+Callers: runtime/ (the digest), the engines (pieces), and the process of an actor (`files_here`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def archive_of(files: ModelFiles) -> Iterator[bytes]:
 
 
 def files_here(files: ModelFiles, digest: str, fetch: Fetch | None) -> ModelFiles:
-    """Where the files are on this machine; fetched if need be. Raises Unavailable if they are not there and cannot be.
+    """The path of the files on this machine; they are fetched if necessary. Raises Unavailable if that is impossible.
     `fetch` None: they cannot be sent.
     """
     if files.version_folder.is_dir() and digest_of(files) == digest:
@@ -93,7 +93,7 @@ def cache() -> Path:
 
 
 def _check(member: tarfile.TarInfo) -> None:
-    """Raises Unavailable for an entry that `archive_of` does not write."""
+    """Raises Unavailable for an entry that `archive_of` would not have written."""
     path = PurePosixPath(member.name)
     if not member.isreg() or path.is_absolute() or ".." in path.parts:
         raise Unavailable(f"the files of a model have the entry '{member.name}', which is not one of its files")
@@ -115,7 +115,7 @@ def _needed(files: ModelFiles) -> Iterator[tuple[str, Path]]:
 
 
 class _Pieces(io.RawIOBase):
-    """Takes what `tarfile` writes."""
+    """The file that `tarfile` writes to."""
 
     def __init__(self) -> None:
         self._held: list[bytes] = []
@@ -131,7 +131,7 @@ class _Pieces(io.RawIOBase):
         return len(piece)
 
     def take(self, at_least: int) -> Iterator[bytes]:
-        """What was written, once it is so much."""
+        """Remove and return what was written, once it is at least this much."""
         if self._nbytes < at_least:
             return
         whole = b"".join(self._held)
@@ -141,7 +141,7 @@ class _Pieces(io.RawIOBase):
 
 
 class _Stream(io.RawIOBase):
-    """Gives `tarfile` the pieces of an archive."""
+    """The file that `tarfile` reads an archive's pieces from."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self._pieces = iter(pieces)

@@ -1,15 +1,15 @@
-"""Frames: what travels over the connection between the server and an actor on another machine.
+"""Frames: the wire format of the connection between the server and an actor on another machine.
 
-Decides their form: a head of fixed size with the number of an instance and the lengths of the two parts, a message of
-worker processes (backends/worker/protocol.py), and a block of bytes, in which the message says where each tensor is. A
-message is to that instance of the actor, or from it; 0 is the actor itself. The segment of every tensor with bytes is
-`BLOCK`. A tensor that a stage of a route made and that was not sent has its bytes and no shape in PASSED. Every length
-is checked before memory is taken for it, and every position before a view is made. Nothing is decoded by `pickle` or
-`marshal`.
+Decides their form: a header of fixed size with the number of an instance and the lengths of the two parts, a message of
+worker processes (backends/worker/protocol.py), and a block of bytes; the message states where each tensor is in the
+block. A message is sent to that instance of the actor, or by it; 0 is the actor itself. The segment of every tensor
+with bytes is `BLOCK`. For a tensor that a stage of a route computed and that is not sent, PASSED has its size in bytes
+and no shape. Every length is checked before memory is allocated for it, and every position before a view is made.
+Nothing is decoded by `pickle` or `marshal`.
 
-Decides too how the two ends recognise each other: both know 32 random bytes, which went another way (`base.ActorJob`).
-Each sends 32 random bytes and proves that it knows the secret by a code over both, so that the secret never travels and
-an old answer is worthless.
+Decides too how the two ends authenticate each other: both know a secret of 32 random bytes, which was sent through the
+engine (`base.ActorJob`). Each sends 32 random bytes and proves that it knows the secret by a message authentication
+code over both, so that the secret is never sent and a recorded answer cannot be replayed.
 
 Does not know sockets or models. Callers: `link`, `actor`, and the worker in runtime/.
 """
@@ -39,15 +39,15 @@ MESSAGE_BYTES_MAX: Final = 1 << 24
 BLOCK_BYTES_MAX: Final = 1 << 34
 BLOCK: Final = 1  # the segment of tensors that have bytes
 
-# Messages of connections only, beside those of protocol.py.
-# HELLO TEXT [version of flowserve, of Python, of numpy]: the first message of the server
+# Messages that only connections have, in addition to those of protocol.py. HELLO TEXT [version of flowserve, of Python,
+# of numpy]: the first message of the server
 HELLO: Final = 32
-# PING, PONG: the other end is to show that it is there, and does
+# PING, PONG: a liveness check, and its answer
 PING: Final = 33
 PONG: Final = 34
-# CLOSED: the instance has ended, as END to it asked for; END to the actor itself ends all
+# CLOSED: the instance has ended, as requested by END to it; END to the actor itself ends all
 CLOSED: Final = 35
-# RECALLED number stage: the reply to CANCEL while the batch is there: it returns after that stage of its route
+# RECALLED number stage: the reply to CANCEL if the batch has not returned: it returns after that stage of its route
 RECALLED: Final = 36
 
 SECRET_BYTES: Final = 32
@@ -79,18 +79,18 @@ def decode_head(head: bytes | bytearray) -> tuple[int, int, int]:
 
 
 def proof(secret: bytes, sender: bytes, first: bytes, second: bytes) -> bytes:
-    """The proof that `sender` (b"server" or b"actor") knows the secret, over both greetings."""
+    """The proof that `sender` (b"server" or b"actor") knows the secret, over the random bytes of both."""
     return hmac.digest(secret, b"flowserve " + sender + first + second, "sha256")
 
 
 def is_proof(found: bytes, secret: bytes, sender: bytes, first: bytes, second: bytes) -> bool:
-    """Whether it is that proof, compared in constant time."""
+    """Whether `found` is that proof, compared in constant time."""
     return hmac.compare_digest(found, proof(secret, sender, first, second))
 
 
 class Outgoing:
-    """Tensors on their way into a frame: `buffers` are the block of `nbytes` bytes, padding included. `write` makes it
-    the memory of an `OutputWriter`: nothing is copied.
+    """Tensors to be sent in a frame: `buffers` are the block of `nbytes` bytes, padding included. With `write` it
+    serves as the segment of an `OutputWriter`: nothing is copied.
     """
 
     number: Final = BLOCK
@@ -100,13 +100,15 @@ class Outgoing:
         self.nbytes = 0
 
     def add(self, arrays: Sequence[Array]) -> tuple[int, int]:
-        """The bytes of these arrays, one after the other. Returns where they begin, and their number."""
+        """The bytes of these arrays, one after the other. Returns the offset of the first byte, and the number of
+        bytes.
+        """
         start = aligned(self.nbytes)
         nbytes = self._append(start, arrays)
         return start, nbytes
 
     def write(self, start: int, arrays: Sequence[Array]) -> None:
-        """As memory/segment.py's; every write begins behind the last one."""
+        """As memory/segment.py's; every write begins after the last one."""
         self._append(start, arrays)
 
     def _append(self, start: int, arrays: Sequence[Array]) -> int:
@@ -120,7 +122,7 @@ class Outgoing:
         return nbytes
 
     def finish(self, nbytes: int) -> list[Buffer]:
-        """The buffers of a block of so many bytes, as its message says."""
+        """The buffers of a block of `nbytes` bytes, the size that its message states."""
         if nbytes > self.nbytes:  # the last tensors have no bytes
             self.buffers.append(bytes(nbytes - self.nbytes))
             self.nbytes = nbytes
@@ -128,31 +130,31 @@ class Outgoing:
 
 
 class OutgoingArena:
-    """What an `OutputWriter` takes for shared memory: `block` is the block of one frame, and `nbytes` its size."""
+    """Used by an `OutputWriter` as shared memory: `block` is the block of one frame, and `nbytes` its size."""
 
     def __init__(self) -> None:
         self.block = Outgoing()
         self.nbytes = 0
 
     def take(self, nbytes: int) -> tuple[Outgoing, int]:
-        """So many bytes of the block, behind those that are taken."""
+        """Allocate bytes of the block, after those that are already allocated."""
         start = aligned(self.nbytes)
         self.nbytes = start + nbytes
         return self.block, start
 
     def give_back(self, blocks: object) -> None:
-        """Blocks are not kept."""
+        """No effect: blocks are not reused."""
 
 
 def add_inputs(work: Work, specs: Sequence[TensorSpec], block: Outgoing) -> tuple[list[ColumnPlace], list[int]]:
     """Put the inputs of a batch into a block, without a copy of what is contiguous. Returns their places, for
-    `protocol.encode_run`, and the bytes of each.
+    `protocol.encode_run`, and the size of each.
     """
     places: list[ColumnPlace] = []
     taken: list[int] = []
     for i, _ in enumerate(specs):
         column = work.inputs[i]
-        if column.block is None and column.lacks_some:  # then no member has it: the members of a batch are of one kind
+        if column.block is None and column.lacks_some:  # no member has it: all have the same inputs
             places.append(None)
             taken.append(0)
             continue
@@ -204,7 +206,7 @@ def _view(spec: TensorSpec, place: tuple[int, int, int, Sequence[int]], block: A
     count = prod(shape)
     try:
         if spec.dtype is DType.BYTES:
-            if count * 4 > nbytes:  # before room for so many is made
+            if count * 4 > nbytes:  # checked before memory is allocated for the strings
                 raise Garbled(f"input '{spec.name}' of shape {[*shape]} is said to have {nbytes} bytes")
             encoded = block.data[start : start + nbytes]
             return raw.decode_bytes(encoded, count, name=spec.name, model=model).reshape(shape)
@@ -213,5 +215,5 @@ def _view(spec: TensorSpec, place: tuple[int, int, int, Sequence[int]], block: A
         if not nbytes:
             return np.empty(shape, spec.dtype.numpy)
         return np.ndarray(shape, spec.dtype.numpy, block, start)
-    except (Invalid, ValueError, OverflowError) as error:  # not strings, or a shape that numpy does not have
+    except (Invalid, ValueError, OverflowError) as error:  # invalid strings, or a shape that numpy does not support
         raise error if isinstance(error, Garbled) else Garbled(f"input '{spec.name}': {error}") from None

@@ -1,9 +1,9 @@
 """One end of a connection between the server and an actor on another machine.
 
-Decides how frames are written and read over TCP, with or without TLS: one thread reads, any thread sends. A frame is
-sent from the memory where its tensors are, and its block is read into memory that the reader provides. Decides how the
-two ends recognise each other (`greet_actor`, `greet_server`, with the proofs of `frames`), and that a second without a
-byte is reported to the reader, who decides when the other end is lost: it counts silences, and reads no clock.
+Decides how frames are written and read over TCP, with or without TLS: one thread reads, any thread sends. A frame's
+tensors are sent without a copy, and its block is read into memory that the reader provides. Decides how the two ends
+authenticate each other (`greet_actor`, `greet_server`, with the proofs of `frames`), and that a second without a byte
+is reported to the reader, which decides when the other end is lost: it counts such seconds, and reads no clock.
 
 TLS encrypts in memory under a lock, because a reading and a writing thread may not use one TLS object at once.
 
@@ -36,13 +36,13 @@ from flowserve.cluster.frames import (
 from flowserve.errors import Unavailable
 from flowserve.values import Array
 
-SILENCE_S: Final = 1.0  # without a byte for so long, `on_silence` is called
+SILENCE_S: Final = 1.0  # `on_silence` is called after this time without a byte
 GREETING_SILENCES_MAX: Final = 5  # seconds, for each step of the greeting: the other machine may be busy
 _VECTOR_MAX: Final = 512  # buffers of one system call, below every system's limit
 _TLS_BYTES: Final = 1 << 18
 Tls = tuple[str, str, str]  # files: certificate, key, and the authority of the other end's certificate
 
-Take = Callable[[int], Any]  # a writable uint8 array of so many bytes
+Take = Callable[[int], Any]  # returns a writable uint8 array of this many bytes
 Send = Callable[[], None]  # blocks; raises OSError or EOFError when the connection has ended
 
 
@@ -50,7 +50,7 @@ class ActorLink:
     """A connected socket. `read` is called on one thread, everything else on any."""
 
     def __init__(self, sock: socket.socket, tls: ssl.SSLContext | None = None, *, is_server: bool = False) -> None:
-        """`is_server`: the end that accepted the connection, as TLS counts."""
+        """`is_server`: this end accepted the connection, and is the server of TLS."""
         self._socket = sock
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(False)
@@ -58,13 +58,13 @@ class ActorLink:
         self._sending = threading.Lock()
         self._head = bytearray(HEAD.size)
         self.is_closed = False
-        self.sent = 0  # grows with what the other end has taken; its reader may be slow
+        self.sent = 0  # bytes that the other end has taken; it may read slowly
 
     # ------------------------------------------------------------------ sending
 
     def send(self, instance: int, message: bytes, buffers: Sequence[Buffer] = (), nbytes: int = 0) -> None:
-        """Send a frame whose block are these buffers, together `nbytes`. Blocks. Raises OSError when the connection has
-        ended.
+        """Send a frame whose block consists of these buffers, `nbytes` in total. Blocks. Raises OSError when the
+        connection has ended.
         """
         head = encode_head(instance, len(message), nbytes)
         with self._sending:
@@ -74,7 +74,7 @@ class ActorLink:
         self, instance: int, message: bytes, buffers: Sequence[Buffer], nbytes: int, later: Callable[[Send], object]
     ) -> bool:
         """Send a small frame without blocking. False, and nothing is sent, if that is not possible now. If only a part
-        is sent, `later` gets what sends the rest, to be called on a thread that may block.
+        is sent, `later` is called with a function that sends the rest, to be called on a thread that may block.
         """
         if self._tls is not None or not self._sending.acquire(blocking=False):
             return False
@@ -146,7 +146,7 @@ class ActorLink:
                 on_silence()
 
     def _receive(self, view: memoryview) -> int:
-        """The bytes that were read, 0 at the end, -1 if there are none now."""
+        """The number of bytes read, 0 at the end, -1 if there are none now."""
         try:
             if self._tls is None:
                 return self._socket.recv_into(view)
@@ -167,7 +167,7 @@ class ActorLink:
     # ------------------------------------------------------------------ greeting
 
     def handshake(self) -> None:
-        """The greeting of TLS, on both ends, before any other. Raises Unavailable."""
+        """The handshake of TLS, on both ends, before the greeting. Raises Unavailable."""
         if self._tls is None:
             return
         try:
@@ -181,7 +181,7 @@ class ActorLink:
             raise Unavailable(f"TLS: {error}") from None
 
     def exchange(self, data: bytes, expected: int) -> bytes:
-        """Send some bytes of a greeting and read so many. Raises EOFError if they do not come in time."""
+        """Send some bytes of a greeting and read `size` bytes. Raises EOFError if they do not arrive in time."""
         self._send_all([data])
         answer = bytearray(expected)
         if expected:
@@ -196,17 +196,17 @@ class ActorLink:
     def close(self) -> None:
         """End the connection, also for a thread that reads or sends."""
         self.is_closed = True
-        with suppress(OSError):  # where it has ended already
+        with suppress(OSError):  # if it has ended already
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def discard(self) -> None:
-        """Free the descriptor. Nothing uses the link any more."""
+        """Close the descriptor. The link is not used again."""
         self.close()
         self._socket.close()
 
 
 def _patience() -> Callable[[], None]:
-    """What a step of the greeting calls in each second of silence. Raises EOFError in the last one."""
+    """The `on_silence` of one step of the greeting. Raises EOFError after the last allowed second."""
     silences = count(1)
 
     def on_silence() -> None:
@@ -243,14 +243,14 @@ def greet_server(link: ActorLink, secret: bytes) -> bool:
 
 
 def client_context(tls: Tls) -> ssl.SSLContext:
-    """TLS of the server's end: the actor's certificate must be of the authority. Names are not compared, because actors
-    have addresses, and the secret tells which actor it is. Raises Unavailable for files that cannot be used.
+    """TLS of the server's end: the actor's certificate must be signed by the authority. Names are not compared, because
+    actors have addresses only, and the secret identifies the actor. Raises Unavailable for files that cannot be used.
     """
     return _context(tls, ssl.PROTOCOL_TLS_CLIENT)
 
 
 def server_context(tls: Tls) -> ssl.SSLContext:
-    """TLS of the actor's end: the server's certificate must be of the authority."""
+    """TLS of the actor's end: the server's certificate must be signed by the authority."""
     return _context(tls, ssl.PROTOCOL_TLS_SERVER)
 
 
@@ -279,7 +279,7 @@ class _Tls:
         self.is_open = False
 
     def handshake(self) -> bytes | None:
-        """One step: what is to be sent."""
+        """One step of the handshake; returns the bytes to send."""
         try:
             self._object.do_handshake()
             self.is_open = True
@@ -288,7 +288,7 @@ class _Tls:
         return self._outgoing.read()
 
     def feed(self, sock: socket.socket, wait: Callable[[], None]) -> None:
-        """Read what the handshake goes on with."""
+        """Read the other end's bytes of the handshake."""
         wait()
         data = sock.recv(_TLS_BYTES)
         if not data:
@@ -296,7 +296,7 @@ class _Tls:
         self._incoming.write(data)
 
     def encrypted(self, buffers: Sequence[Buffer]) -> chain[bytes]:
-        """The buffers as TLS sends them, in pieces."""
+        """The encrypted buffers, in pieces."""
         return chain.from_iterable(map(self._pieces, buffers))
 
     def _pieces(self, buffer: Buffer) -> Sequence[bytes]:

@@ -1,4 +1,4 @@
-"""A machine of the local engine: a process that starts actors on this machine, as an agent of another would.
+"""A machine of the local engine: a process that starts actors on this machine, in place of an agent on another machine.
 
 Decides that every actor is a process of its own which ends with this one, and that this one ends with its server. It
 reads requests of the server from standard input and writes its answers to standard output (`agents` has their forms).
@@ -59,10 +59,10 @@ class _Machine:
         line = b""
         try:
             actor.stdin.write(pickled(job))
-            actor.stdin.flush()  # it stays open: its end is the actor's
+            actor.stdin.flush()  # it stays open: the actor ends when it is closed
             line = actor.stdout.readline()
         except OSError:
-            pass  # it has ended, which is told below
+            pass  # it has ended, which is reported below
         answer, *words = json.loads(line) if line else ("",)
         if answer == STARTED:
             self._tell(STARTED, number, "127.0.0.1", *words, actor.pid)

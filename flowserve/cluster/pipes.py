@@ -1,6 +1,6 @@
-"""Objects that a process gets from the process that has started it, by its standard input, and its answers.
+"""Objects that a process receives on its standard input from its parent process, and its answers.
 
-Decides their form: objects are pickled, behind their length; an answer is a line of JSON on the standard output. Only a
+Decides their form: an object is its length, then its pickle; an answer is a line of JSON on the standard output. Only a
 server, or the process of a machine that it has started, writes objects, and the reader trusts it as it trusts its own
 command line; nothing is unpickled in the other direction, nor from a socket (`frames`). Callers: `agents` and `machine`
 write; `actor`, `machine` and `ray_agent` read.
@@ -27,20 +27,20 @@ def read_pickled(source: BinaryIO) -> Any:
 
 
 def pickled(thing: object) -> bytes:
-    """As `read_pickled` reads it."""
+    """The object in the form that `read_pickled` reads."""
     data = pickle.dumps(thing)
     return _LENGTH.pack(len(data)) + data
 
 
 class Answers:
-    """The answers of this process to the one that has started it, from any thread."""
+    """The answers of this process to its parent process, from any thread."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._lock = threading.Lock()
 
     def tell(self, *what: object) -> None:
-        """Write one answer. Nothing happens once the other process has ended."""
+        """Write one answer. No effect once the other process has ended."""
         line = json.dumps(what).encode() + b"\n"
         with self._lock:
             try:
@@ -50,7 +50,7 @@ class Answers:
 
 
 def standard_pipes() -> tuple[BinaryIO, Answers]:
-    """The requests to this process, and what takes its answers. From now on the standard input of this process is
+    """The requests to this process, and the writer of its answers. From now on the standard input of this process is
     empty, and its standard output is its standard error, so that no library reads requests or writes between answers.
     """
     answers, source = Answers(os.dup(1)), os.fdopen(os.dup(0), "rb")

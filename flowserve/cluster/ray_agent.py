@@ -1,13 +1,13 @@
 """The agent of a Ray cluster: a child process of the server, and the only module that imports ray.
 
-Ray starts threads, takes over signals and may abort the process that it is used in, so it has one of its own. Actors
-are started, placed and watched through Ray; batches go over each actor's own socket. Decides how what an instance
-needs is told to Ray, how a model's files are sent to a machine that does not have them (once, through Ray's object
-store), what is said when the cluster cannot place an instance, and how an actor ended: Ray's word about an actor is
-taken where Ray knows; a machine is lost when the process of Ray there does not answer, which Ray itself notices later.
+Ray starts threads, handles signals and may abort the process that it is used in, so it has a process of its own. Actors
+are started, placed and watched through Ray; batches go over each actor's own socket. Decides how the needs of an
+instance are passed to Ray, how a model's files are sent to a machine that does not have them (once, through Ray's
+object store), the error when the cluster cannot place an instance, and how an actor ended: as Ray reports it, if Ray
+knows; a machine is lost when the process of Ray there does not answer, which Ray itself notices later.
 
-Actors are detached: they go on when this process ends, and end when their server's connection does, or if no server
-comes. Their names begin with the server's own, by which the next agent finds them.
+Actors are detached: they continue when this process ends, and end when their server's connection does, or if no server
+connects. Their names begin with the server's name, by which the next agent finds them.
 
 Started by `agents.RayCluster`; requests and answers are described there.
 """
@@ -38,10 +38,10 @@ from flowserve.memory.heap import tune_malloc
 log = logging.getLogger("flowserve.cluster")
 
 NAMESPACE: Final = "flowserve"
-_PROBE_S: Final = 2.0  # for the process of Ray on a machine to answer
-_KNOWN_S: Final = 2.0  # for Ray to know of the end of an actor
+_PROBE_S: Final = 2.0  # limit for the process of Ray on a machine to answer
+_KNOWN_S: Final = 2.0  # limit for Ray to detect the end of an actor
 _UNUSED_S_MAX: Final = 600.0  # how long an actor waits for the call that makes it serve; files may take minutes
-_CALLS_AT_ONCE: Final = 3  # of one actor: its batches, and short questions
+_CALLS_AT_ONCE: Final = 3  # of one actor: `serve`, which runs its batches, and short calls
 
 
 class RayActor:
@@ -49,7 +49,7 @@ class RayActor:
 
     def __init__(self, job: ActorJob) -> None:
         tune_malloc()
-        # Its agent may end before it has told its server of this actor.
+        # Its agent may end before it has reported this actor to its server.
         self._unused = threading.Timer(_UNUSED_S_MAX, os._exit, (1,))
         self._unused.daemon = True
         self._unused.start()
@@ -83,7 +83,7 @@ class RayActor:
         os._exit(0)
 
     def ping(self) -> None:
-        """It is there."""
+        """Returns if the actor is running."""
 
 
 class _Agent:
@@ -91,8 +91,8 @@ class _Agent:
         self._tell = answers.tell
         self._server = server
         self._handles: dict[int, Any] = {}
-        self._kept: dict[int, Any] = {}  # the references of calls that have no end
-        self._pieces: dict[str, list[Any]] = {}  # of archives, by digest
+        self._kept: dict[int, Any] = {}  # the references of calls that do not return
+        self._pieces: dict[str, list[Any]] = {}  # the pieces of archives, by digest
         self._packing = threading.Lock()
 
     def run(self, source: BinaryIO) -> None:
@@ -192,7 +192,7 @@ class _Agent:
 
     def _handle(self, number: int) -> Any:
         handle = self._handles.get(number)
-        if handle is None:  # of a former agent
+        if handle is None:  # started by a previous agent
             try:
                 handle = ray.get_actor(self._name(number), NAMESPACE)
             except ValueError:
@@ -224,7 +224,9 @@ def _answers(node: str) -> bool:
 
 
 def _label_of(node: str) -> str:
-    """What the machine of a node is called: its host name, and a part of the node's id, since two may share it."""
+    """The name of a node's machine: its host name, and a part of the node's id, because two nodes may have the same
+    host name.
+    """
     name = next((one["NodeName"] for one in ray.nodes() if one["NodeID"] == node), "")
     return f"{name}/{node[:8]}"
 
@@ -264,14 +266,14 @@ def main() -> None:
         answers.tell(FAILED, 0, f"no cluster of Ray answers at {address}: {str(error).splitlines()[0]}")
         return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the server ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent by the terminal; the server ends this process
     answers.tell(READY, 0, ray.__version__)
     agent.run(source)
     ray.shutdown()
 
 
 if __name__ == "__main__":
-    # Ray finds the class by the name of its module, and this copy of it has another.
+    # Ray finds the class by the name of its module, and in this process the module's name is `__main__`.
     from flowserve.cluster import ray_agent
 
     ray_agent.main()

@@ -17,13 +17,14 @@ def advise(graph: Graph, configs: Mapping[str, ModelConfig]) -> Iterator[Problem
     """At most one warning for each model that splits the batches of an earlier model, and one for each step at which a
     request of several rows, which the ensemble accepts, would fail.
 
-    Only a model behind the one that formed the batch can split it, so a small model before a larger one is no case; nor
-    is a model behind a decoupled one, whose responses come one by one. `configs` has every model of the graph by name.
+    Only a model behind the one that formed the batch can split it, so a small model before a larger one gets no
+    warning, nor does a model behind a decoupled one, whose responses arrive one by one. `configs` has every model of
+    the graph by name.
     """
     largest: dict[str, ModelConfig] = {}
     for edge in graph.edges:
         if GRAPH in (edge.producer, edge.consumer) or edge.derived >= 0 or graph.nodes[edge.consumer].space:
-            continue  # the rows of a space are divided, and those that leave it put together, as models need them
+            continue  # the rows of a space are divided into parts as models need them, and joined afterwards
         first, second = (configs[graph.nodes[end].model.name] for end in (edge.producer, edge.consumer))
         if _hands_on_batches(first) and _rows(first) > _rows(largest.get(second.name)):
             largest[second.name] = first
@@ -33,7 +34,7 @@ def advise(graph: Graph, configs: Mapping[str, ModelConfig]) -> Iterator[Problem
 
 
 def _lose_rows(graph: Graph) -> Iterator[Problem]:
-    """Before a model without a batch dimension, only a leading 1 can be removed."""
+    """The warnings about several rows before a model without a batch dimension: only a leading 1 can be removed."""
     losing = {edge.consumer for edge in graph.edges if edge.conversion is not None and edge.conversion.batch < 0}
     for node in graph.nodes if graph.max_batch_size > 1 else ():
         if node.index in losing:

@@ -199,7 +199,7 @@ class Items:
 
 
 def _is_same(one: Tensor | str, other: Tensor | str) -> bool:
-    """`made.SCORE` is a new object each time."""
+    """Whether both are one tensor. Not compared by identity, because `made.SCORE` is a new object each time."""
     if isinstance(one, str) or isinstance(other, str):
         return one is other
     return one.graph is other.graph and (one.call, one.port) == (other.call, other.port)
@@ -320,8 +320,8 @@ class DeclaredPart(Part, ABC):
 @dataclass(slots=True, eq=False)
 class StepCall:
     """One step. An input is a tensor, or the name of one; `named` maps outputs to the tensor names given to them. It
-    runs for the rows that pass the tests of `when`, of the items of `each`; `depth` is how many levels of items its
-    rows are.
+    runs for the items of `each` (for the graph's rows if None) that pass the tests of `when`; `depth` is the number of
+    nested `each` blocks.
     """
 
     part: Part
@@ -364,7 +364,7 @@ class GraphBuilder(DeclaredPart):
         self.depth = 1  # of nested graphs, this one included
         self._rows: list[TensorTest | Items] = []  # the blocks of `when` and `each` that are open, outermost first
         self._merged: dict[tuple[int, str], tuple[tuple[int, str], ...]] = {}  # as `_merged_with`
-        self._fills: dict[tuple[int, str], dict[str, Any]] = {}  # of tensors, by the first output that they are
+        self._fills: dict[tuple[int, str], dict[str, Any]] = {}  # by the first of `_merged_with`
 
     # Building
 
@@ -419,9 +419,9 @@ class GraphBuilder(DeclaredPart):
         self, *tensors: Tensor | Outputs, count: Tensor | Outputs | None = None, at_most: int = 0
     ) -> Iterator[Any]:
         """The steps that are added in this block run for each item of the tensors, which are their first dimension
-        without the batch dimension. The block has the items: a tensor for one, a tuple for several. Outside, what the
-        steps wrote is a tensor with a dimension of items. `count`: a tensor with the number of items in each row.
-        `at_most`: items in one request, 0 for 10,000.
+        without the batch dimension. The block gets the items: a tensor for one, a tuple for several. Outside of the
+        block, an output of these steps has a dimension of items. `count`: a tensor with the number of items in each
+        row. `at_most`: items in one request, 0 for 10,000.
         """
         taken = tuple(self._one(tensor) for tensor in tensors)
         if not taken:
@@ -433,8 +433,8 @@ class GraphBuilder(DeclaredPart):
             self._rows.pop()
 
     def merge(self, *tensors: Tensor | Outputs, otherwise: Tensor | Outputs | float | str | None = None) -> Tensor:
-        """One tensor of what several conditions wrote, each for other rows. `otherwise`: the value of rows that none of
-        them wrote, or a tensor that has all rows. The tensors are that one from now on.
+        """Merge tensors that steps of several conditions write, each for other rows. `otherwise`: the value of rows
+        that no condition has, or a tensor that has all rows. From now on each of the tensors is the merged one.
         """
         default = otherwise if isinstance(otherwise, (Tensor, Outputs)) else None
         merged = [self._one(tensor) for tensor in (*tensors, *([] if default is None else [default]))]
@@ -467,12 +467,12 @@ class GraphBuilder(DeclaredPart):
         self._fill(self._one(tensor))["present"] = name
 
     def _merged_with(self, tensor: Tensor) -> tuple[tuple[int, str], ...]:
-        """The outputs, as call and port, that are one tensor with this one."""
+        """The outputs, as (call, port), that are merged with this one, itself included."""
         key = (tensor.call, tensor.port)
         return self._merged.get(key, (key,))
 
     def _fill(self, tensor: Tensor) -> dict[str, Any]:
-        """How a tensor is filled; an existing one if it is already."""
+        """The `fill` of a tensor, added if there is none."""
         return self._fills.setdefault(self._merged_with(tensor)[0], {})
 
     def _level(self, call: int) -> int:
@@ -509,7 +509,7 @@ class GraphBuilder(DeclaredPart):
         call.when = tuple(one for one in self._rows if isinstance(one, TensorTest))
         levels = [one for one in self._rows if isinstance(one, Items)]
         call.each, call.depth = levels[-1] if levels else None, len(levels)
-        for tensor in call.inputs.values():  # read outside of its items: gathered
+        for tensor in call.inputs.values():  # a tensor that is read outside of its items is gathered
             if isinstance(tensor, Tensor) and tensor.graph is self and self._level(tensor.call) > call.depth:
                 self._fill(tensor)
         depth = 1 + call.part.depth if isinstance(call.part, GraphBuilder) else 1

@@ -204,7 +204,7 @@ class _Folding:
         ]
 
     def _write(self, scope: _Scope, tensor: str, source: _Source) -> None:
-        """A step wrote a tensor: as the only one, or as the last of several, whose tensors are then merged."""
+        """Record that a step writes a tensor. The tensors of several writers are merged with the last of them."""
         arrangement = scope.arrangement
         fill = arrangement.fills.get(tensor)
         ends = [end for end in scope.wiring.writers[tensor] if not end.field]
@@ -224,7 +224,7 @@ class _Folding:
             )
 
     def _enter(self, scope: _Scope, local: int) -> int:
-        """The number in the graph of a space of an ensemble, which is added if no step has named it before."""
+        """The number in the graph of a space of an ensemble; the space is added at its first use."""
         if local not in scope.spaces:
             space = scope.arrangement.spaces[local]
             parent = self._enter(scope, space.parent)
@@ -239,7 +239,7 @@ class _Folding:
         return scope.spaces[local]
 
     def _inputs(self, scope: _Scope, step: WiredStep) -> dict[str, _Source]:
-        """What a step reads, by the port of its model, as tensors of the step's space."""
+        """The sources of a step's inputs, by the port of its model, as tensors of the step's space."""
         space = self._enter(scope, scope.arrangement.of_step[step.index])
         found = {port: scope.tensors.get(tensor) for port, tensor in step.written.input_map.items()}
         return {port: self.borders.seen_from(space, one) for port, one in found.items() if one is not None}
@@ -335,7 +335,7 @@ class _Folding:
 
 class _Borders:
     """The spaces of the graph, and the tensors that are derived where they begin and end. `batches`: whether the graph
-    does.
+    has a batch dimension.
     """
 
     def __init__(self, batches: bool) -> None:
@@ -371,7 +371,7 @@ class _Borders:
         return found[::-1]
 
     def seen_from(self, space: int, source: _Source) -> _Source:
-        """The tensor of `space` that a tensor of another space is there. What is read outside of a condition has a
+        """A tensor of another space as a tensor of `space`. A tensor that is read outside of its condition has a
         `fill`, or is left out of a response.
         """
         path = self.path(space)
@@ -382,7 +382,7 @@ class _Borders:
         return source
 
     def merged(self, space: int, branches: list[_Source], fill: Fill | None) -> _Source:
-        """The tensor of `space` that several conditions write, each for other rows."""
+        """The tensor of `space` that steps of several conditions write, each for other rows."""
         branches = [self._settled(one) for one in branches]
         first = branches[0]
         dims = tuple(
@@ -392,8 +392,8 @@ class _Borders:
         return self._derive(Derivation.MERGE, space, replace(first, spec=spec, fill=fill), branches)
 
     def present(self, tensor: str, written: list[_Source], source: _Source) -> _Source:
-        """Whether rows or items of `source`, which these tensors are merged into, were written: a tensor of the space
-        around theirs.
+        """The BOOL tensor that states which rows or items of `source`, the merged tensor of these, were written. It is
+        a tensor of the space around theirs.
         """
         home = source.space if len(written) > 1 else self.spaces[source.space].parent
         inner = [one for one in written if one.space != home]
@@ -433,8 +433,8 @@ class _Borders:
         return self._derive(Derivation.GATHER, space.parent, replace(source, spec=spec), [source])
 
     def _settled(self, source: _Source) -> _Source:
-        """A tensor at a border of a space: in the shape that the ensemble of this border knows, because items are a
-        dimension of that shape, and so that all branches of a merge have one shape.
+        """A tensor at a border of a space in the shape that the ensemble of this border declares: items are a dimension
+        of that shape, and all branches of a merge have the same one.
         """
         return self._derive(Derivation.RESHAPE, source.space, source, [source]) if source.reshapes else source
 

@@ -77,10 +77,10 @@ class PlanNode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Absence:
-    """What follows when a space has no row, all of it at once. The nodes and operations in it and in the spaces within
-    it (`spaces`) write nothing: each waits for the spread of its space. Those outside wait for that many slots less,
-    the spread's own included: `waiting`, as (node or operation, slots). Other slots have that many readers less:
-    `reading`, as (slot, readers).
+    """The effects of a space without a row, which are applied all at once. The nodes and operations in it and in the
+    spaces within it (`spaces`) are never ready, because each waits for the spread of its space. Those outside wait for
+    fewer slots: `waiting`, as (node or operation, number of slots), the spread's own included. Other slots have fewer
+    readers: `reading`, as (slot, number of readers).
     """
 
     spaces: tuple[Space, ...]
@@ -90,14 +90,15 @@ class Absence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """A step without a model at the border of a space. When the slots `reads` are written, the space `opens` begins, or
-    the tensor `derived` is made. The result is written to `slot`; of a space that is its *spread*, which rows it has.
+    """An operation at the border of a space, which runs no model. When the slots `reads` are written, the space `opens`
+    begins, or the tensor `derived` is made. The result is written to `slot`; of a space that is its *spread*, which
+    rows it has.
 
     `index` continues the numbers of the nodes, among the consumers of a slot. `tensors` are the slots of the tensors
     that it uses, in the order of the record, and `spreads` those of the spaces of `derived`, NO_SLOT for the space of
-    the tensor itself. `around`: the space of the result, of a space that around it; 0 for the request's own rows.
-    `has_rows`: whether the result has a batch dimension. `examined`: the slots of the tensors whose elements it reads;
-    of others it only says which rows the result has, so that they may stay on a device. `absence`: of the space that it
+    the tensor itself. `around`: the space of the result, or the space around the one that begins; 0 for the request's
+    own rows. `has_rows`: whether the result has a batch dimension. `examined`: the slots of the tensors whose elements
+    it reads; of other tensors it only selects rows, so that they may stay on a device. `absence`: of the space that it
     opens. `branches`: of a merge, the slots of each tensor and of its spread.
     """
 
@@ -120,8 +121,8 @@ class SpacePlan:
     """What a graph with spaces adds to its plan. `spreads[n]`: the slot of the spread of node n's space, NO_SLOT for
     the request's own rows. `nodes[s]`: the nodes of space s that are needed. `first`: the operations that read only the
     request's inputs. `blank`: the initial spreads of a flow, by the number of the space. `tests[n]`: the operations
-    that test only the j-th output of node n, which runs for the request's own rows, as (j, operation): they follow from
-    the end of the step, which is one for all members of a batch, and read no slot.
+    that test only the j-th output of node n, which runs for the request's own rows, as (j, operation): they run when
+    the step ends, once for all members of a batch, and read no slot.
     """
 
     operations: tuple[Operation, ...]
@@ -316,7 +317,7 @@ class _Wires:
             if derived is not None and derived.how in _INWARD:
                 below = [derived.space]
             around = space.parent if space else derived.space if derived else 0
-            if around and around not in below:  # it says whether there is a row at all
+            if around and around not in below:  # its spread states whether there is any row
                 below.append(around)
             needed = [*refs, *((_SPREAD, one) for one in below)]
             spreads: tuple[int, ...] = ()
@@ -386,7 +387,7 @@ class _Wires:
 
 
 def _with_nodes(graph: Graph, nodes: Sequence[PlanNode], plan: SpacePlan, wires: _Wires) -> SpacePlan:
-    """With the nodes of each space, what follows when it has no row, and the tests of each node."""
+    """The plan with the nodes of each space, the `Absence` of each, and the tests of each node."""
     operations = tuple(
         one if one.opens is None else replace(one, absence=_absence(graph, nodes, plan, one, one.opens, wires))
         for one in plan.operations
@@ -511,7 +512,7 @@ def _lacking(graph: Graph, edges: Sequence[Edge]) -> Iterator[tuple[int, str, in
 
 
 def _runs_only_with(graph: Graph, space: int, given: int) -> bool:
-    """Whether a space has no row if the request omits this input: it is tested, or taken apart, for the space."""
+    """Whether a space has no row if the request omits this input: the space tests it, or divides it into items."""
     while space:
         opened = graph.spaces[space - 1]
         decisive = opened.opens if opened.each is None else opened.opens[: len(opened.each.tensors)]

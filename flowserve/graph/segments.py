@@ -1,8 +1,9 @@
 """Rule P7 about placement files: a segment is convex in every graph that uses it.
 
-A segment runs as one hop, so no path of a graph may leave it and come back: what is on such a path waits for the
-segment, which waits for it. Decides what such a path is, and its text. The other rules about placement files need no
-graph (config/placement.py). Callers: cli/, and loading, which warns: a server runs such steps one by one.
+A segment runs as one hop, so no path of a graph may leave it and come back: the steps outside would wait for the
+segment, and the segment for them. Decides how such a path is found, and the text about it. The other rules about
+placement files need no graph (config/placement.py). Callers: cli/, and loading, which warns: a server runs such steps
+one by one.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def path_outside(graph: Graph, models: Collection[str]) -> list[int]:
         for opener in sorted(openers(graph, node.space) - {GRAPH}):
             following[opener][node.index] = None
     inside = {node.index for node in graph.nodes if node.model.name in models}
-    before: dict[int, int] = {}  # of the nodes outside that a path from the inside has reached
+    before: dict[int, int] = {}  # the predecessor of each outside node that a path from the inside reaches
     reached = deque((n, after) for n in sorted(inside) for after in following[n])
     while reached:
         n, after = reached.popleft()

@@ -6,7 +6,7 @@ that its `each` and `when` name, or else in the deepest space of the tensors it 
 names it: it can be read outside of its space, and a step that says nothing else reads it there.
 
 Decides these two mappings from the wiring alone, and rules G30 to G36. Does not know nested ensembles' own spaces
-(`compile` puts them below the space of their step), nor how rows are taken and put together (`memory/rows`). Callers:
+(`compile` puts them below the space of their step), nor how rows are selected and joined (`memory/rows`). Callers:
 `rules`, `compile`.
 """
 
@@ -92,7 +92,7 @@ class Arrangement:
 
 def arrange(w: Wiring) -> Arrangement:
     """The spaces of a wiring's steps and tensors. `problems` are the violations of rules G30, G31, G35 and G36; steps
-    on a cycle and tensors without a writer are other rules' and are left out.
+    on a cycle and tensors without a writer are left out, because other rules report them.
     """
     made = Arrangement(fills={fill.tensor: fill for fill in w.fills})
     if not w.has_spaces:
@@ -110,7 +110,7 @@ def arrange(w: Wiring) -> Arrangement:
         for fill in w.fills:
             if fill.present and fill.tensor in w.steps[index].written.output_map.values():
                 made.homes[fill.present] = made.homes[fill.tensor]
-    made.is_sound = not made.problems  # else the places of later steps, and what follows from them, mean nothing
+    made.is_sound = not made.problems  # else the spaces of later steps, and problems with them, are meaningless
     if made.is_sound:
         made.problems += _wrong_tests(w, made)
         wrong = dict(_wrong_writers(w, made))
@@ -188,7 +188,7 @@ def _child(made: Arrangement, parent: int, wanted: LocalSpace) -> int:
 
 
 def _home(w: Wiring, made: Arrangement, tensor: str, index: int) -> int:
-    """The space of a tensor that this step writes, perhaps not as the only one."""
+    """The space of a tensor that this step writes, perhaps together with others."""
     steps = dict.fromkeys(end.step for end in w.writers.get(tensor, ()) if end.step in made.of_step)
     space = made.of_step[index]
     if len(steps) < 2:
@@ -207,7 +207,7 @@ def branches(made: Arrangement, w: Wiring, tensor: str) -> list[tuple[End, int]]
 
 
 def _wrong_tests(w: Wiring, made: Arrangement) -> Iterator[Problem]:
-    """G35: what tests, counts and items need of their tensors."""
+    """G35: the requirements of tests, counts and items on their tensors."""
     for space in made.spaces[1:]:
         step = next(step for step in w.steps if step.written.path == space.path)
         subject = f"step {step.index} (model '{step.written.model}')"
@@ -277,7 +277,7 @@ def _wrong_writers(w: Wiring, made: Arrangement) -> Iterator[tuple[str, Problem]
 
 def _may_meet(w: Wiring, one: LocalSpace, other: LocalSpace, parent: int) -> bool:
     """Whether a row may be in both spaces, each of which is `parent` or a condition below it."""
-    if parent in (one.index, other.index):  # the step that runs for all rows writes those that no other does
+    if parent in (one.index, other.index):  # a step for all rows writes those that no other step writes
         return one.index == other.index
     assert one.test is not None
     assert other.test is not None
@@ -360,7 +360,7 @@ def _holds(dtype: DType, value: float) -> bool:
 
 
 def _read_outside(w: Wiring, made: Arrangement, wrong: Container[str]) -> Iterator[Problem]:
-    """G30: a tensor of some rows is read where all rows are. `wrong`: tensors with a problem already."""
+    """G30: a tensor of some rows is read where all rows are needed. `wrong`: tensors with a problem already."""
     for tensor, home in made.homes.items():
         if closed(made, tensor) or tensor in wrong:
             continue

@@ -126,9 +126,9 @@ class Space:
     """The rows for which some nodes run, made from those of its `parent`: the rows that pass `test`, or a row for each
     item of `each`; exactly one of the two is given. Space 0 is the request's own rows and has no record.
 
-    `opens` are the tensors that decide which rows these are: the tested one, or those that are taken apart, and then
-    the count of their items if `each` names one. `others`: the other tests of an `otherwise`. `has_rows`: whether its
-    tensors have a batch dimension. `name` is unique in the graph; it is in `depth` nested ensembles.
+    `opens` are the tensors that decide which rows these are: the tested one, or those that are divided into items, and
+    then the count of their items if `each` names one. `others`: the other tests of an `otherwise`. `has_rows`: whether
+    its tensors have a batch dimension. `name` is unique in the graph; it is in `depth` nested ensembles.
     """
 
     index: int
@@ -148,10 +148,10 @@ class Space:
 
 
 class Derivation(Enum):
-    """How a derived tensor is made: TAKE, the rows of a tensor of the parent space that a space has; ITEMS, the items
-    of a tensor that the space takes apart; MERGE, one tensor of those written in several conditions; GATHER, the items
-    of each row as one row; PRESENT, whether rows or items were written; RESHAPE, the same rows in the shape that they
-    have outside or inside of nested ensembles.
+    """How a derived tensor is made: TAKE, the rows of a parent space's tensor that belong to the space; ITEMS, the
+    items of a tensor that the space divides; MERGE, one tensor of those written in several conditions; GATHER, the
+    items of each row as one row; PRESENT, whether rows or items were written; RESHAPE, the same rows in the shape that
+    they have outside or inside of nested ensembles.
     """
 
     TAKE = "take"
@@ -167,9 +167,9 @@ class Derived:
     """A tensor at the border of a space, made from others without a model.
 
     It is a tensor of `space`, declared by `spec`. `reads` are the tensors it is made from. `spaces[i]` is the space
-    below that `reads[i]` belongs to or enters; of a MERGE also `space` itself, for rows that no condition took. `fill`:
-    the value of what was not written, None if that cannot occur or the whole tensor is then left out. `reshapes`: of a
-    RESHAPE, as of a `Conversion`.
+    below that `reads[i]` belongs to or enters; of a MERGE also `space` itself, for rows that pass no condition. `fill`:
+    the value of rows and items that no step wrote, None if that cannot occur or the whole tensor is then left out.
+    `reshapes`: of a RESHAPE, as of a `Conversion`.
     """
 
     how: Derivation
@@ -240,7 +240,7 @@ class Graph:
         return self.spaces[space - 1].has_rows if space else self.max_batch_size > 0
 
     def made_by(self, ref: Ref) -> Ref:
-        """The producer and output that a tensor is made of; of a merged one the first."""
+        """The producer and output that a tensor is made from; for a merged tensor the first."""
         while ref[0] == DERIVED:
             ref = self.derived[ref[1]].reads[0]
         return ref

@@ -91,7 +91,7 @@ class Arena:
                 space.give_back(block[1])
 
     def take_idle(self, now_ns: int) -> list[Lease]:
-        """Leases of the free memory that may have pages and was not used for IDLE_NS. The caller empties them, on any
+        """Leases of free memory that may have pages and was not used for IDLE_NS. The caller empties them, on any
         thread. Only on the arena's own thread.
         """
         self._collect_ended()
@@ -133,7 +133,7 @@ class Arena:
 
 
 class _Space:
-    """Free list of one segment: sorted by offset, never two neighbours."""
+    """Free list of one segment: ranges sorted by offset, of which no two are adjacent."""
 
     __slots__ = ("_sizes", "_starts", "_taken", "_top", "_warm", "lent", "segment")
 
@@ -143,8 +143,8 @@ class _Space:
         self._sizes = [segment.size]
         self.lent: dict[int, int] = {}
         self._top = 0  # the highest end of a block that was taken since the last `take_idle`
-        self._taken: deque[tuple[int, int]] = deque()  # of earlier periods: their end in nanoseconds, and their top
-        self._warm = 0  # no page above has been written, or all of them are empty
+        self._taken: deque[tuple[int, int]] = deque()  # earlier periods: the end in nanoseconds, and `_top`
+        self._warm = 0  # no page above this offset has been written since it was emptied
 
     def take(self, size: int) -> int:
         """The offset of `size` bytes, -1 if no free range is large enough."""

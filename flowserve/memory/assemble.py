@@ -1,4 +1,5 @@
-"""Batch assembly: the tensors of a batch's members become one array, one array becomes members' tensors, and padding.
+"""Batch assembly: joins the tensors of a batch's members into one array, divides an array into members' tensors, and
+makes padding.
 
 Decides when a batch is passed on as the block it already is, and when it is copied. Members that are neighbours in one
 block cost nothing, whatever the batcher did in between; otherwise (a gap, a member from another block, another order)

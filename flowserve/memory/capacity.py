@@ -2,8 +2,8 @@
 many files it may open.
 
 Decides which limits are read: of the process's own control group and all above it, in version 2 (`memory.max`,
-`memory.high`) and version 1 (`memory.limit_in_bytes`). What the system does not report is no limit. Does not know what
-the memory is used for. Caller: the command line, for the defaults of limits.
+`memory.high`) and version 1 (`memory.limit_in_bytes`). A limit that the system does not report is ignored. Does not
+know what the memory is used for. Caller: the command line, for the defaults of limits.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Region:
         weakref.finalize(self, os.close, descriptor)
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        """Copy so many bytes as `view` has. Raises `Invalid` if the client has truncated its object."""
+        """Fill `view` with bytes from `offset` on. Raises `Invalid` if the client has truncated its object."""
         self.check()
         size = len(view)
         done = 0
@@ -176,8 +176,8 @@ class RegionWindow:
         self.size = portion.size
 
     def read(self, into: Array | None = None) -> memoryview:
-        """A copy of its bytes; `into`: where, if not in memory of its own. May run on any thread. Raises `Invalid` if
-        the client has truncated its object.
+        """A copy of its bytes, written to `into` if that is given. May run on any thread. Raises `Invalid` if the
+        client has truncated its object.
         """
         data = memoryview(bytearray(self.size)) if into is None else into.data
         self._region.read_into(data, self._offset)

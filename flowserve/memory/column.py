@@ -1,9 +1,9 @@
 """A column: one input or one output of a whole batch.
 
-Decides how a batch's tensors are held as long as they are handled together: as the one array that all rows lie in, as
-one array for each member, or as one tensor for each member, whichever is known; the others are derived when they are
-asked for. So a batch that stays together costs no object per member. Does not know models, processes or devices.
-Callers: workers, backends, and the IPC with worker processes.
+Decides how a batch's tensors are held as long as they are handled together: as one array with all rows, as one array
+for each member, or as one tensor for each member, whichever is known; the other forms are derived on demand. So a batch
+that stays together costs no object per member. Does not know models, processes or devices. Callers: workers, backends,
+and the IPC with worker processes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Column(Sequence[Tensor | None]):
     ) -> None:
         self.rows = rows
         self._block = block
-        self._is_examined = tensors is None  # whether `_block` tells if there is one array
+        self._is_examined = tensors is None  # whether `_block` is known, None if the rows are not in one array
         self._arrays = arrays
         self._tensors = tensors
 
@@ -50,7 +50,7 @@ class Column(Sequence[Tensor | None]):
 
     @classmethod
     def apart(cls, arrays: list[Array], rows: Sequence[int]) -> Column:
-        """An array for each member, of one dtype and one shape but for the rows."""
+        """An array for each member, all of one dtype and one shape except for the number of rows."""
         return cls(rows, None, arrays)
 
     @classmethod
@@ -60,7 +60,7 @@ class Column(Sequence[Tensor | None]):
 
     @property
     def block(self) -> Array | None:
-        """All rows in order as one array on the host, where they lie so; nothing is copied."""
+        """All rows in order as one array on the host, without a copy. None if they are not contiguous there."""
         if not self._is_examined:
             self._is_examined = True
             tensors = self._tensors
@@ -92,7 +92,7 @@ class Column(Sequence[Tensor | None]):
             elif len(rows) == 1:
                 found = [block]
             elif rows.count(1) == len(rows) and not isinstance(block, EncodedBytes):
-                # Divided by numpy itself, at half the cost of slices.
+                # numpy divides the block itself, at half the cost of slices.
                 found = [*block[:, None]]
             else:
                 found = [block[stop - n : stop] for n, stop in zip(rows, accumulate(rows), strict=True)]

@@ -22,7 +22,7 @@ from flowserve.values import Array
 
 try:
     import cupy
-except ImportError as error:  # also where its own libraries are missing
+except ImportError as error:  # also if libraries that cupy needs are missing
     cupy = None
     _WHY_NO_CUPY: Final = str(error)
 

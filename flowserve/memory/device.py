@@ -15,7 +15,7 @@ Decides also whether this process can still use its GPUs (`why_lost`). A kernel 
 fails in another way, makes its CUDA context unusable: every later call of the process fails with the same error, and
 only a new process gets a new context. The driver's library is queried, whichever library loaded it (cupy, onnxruntime,
 a model's PyTorch); if none did, there is no context to lose. All runtime libraries use a device's primary context. Does
-not know what follows from a lost GPU. Callers: this package, and the main loop of a worker process.
+not know the consequences of a lost GPU. Callers: this package, and the main loop of a worker process.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Device(Protocol):
         """A context in which this is the thread's current CUDA device, for libraries that query it."""
 
     def settle(self) -> None:
-        """Block the calling thread until all work on the device is complete, other libraries' work included: for
-        tensors that they pass on without an event.
+        """Block the calling thread until all work on the device is complete, other libraries' work included: needed for
+        tensors that those libraries pass on without an event.
         """
 
     def host_view(self, memory: Allocation) -> Array:

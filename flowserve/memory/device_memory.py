@@ -32,7 +32,7 @@ from flowserve.values import HOST_MEMORY, MemoryPlace, gpu_memory
 
 log = logging.getLogger("flowserve.memory")
 
-SMALLEST_BLOCK: Final = 512  # what a driver rounds up to
+SMALLEST_BLOCK: Final = 512  # drivers round up to this size
 _UNBOUNDED: Final = 1 << 62  # ordinary host memory: that pool only adopts, it allocates nothing
 
 Crossing = tuple[MemoryPlace, MemoryPlace]
@@ -98,7 +98,8 @@ class BlockPool:
         self._kept: dict[int, list[_Kept]] = {}  # free blocks by size, least recently used first
         self._lent: dict[int, int] = {}  # size by address
         self._foreign: list[tuple[_Adopted, list[Event]]] = []  # released on the host, perhaps not yet on the device
-        # A block can end inside the garbage collector, even while this thread holds the lock, so its end is only noted.
+        # A block can end inside the garbage collector, even while this thread holds the lock, so its end is only
+        # recorded.
         self._ended: deque[tuple[Allocation | _Adopted, list[Event]]] = deque()
         self._adopted = 0
         self._lent_bytes = self._kept_bytes = 0

@@ -3,7 +3,7 @@
 Decides which tensors are accepted (`import_capsule`): row-major order, a data type that flowserve has, host memory or a
 CUDA device's; and how a capsule is created (`export_capsule`). Both use the standard's C structures, so that neither
 needs the library that made the tensor. A tensor has one consumer at a time: while it is imported here, its capsule is
-marked as used. Does not order streams. Callers: the Python backend, and those of libraries.
+marked as used. Does not order streams. Callers: the Python backend, and the backends of libraries.
 """
 
 from __future__ import annotations

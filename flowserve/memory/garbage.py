@@ -1,14 +1,14 @@
-"""What the garbage collector of a server examines.
+"""Limits the objects that the garbage collector of a server examines.
 
-Python's collector looks at all objects of the process again whenever a quarter as many new ones have survived, and the
-event loop stands still meanwhile: 20 to 40 ms for the objects of a small server, several times a second under load, and
-in proportion to the number of deployments. Nearly all of them are code and loaded models, which do not become garbage
-while nothing is loaded or unloaded. So the objects that a full collection leaves after the last such change are frozen:
-later collections examine only what requests have made since. The next change makes all of them ordinary objects again,
-so that the parts of an unloaded model are found by the next full collection; what is frozen is bounded by what existed
-after the last one.
+Python's collector looks at all objects of the process again whenever a quarter as many new ones have survived, and
+blocks the event loop meanwhile: 20 to 40 ms for the objects of a small server, several times a second under load, and
+in proportion to the number of deployments. Nearly all of these objects are code and loaded models, which become garbage
+only when something is loaded or unloaded. So the objects that survive a full collection after the last such change are
+frozen: later collections examine only objects that were created since, mostly by requests. The next change unfreezes
+all of them, so that the parts of an unloaded model are found by the next full collection; the number of frozen objects
+is bounded by those that survived the last one.
 
-Freezing is of the whole process, so only a server does it, never an engine inside a program. Knows neither models nor
+Freezing affects the whole process, so only a server does it, never an engine inside a program. Knows neither models nor
 the event loop. Called by cli/run.
 """
 
@@ -22,7 +22,7 @@ _OLDEST: Final = 2
 
 
 class FrozenHeap:
-    """A context in which the objects of what is loaded are frozen. Used on one thread."""
+    """A context in which the objects of loaded models are frozen. Used on one thread."""
 
     def __init__(self) -> None:
         self._must_freeze = False

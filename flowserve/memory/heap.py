@@ -1,8 +1,8 @@
-"""The process's memory as the operating system sees it: malloc's tuning, and what goes back to the system.
+"""The process's memory as the operating system sees it: malloc's tuning, and the return of free memory to the system.
 
 Decides how glibc's malloc keeps memory, and when its free memory returns to the system (`TrimRule`): malloc itself
-returns only the top of its heap, so that a burst of requests would keep its memory for ever. Reads no clock. Without
-glibc nothing is trimmed; without Linux nothing is returned.
+returns only the top of its heap, so that the memory of a burst of requests would never be returned. Reads no clock.
+Without glibc nothing is trimmed; without Linux nothing is returned.
 
 Callers: the server and worker processes at their start; `pool` and `release`.
 """
@@ -17,14 +17,16 @@ from typing import Any, ClassVar, Final
 from flowserve.memory.segment import PAGE
 
 MEBIBYTE: Final = 1 << 20
-# Freed since the last trim, before the next; and the pause between two looks. A trim holds malloc's lock, about 0.4 ms
-# for each MiB that it returns, and a look up to 20 ms in a fragmented heap: so both are rare while requests run.
+# The free memory, since the last trim, that causes a trim; and the pause between two looks at the free memory. A trim
+# holds malloc's lock for about 0.4 ms for each MiB that it returns, and a look for up to 20 ms in a fragmented heap: so
+# both are rare while requests run.
 QUIET_BYTES_MIN: Final = 4 * MEBIBYTE
 QUIET_PAUSE_NS: Final = 5_000_000_000
 BUSY_BYTES_MIN: Final = 64 * MEBIBYTE
 BUSY_PAUSE_NS: Final = 60_000_000_000
 _PIECE_BYTES: Final = 4 * MEBIBYTE
-# From here on numpy asks for huge pages. Where one page of them is left, the kernel would later fill in all others.
+# From this size on numpy requests huge pages. If one page of a huge page stays, the kernel would later fill in all
+# others.
 _HUGE_BYTES_MIN: Final = 4 * MEBIBYTE
 
 
@@ -33,29 +35,29 @@ def tune_malloc() -> bool:
     without glibc.
 
     Otherwise the kernel maps and unmaps every large array that does not come from the pool (a model's outputs, for
-    instance), which more than halves the throughput with 600 KB tensors. One heap, since `trim` does not return the top
-    of the heaps that malloc makes for other threads. The settings are process-wide, so this is called at the start of a
-    server and never on import.
+    instance), which more than halves the throughput with 600 KB tensors. There is one heap because `trim` does not
+    return the top of the heaps that malloc makes for other threads. The settings are process-wide, so this is called at
+    the start of a server and never on import.
     """
     mallopt = _function("mallopt")
     if mallopt is None:
         return False
     trim_threshold, mmap_threshold, arena_max = -1, -3, -8  # glibc's M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX
-    mapped = mallopt(mmap_threshold, 32 * MEBIBYTE)  # the most it accepts on 64 bits
+    mapped = mallopt(mmap_threshold, 32 * MEBIBYTE)  # the maximum on 64 bits
     trimmed = mallopt(trim_threshold, 512 * MEBIBYTE)
     alone = mallopt(arena_max, 1)
     return bool(mapped and trimmed and alone)
 
 
 def discard(address: int, nbytes: int) -> None:
-    """Return the whole pages of this private memory to the system; their bytes are lost. Without the interpreter lock,
+    """Return the whole pages of this private memory to the system; their bytes are lost. Releases the interpreter lock,
     so that other threads run meanwhile.
     """
     advise = _function("madvise")
     if advise is None:
         return
     stop = (address + nbytes) // PAGE * PAGE
-    for start in range(-(-address // PAGE) * PAGE, stop, _PIECE_BYTES):  # others map memory between two pieces
+    for start in range(-(-address // PAGE) * PAGE, stop, _PIECE_BYTES):  # between pieces, others map memory
         size = min(_PIECE_BYTES, stop - start)
         advise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
         if nbytes >= _HUGE_BYTES_MIN:
@@ -63,7 +65,9 @@ def discard(address: int, nbytes: int) -> None:
 
 
 def free_bytes() -> int | None:
-    """What malloc holds free, trimmed pages included; None where it is unknown. Other threads' allocations wait."""
+    """The free memory of malloc, trimmed pages included; None if it is unknown. Other threads' allocations wait
+    meanwhile.
+    """
     mallinfo = _function("mallinfo2")
     if mallinfo is None:
         return None
@@ -80,7 +84,7 @@ def trim() -> None:
 
 
 class TrimRule:
-    """When to look how much malloc holds free, and whether to trim it, on an integer clock in nanoseconds.
+    """When to look at malloc's free memory, and whether to trim it, on an integer clock in nanoseconds.
 
     A trim is due when the free memory has grown since the last one. Memory that is in use never causes one.
     """
@@ -117,7 +121,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def _function(name: str) -> Any:
-    """A function of the C library; None where there is none of that name."""
+    """A function of the C library; None if there is none of that name."""
     if not sys.platform.startswith("linux"):
         return None
     return getattr(ctypes.CDLL(None), name, None)

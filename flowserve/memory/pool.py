@@ -4,9 +4,9 @@ Decides: buffers of 64 KiB and more are kept for reuse, because returning them t
 in again costs more than most models. A buffer returns to the pool when the last numpy view of it is gone, on any
 thread, so there is no explicit release and no double release.
 
-Buffers without a use for `IDLE_NS` go back to the operating system (`take_idle`), so that a burst of requests
-does not keep its memory. This module reads no clock: the caller passes the time, and a buffer counts as free from the
-first call that finds it free. So a lease costs nothing for it.
+Buffers without a use for `IDLE_NS` go back to the operating system (`take_idle`), so that a burst of requests does not
+keep its memory. This module reads no clock: the caller passes the time, and a buffer counts as free from the first call
+that finds it free. So a lease does no work for this.
 
 A buffer holds what its last user left: **the caller of `take` writes every byte before it shows the array to other
 code**. Zeroing would cost a pass over memory that every caller overwrites anyway.
@@ -149,7 +149,7 @@ class Buffer:
         self.address = start + -start % ALIGNMENT
 
     def discard(self) -> None:
-        """Return its pages to the system; it is not used any more."""
+        """Return its pages to the system. The buffer is not used again."""
         discard(self.address, self.size)
 
 

@@ -6,8 +6,8 @@ overflow, before anything is allocated. Does not know HTTP or gRPC, its callers.
 
 An element of Triton's BYTES tensors is its length as four little-endian bytes, then its bytes: any byte string, NULs
 and invalid UTF-8 included, which round-trips exactly. Callers pass the names of input and model for the error messages.
-A large BYTES tensor between a client and worker processes stays in this form, as an `EncodedBytes` in the place of an
-array: its elements become objects only where they are read.
+A large BYTES tensor between a client and worker processes stays in this form, as an `EncodedBytes` in place of an
+array: its elements become objects only when they are read.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from numpy import ndarray
 from flowserve.errors import Internal, Invalid, TooLarge
 from flowserve.values import BY_NUMPY, Array, BytesLike, DType
 
-DIMENSIONS_MAX: Final = 64  # numpy's
+DIMENSIONS_MAX: Final = 64  # the limit of numpy
 _INT64_MAX: Final = 2**63 - 1
 COPIED_BYTES_MAX: Final = 4096  # a small copy costs less than a view of one
 # BYTES elements of one request, by default. Each is a Python object of 40 bytes and more, beside its contents, and
 # takes the interpreter 0.3 us to make.
 BYTES_ELEMENTS_MAX: Final = 1 << 16
-# A BYTES tensor of more bytes is not decoded on the event loop. Fewer take at most 40 ms, of empty elements.
+# A BYTES tensor of more bytes is not decoded on the event loop. A smaller one takes at most 40 ms, if all elements are
+# empty.
 ENCODED_BYTES_MIN: Final = 1 << 18
-# So many elements of outputs are encoded on the event loop: up to 10 ms for BYTES, 3 ms for numbers as JSON.
+# The number of elements of outputs that are encoded on the event loop: up to 10 ms for BYTES, 3 ms for numbers as JSON.
 INLINE_ELEMENTS_MAX: Final = 1 << 15
 INLINE_OUTPUT_BYTES_MAX: Final = 1 << 20  # of BYTES elements, and of outputs for the client's memory
 _DECODED_AT_ONCE: Final = 1 << 16
@@ -75,8 +76,8 @@ def check_size(name: str, model: str, dtype: DType, count: int, nbytes: int) -> 
 
 
 def check_bytes_elements(counts: Iterable[int], model: str, limit: int = BYTES_ELEMENTS_MAX) -> None:
-    """`counts`: the elements of each BYTES input of a request, from its shape. Raises `TooLarge` if they are more than
-    `limit` together. Called before the elements are made.
+    """`counts`: the elements of each BYTES input of a request, from its shape. Raises `TooLarge` if their sum exceeds
+    `limit`. Called before the elements are created.
     """
     count = sum(counts)
     if count > limit:
@@ -114,7 +115,7 @@ def decode_large(
     *,
     stays_encoded: bool,
 ) -> Array:
-    """As `decode`, on a thread. `stays_encoded`: large BYTES are checked only, because a worker process reads them."""
+    """As `decode`, on a thread. `stays_encoded`: large BYTES are only checked, because a worker process reads them."""
     if not (stays_encoded and dtype is DType.BYTES and len(data) > ENCODED_BYTES_MIN):
         return decode(data, name, model, dtype, shape, count)
     encoded = EncodedBytes.of(data, name, model, shape)
@@ -198,7 +199,7 @@ def block(array: Array) -> bytes | memoryview:
 
 
 def encode_bytes(array: Array) -> bytes:
-    """The elements of an array of numpy (of bytes, str or objects) in row-major order, each as `to_bytes` has it."""
+    """The elements of a numpy array (of bytes, str or objects) in row-major order, each encoded by `to_bytes`."""
     pack = _LENGTH.pack
     parts: list[bytes] = []
     for element in array.ravel().tolist():
@@ -279,14 +280,14 @@ def decode_bytes(buffer: BytesLike, count: int, *, name: str, model: str) -> Arr
 
 
 def bytes_in(array: Array) -> int:
-    """About how many bytes the elements of a BYTES output have together."""
+    """The approximate size of all elements of a BYTES output."""
     if isinstance(array, EncodedBytes):
         return array.nbytes
     elements = array.ravel().tolist()
     try:
         return sum(map(len, elements))
     except TypeError:  # models may return other objects
-        return sum(len(one) for one in elements if isinstance(one, (bytes, str)))  # the oldest Python of models
+        return sum(len(one) for one in elements if isinstance(one, (bytes, str)))  # for the oldest Python of models
 
 
 def is_long(array: Array) -> bool:
@@ -295,7 +296,9 @@ def is_long(array: Array) -> bool:
 
 
 class _Flags(NamedTuple):
-    """What readers of an array look at before they use its memory: an `EncodedBytes` has none for elements."""
+    """The flags of an `EncodedBytes`, for code that examines an array's flags before it uses the memory: it has none
+    for elements.
+    """
 
     aligned: bool = False
     c_contiguous: bool = False
@@ -304,7 +307,7 @@ class _Flags(NamedTuple):
 
 
 class _Encoded:
-    """The wire form of a whole tensor of `count` elements, and the offsets of elements as far as they are known."""
+    """The wire form of a whole tensor of `count` elements, and the known offsets of elements."""
 
     __slots__ = ("count", "data", "is_output", "model", "name", "offsets")
 
@@ -317,7 +320,7 @@ class _Encoded:
         self.offsets = {0: 0}
 
     def offset(self, element: int, pause: Callable[[], None]) -> int:
-        """Where that element begins. Raises as `refuse` does."""
+        """The offset of that element. Raises as `refuse` does."""
         known, position = max(one for one in [*self.offsets.items()] if one[0] <= element)
         data, unpack = self.data, _LENGTH.unpack_from
         try:
@@ -343,7 +346,7 @@ class _Encoded:
 
 
 class EncodedBytes:
-    """A large BYTES tensor in its wire form, in the place of an array of objects: it has an array's shape and its
+    """A large BYTES tensor in its wire form, in place of an array of objects: it has an array's shape and those of its
     methods that need no elements; `copy` and `numpy.asarray` decode it, on the thread of the reader.
     """
 
@@ -361,14 +364,14 @@ class EncodedBytes:
     @classmethod
     def of(cls, data: BytesLike, name: str, model: str, shape: tuple[int, ...], *, is_output: bool = False) -> Any:
         """The tensor of this name, input of a model or its output, encoded by the whole of `data`, which is not checked
-        here. Its type is that of an array for its readers. Raises `Invalid` for a shape that numpy does not support.
+        here. Declared as an array for its readers. Raises `Invalid` for a shape that numpy does not support.
         """
         stand_in(name, DType.BYTES, shape)
         return cls(_Encoded(data, math.prod(shape), name, model, is_output=is_output), 0, shape)
 
     @property
     def data(self) -> memoryview:
-        """The elements in wire form, whose lengths are not checked where it is the whole tensor."""
+        """The elements in wire form. Their lengths are not checked if this is the whole tensor."""
         encoded = self._encoded
         if self.size == encoded.count:
             return encoded.data
@@ -397,7 +400,7 @@ class EncodedBytes:
 
     @property
     def nbytes(self) -> int:
-        """About: the part of the whole tensor's bytes."""
+        """The approximate size: a share of the whole tensor's bytes."""
         return len(self._encoded.data) * self.size // (self._encoded.count or 1)
 
     def reshape(self, *shape: Any) -> EncodedBytes:
@@ -410,7 +413,7 @@ class EncodedBytes:
         return self.copy().reshape(-1)
 
     def tolist(self) -> Any:
-        """As numpy's."""
+        """As `numpy.ndarray.tolist`."""
         return self.copy().tolist()
 
     def __len__(self) -> int:
@@ -427,7 +430,7 @@ class EncodedBytes:
 
 
 def _no_pause() -> None:
-    """For data that is decoded at once."""
+    """The `pause` of data that is decoded without pauses."""
 
 
 def to_bytes(element: object) -> bytes:

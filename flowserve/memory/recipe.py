@@ -1,9 +1,9 @@
-"""Rows that lie in several places, as one tensor: picked from another one, or those of several tensors in order.
+"""A tensor whose rows are in several places: picked from another tensor, or joined from several tensors in order.
 
-Decides that such rows are not copied where they are chosen but where they are read: a batch copies them straight from
-the tensors that they are in, on the host or on a device, and a reader of an array gets one that is kept. Does not know
-why these rows belong together. Callers: `rows`, which makes them; `column` and `stream`, which hand their parts to
-everything that copies a batch.
+Decides that such rows are not copied when they are chosen but when they are read: a batch copies them directly from the
+tensors that contain them, on the host or on a device, and an array that a reader needs is made once and kept. Does not
+know why these rows belong together. Callers: `rows`, which makes them; `column` and `stream`, which pass their parts to
+the code that copies a batch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Recipe(Tensor, ABC):
         """The rows in order, as ranges of other tensors, none of which is a recipe."""
 
     def pieces(self) -> list[Array]:
-        """The rows in order, as arrays on the host; nothing is copied, but text that stayed encoded is decoded."""
+        """The rows in order, as arrays on the host, without a copy. Text that stayed encoded is decoded."""
         return [self._made] if self._made is not None else [*map(host_array, self.parts())]
 
     @property
-    def block(self) -> Array:  # type: ignore[override]  # made when it is read
+    def block(self) -> Array:  # type: ignore[override]  # made when it is first read
         if self._made is None:
             pieces = self.pieces()
             self._made = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
@@ -58,7 +58,7 @@ class Recipe(Tensor, ABC):
 
 
 class Picked(Recipe):
-    """Some rows of another tensor, in an order of their own. `rows`: their numbers there, at least one."""
+    """Some rows of another tensor, in any order. `rows`: their numbers there, at least one."""
 
     __slots__ = ("_of", "_rows")
 

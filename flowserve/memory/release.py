@@ -1,8 +1,8 @@
-"""What a process returns to the operating system and to its GPUs, in two steps.
+"""Returns idle memory of a process to the operating system and to its GPUs, in two steps.
 
 `collect` takes memory that is idle (pool, arenas) out of use, on the thread that owns the arenas; it is quick.
 `Idle.release` returns it, on any thread; it takes about 0.4 ms for each MiB. It also trims malloc's heap (`TrimRule`).
-Decides no time: the caller passes it, and calls `collect` again while memory `is_warm`.
+Reads no clock: the caller passes the time, and calls `collect` again while memory `is_warm`.
 
 Callers: runtime/release in a server, backends/worker in a worker process.
 """
@@ -20,21 +20,21 @@ from flowserve.memory.segment import Lease
 
 
 class ProcessMemory:
-    """The memory of this process. `is_warm`: some of it may be idle when `collect` is called again, without a use in
+    """The memory of this process. `is_warm`: a later call of `collect` may find idle memory even if nothing is used in
     between.
     """
 
     def __init__(self) -> None:
         self._trim_rule = TrimRule()
-        self._must_look = False  # at the heap
+        self._must_look = False  # whether to look at malloc's heap
         self.is_warm = False
 
     def used(self) -> None:
-        """Something used memory since `collect` was called: perhaps it left free memory on the heap."""
+        """Memory was used since the last `collect`, which may have left free memory on the heap."""
         self._must_look = True
 
     def collect(self, now_ns: int, arenas: Iterable[Arena], *, is_quiet: bool) -> Idle | None:
-        """Take what is idle; None if there is nothing. `is_quiet`: no request is running."""
+        """Take idle memory out of use; None if there is none. `is_quiet`: no request is running."""
         buffers = HOST.take_idle(now_ns)
         leases = []
         is_warm = HOST.kept_bytes > 0

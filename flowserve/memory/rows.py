@@ -1,10 +1,11 @@
-"""Rows of tensors at the borders of spaces: which rows pass a test, the items of a tensor, and their way back.
+"""Rows of tensors at the borders of spaces: which rows pass a test, the items of a tensor, and how they become rows of
+the parent again.
 
-Decides what a test takes, what counts as an item, how the rows of several conditions become one tensor, how items
-become one row again, and the values of what no step wrote. A condition that all rows or none pass copies nothing;
-neither do items, which are a view of the tensor that they are taken from. Rows that are picked from a tensor are copied
-where a batch reads them (`recipe`). Does not know graphs, steps or requests beyond the records that it is given. The
-caller, `scheduling/spaces`, gets this module as its `RowOperations`.
+Decides which rows pass a test, what counts as an item, how the rows of several conditions become one tensor, how items
+become one row again, and the values of rows and items that no step wrote. A condition that all rows or none pass copies
+nothing; neither do items, which are a view of their tensor. Rows that are picked from a tensor are copied where a batch
+reads them (`recipe`). Does not know graphs, steps or requests beyond the records that it is given. The caller,
+`scheduling/spaces`, gets this module as its `RowOperations`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from flowserve.values import Array
 
 
 class Spread:
-    """Which rows a space has. `picked`: for each row the parent's row that it is made from, in order; None: all rows,
-    in order. `counts`: for a space of items, how many each parent row has.
+    """The rows of a space. `picked`: for each row the parent's row that it is made from, in order; None: all rows, in
+    order. `counts`: for a space of items, the number of items of each parent row.
     """
 
     __slots__ = ("counts", "parent_rows", "picked", "rows")
@@ -43,7 +44,7 @@ class Spread:
 
 
 def open_space(space: Space, tensors: Sequence[Tensor]) -> Spread:
-    """The rows of a space; `tensors` as its `opens`. Raises a FlowserveError."""
+    """The rows of a space; `tensors` are those of its `opens`. Raises a FlowserveError."""
     if space.test is not None:
         return _tested(space.test, space.others, tensors[0])
     assert space.each is not None
@@ -53,8 +54,8 @@ def open_space(space: Space, tensors: Sequence[Tensor]) -> Spread:
 
 
 def open_together(space: Space, output: Sequence[Tensor | None]) -> list[Spread]:
-    """The rows of a space that is a test, for each member of a batch, by one comparison of the model's output for all
-    of them. Nothing if that is not one array on the host, with one number for each row.
+    """The rows of a space with a test, for each member of a batch, by one comparison of the model's output for all of
+    them. Empty if that output is not one array on the host with one number for each row.
     """
     column = output if type(output) is Column else Column.of([*output], [])
     block = column.block
@@ -70,14 +71,14 @@ def open_together(space: Space, output: Sequence[Tensor | None]) -> list[Spread]
 
 
 def undecided(space: Space, parent_rows: int) -> Spread:
-    """The rows of a space whose tensors the request did not give: none, but all of an `otherwise`."""
+    """The rows of a space whose tensors the request did not give: none, or all if its test is an `otherwise`."""
     if space.test is not None and space.test.otherwise:
         return Spread(parent_rows, parent_rows, None)
     return Spread(0, parent_rows, _NO_ROWS, np.zeros(parent_rows, np.intp))
 
 
 _NO_ROWS = np.zeros(0, np.intp)
-_NONE_OR_ALL = Spread(0, 1, _NO_ROWS), Spread(1, 1, None)  # of a request of one row
+_NONE_OR_ALL = Spread(0, 1, _NO_ROWS), Spread(1, 1, None)  # for a request of one row
 
 
 def _tested(test: RowTest, others: Sequence[RowTest], tensor: Tensor) -> Spread:
@@ -89,7 +90,7 @@ def _tested(test: RowTest, others: Sequence[RowTest], tensor: Tensor) -> Spread:
 
 
 def _taken(test: RowTest, others: Sequence[RowTest], numbers: Array) -> Array:
-    """Which numbers a test takes; `others` are those of the tests beside an `otherwise`."""
+    """Which numbers pass a test; `others` are the other tests of an `otherwise`."""
     if not test.otherwise:
         return _passing(test, numbers)
     taken = np.zeros(len(numbers), bool)
@@ -107,8 +108,8 @@ def _chosen(taken: Array) -> Spread:
 
 
 def _passing(test: RowTest, numbers: Array) -> Array:
-    """Which numbers pass; as `RowTest.passes`. They are compared as 64-bit numbers: as one of fewer bits, the limit of
-    a test would be another number.
+    """Which numbers pass; as `RowTest.passes`. They are compared as 64-bit numbers, because rounding to fewer bits
+    would change the limit of a test.
     """
     found: Array
     is_whole = numbers.dtype.kind in "bui"
@@ -128,7 +129,7 @@ def _passing(test: RowTest, numbers: Array) -> Array:
         found = numbers.astype(bool, copy=False)
     if test.negate:
         found = ~found
-    if not is_whole:  # NaN is no number, and passes nothing
+    if not is_whole:  # NaN passes no test
         found = found & (numbers == numbers)
     return found
 
@@ -162,9 +163,9 @@ def _taken_apart(space: Space, tensors: Sequence[Tensor], count: Tensor | None) 
 
 
 def take(tensor: Tensor, spread: Spread, has_rows: bool) -> Tensor:
-    """The rows of a tensor of the parent space that a space has, at least one. `has_rows`: whether the tensors of the
-    space have a batch dimension. Raises ModelFailed if the tensor has other rows than those that the space was
-    made from; models without a batch dimension may write such a tensor.
+    """The rows of a parent space's tensor that belong to the space, at least one. `has_rows`: whether the tensors of
+    the space have a batch dimension. Raises ModelFailed if the tensor has other rows than those that the space was made
+    from; models without a batch dimension may write such a tensor.
     """
     if has_rows:
         tensor = _with_rows(tensor)
@@ -182,7 +183,7 @@ def _with_rows(tensor: Tensor) -> Tensor:
 
 
 def items(tensor: Tensor, spread: Spread) -> Tensor:
-    """The items of a tensor that a space takes apart, at least one: a view, unless a count leaves some out."""
+    """The items of a tensor that a space divides into items, at least one: a view, unless a count leaves some out."""
     flat = _as_items(_with_rows(tensor))
     if spread.rows == flat.stop:
         return flat
@@ -238,10 +239,10 @@ def _same_shapes(tensors: Sequence[Tensor], name: str) -> None:
 def merge(
     derived: Derived, tensors: Sequence[Tensor | None], spreads: Sequence[Spread | None], has_rows: bool
 ) -> Tensor | None:
-    """One tensor of what several conditions wrote, each for other rows, and none for all of them unless its model left
-    the tensor out. `spreads[i]` None: `tensors[i]` has all rows, and those that no condition took are its. Rows that
-    nothing wrote get the value of `fill`; without one the tensor is None, and so it is if models left it out for all
-    rows. Raises ModelFailed if the shapes differ, or if models left the tensor out for some rows.
+    """One tensor of those that steps of several conditions wrote, each for other rows, and none for all rows unless its
+    model left the tensor out. `spreads[i]` None: `tensors[i]` has all rows, and the rows that pass no condition come
+    from it. Rows that no step wrote get the value of `fill`; the tensor is None if there is no `fill`, or if models
+    left it out for all rows. Raises ModelFailed if the shapes differ, or if models left the tensor out for some rows.
     """
     base = None
     written: list[tuple[Tensor, Spread]] = []
@@ -268,7 +269,7 @@ def merge(
         if not written:
             return base
     elif count < rows and derived.fill is None:
-        return None  # a request that takes no branch
+        return None  # no row of the request passes a condition
     made = [tensor for tensor, _ in written]
     if base is not None:
         made.append(base)
@@ -282,7 +283,7 @@ def merge(
 
 
 def _in_order(written: Sequence[tuple[Tensor, Spread]], others: Tensor) -> Tensor:
-    """The rows of several conditions as rows of their parent, in order. Those that no condition took are of `others`,
+    """The rows of several conditions as rows of their parent, in order. Rows that pass no condition come from `others`,
     which has all rows.
     """
     rows = others.stop - others.start
@@ -302,13 +303,13 @@ def _in_order(written: Sequence[tuple[Tensor, Spread]], others: Tensor) -> Tenso
 
 
 def _repeated(dims: tuple[int, ...], dtype: np.dtype[Any], value: float | bytes | None, rows: int) -> Array:
-    """Rows of one value, which take the memory of one."""
+    """Rows of one value, in the memory of one row."""
     return np.broadcast_to(_full(dims, dtype, value), (rows, *dims))
 
 
 def gather(derived: Derived, tensor: Tensor | None, spread: Spread, has_rows: bool) -> Tensor | None:
-    """The items of each row as one row: `[rows, items, …]`, filled up to the largest number of items. None if the
-    model left the tensor out.
+    """The items of each row as one row: `[rows, items, …]`, padded to the largest number of items. None if the model
+    left the tensor out.
     """
     spec = derived.spec
     counts = spread.counts
@@ -343,7 +344,7 @@ def present(derived: Derived, spreads: Sequence[Spread], has_rows: bool) -> Tens
 
 
 def _real(counts: Array, most: int) -> Array:
-    """For each row and item whether it is one, and not filled up."""
+    """For each row and position whether it is an item, not padding."""
     real: Array = np.arange(most) < counts[:, None]
     return real
 

@@ -28,7 +28,7 @@ from flowserve.errors import Internal
 from flowserve.values import Array
 
 if TYPE_CHECKING:
-    from typing import Self  # which the oldest Python that models run in has not
+    from typing import Self  # missing in the oldest Python that models run in
 
 PAGE: Final = mmap.PAGESIZE
 # Linux's constants: other systems have no such memory but must be able to import this module.
@@ -43,7 +43,7 @@ _ENTRY_BYTES: Final = 8
 _UNWRITTEN: Final = b"\x00\xa0\xa1"
 _UINT8: Final = np.dtype(np.uint8)
 _numbers = count(1)
-_of_thread = threading.local()  # `numbers`, where a thread has its own
+_of_thread = threading.local()  # has `numbers` on a thread with numbers of its own
 _new_array = np.ndarray.__new__
 
 
@@ -81,7 +81,7 @@ class Segment:
             except BaseException:
                 os.close(fd)
                 raise
-        except OSError as error:  # a caller that uses a socket would take an OSError for the socket's end
+        except OSError as error:  # code that uses a socket would treat an OSError as the socket's end
             raise MemoryError(f"shared memory of {size} bytes cannot be had: {error.strerror}") from error
         return cls(fd, size, next(getattr(_of_thread, "numbers", _numbers)), memory)
 
@@ -116,7 +116,7 @@ class Segment:
         self.map.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
     def empty(self, start: int, stop: int) -> None:
-        """Return whole pages to the kernel, for every process: they read as zero until they are written again. Without
+        """Return whole pages to the kernel, for every process: they read as zero until they are written again. Releases
         the interpreter lock, which `mmap.madvise` holds.
         """
         start_address, size = ctypes.c_void_p(self.address + start), ctypes.c_size_t(stop - start)
@@ -230,7 +230,7 @@ def locate(array: Array) -> tuple[Lease, int] | None:
     memory.
     """
     base: object = array.base
-    if type(base) is memoryview:  # of a request's body
+    if type(base) is memoryview:  # part of a request's body
         base = base.obj
     if type(base) is not Lease:
         base = getattr(base, "base", None)
@@ -245,7 +245,7 @@ def locate(array: Array) -> tuple[Lease, int] | None:
 
 
 def _memfd_create(name: str, flags: int) -> int:
-    """`os.memfd_create`, which Pythons lack that were built for an old C library, as conda's are. Raises OSError."""
+    """`os.memfd_create`, which is missing in Pythons built for an old C library, such as conda's. Raises OSError."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, flags)
     fd: int = ctypes.CDLL(None, use_errno=True).memfd_create(name.encode(), flags)

@@ -19,7 +19,7 @@ from typing import Final
 from flowserve.errors import Cancelled, Overloaded
 
 UNLIMITED: Final = 1 << 62
-COUNTED_BYTES_MIN: Final = 16_384  # of a message
+COUNTED_BYTES_MIN: Final = 16_384  # size of a counted message
 
 
 class Budget:
@@ -37,7 +37,7 @@ class Budget:
         self._lock = threading.RLock()  # the garbage collector may end a reservation on a thread that holds it
 
     def _reserve(self, nbytes: int) -> bool:
-        """Whether there was room, which is taken then."""
+        """Reserve part of the budget. False if there is no room."""
         with self._lock:
             if self.body_bytes + nbytes > self.max_body_bytes:
                 self.refused_bodies += 1
@@ -76,10 +76,10 @@ class Reservation:
             self._nbytes += nbytes
 
     def __del__(self) -> None:
-        self.end()  # of a message that was dropped
+        self.end()  # also of a dropped message
 
     def end(self) -> None:
-        """Release all of it. The request reserves nothing more."""
+        """Release all of it. Later calls of `grow` raise."""
         with self._lock:
             self._is_over = True
             self._budget._release(self._nbytes)

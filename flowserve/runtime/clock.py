@@ -1,8 +1,9 @@
-"""The one place that reads a clock and speaks nanoseconds.
+"""The only module that reads a clock.
 
-Decided here: server time is integer nanoseconds on the clock trio sleeps by, and the only conversion between the two,
-by rounding (truncation turns a deadline into "one nanosecond early", which under a jumping test clock never arrives).
-Wall-clock time is for people only. Also how a thread with long work lets the event loop run.
+Decides that server time is integer nanoseconds of the clock by which trio sleeps, and the only conversion between the
+two, by rounding (truncation could wake a task one nanosecond before its deadline, and a test clock that jumps would
+never reach the deadline). Wall-clock time is only shown. Also decides how a thread with long work lets the event loop
+run.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _PAUSE_S = 1e-4
 def running_clock() -> ClockNs:
     """The clock of the running trio loop, in nanoseconds. May be read from any thread when the loop runs in real time.
 
-    trio's system clock is `time.perf_counter` plus an offset, so reading that counter directly is the same clock and
-    a third of the cost; under a test clock the loop's own time is read.
+    trio's system clock is `time.perf_counter` plus an offset, so the counter is read directly, at a third of the cost;
+    under a test clock the loop's own time is read.
     """
     clock = current_clock()
     # By name, because trio exports neither this class nor a test clock that could be imported without pytest.
@@ -38,12 +39,12 @@ def trio_deadline(deadline_ns: int, now_ns: int) -> float:
 
 
 def wall_clock_ns() -> int:
-    """Nanoseconds since the epoch, for what others compare with clocks of their own. Never used to decide anything."""
+    """Nanoseconds since the epoch, for values that clients compare with their own clocks. Never used for a decision."""
     return time.time_ns()
 
 
 def wall_clock_ms() -> int:
-    """Milliseconds since the epoch, for "last inference" and the like. Never used to decide anything."""
+    """Milliseconds since the epoch, for "last inference" and similar values. Never used for a decision."""
     return time.time_ns() // 1_000_000
 
 
@@ -52,4 +53,4 @@ def pause_thread() -> None:
     trio's `Cancelled` if the task that waits for this thread was cancelled.
     """
     trio.from_thread.check_cancelled()
-    time.sleep(_PAUSE_S)  # a mere release would win the interpreter back before the other thread is awake
+    time.sleep(_PAUSE_S)  # without a sleep, this thread gets the interpreter back before the other is awake

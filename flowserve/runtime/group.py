@@ -1,7 +1,7 @@
-"""What a server that is one of several behind a port asks of the others.
+"""The interface of a server to the other servers behind the same port.
 
-Decides the interface between an engine with its front ends and the processes around it (`replicas/`), that an engine
-alone has no group, and how a request that is sent on is marked. Does not know how others are reached. Callers: http,
+Decides the interface between an engine with its front ends and the processes around it (`replicas/`), that a single
+engine has no group, and how a forwarded request is marked. Does not know how other servers are reached. Callers: http,
 grpc, loading.
 """
 
@@ -13,19 +13,20 @@ from typing import Any, Final, Protocol
 from flowserve.errors import FlowserveError
 from flowserve.repository.override import Override
 
-# The name of the header, or of gRPC's metadata, with which a request is sent on, and how often one may be: its sequence
-# may move while it is on its way, but no request goes round in circles.
+# The name of the header, or of gRPC's metadata, of a forwarded request, and how often a request may be forwarded: its
+# sequence may move meanwhile, but a request must not be forwarded in circles.
 FORWARDED: Final = "flowserve-forwarded"
 FORWARDS_MAX: Final = 3
 LOST: Final = "the worker that has this sequence has ended, and the sequence with it"
 
 Errors = Mapping[str, FlowserveError]  # by the name of the model
-# Told this server's errors when everything is prepared; returns those of all servers, which are then dropped.
+# Called with this server's errors when everything is prepared; returns the errors of all servers; models with errors
+# are dropped.
 Agree = Callable[[Errors], Awaitable[Errors]]
 
 
 class Group(Protocol):
-    """The servers behind one port, as one of them sees them. `leads`: whether this one follows the repository."""
+    """The servers behind one port, as seen by one of them. `leads`: whether this one follows the repository."""
 
     leads: bool
 
@@ -33,7 +34,7 @@ class Group(Protocol):
         """The figures of all servers together, of a kind of `observe.combined`."""
 
     async def change(self, name: str, arguments: Sequence[Any]) -> None:
-        """Make a change in all others that was made here. Raises the error of one that could not."""
+        """Make a change in all others that was made here. Raises the error of a server that could not."""
 
     async def load(self, name: str, override: Override | None) -> None:
         """Load a model in all servers or in none."""
@@ -42,7 +43,7 @@ class Group(Protocol):
         """Unload a model in all servers. `waits`: until its last requests have finished."""
 
     async def follow(self, changed: Sequence[str], gone: Sequence[str]) -> None:
-        """Load what changed in the repository, and unload what is gone, in all servers."""
+        """Load changed models of the repository, and unload removed ones, in all servers."""
 
     async def owner(self, sequence_id: int | str, *, begins: bool) -> int | None:
         """The number of the server that has a sequence; None: this one."""
@@ -58,7 +59,9 @@ async def change(
     *arguments: Any,
     undo: Callable[[], object] | None = None,
 ) -> None:
-    """Change a setting here with `apply`, and then in the other servers. `undo` takes it back where one refuses it."""
+    """Change a setting here with `apply`, and then in the other servers. `undo` reverts it here if another server
+    refuses it.
+    """
     apply(*arguments)
     if group is None:
         return

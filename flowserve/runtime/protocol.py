@@ -1,12 +1,13 @@
 """Code that the front ends `http` and `grpc` share: request parameters, restricted APIs, metadata.
 
-Decides how many inputs, outputs and parameters a request may have, and how many elements its tensors, where each costs
-the server an object or a number in text; which names parameters may have (the protocol uses some and reserves others),
-that a pattern of headers to forward is searched in a header's name, that a reserved name is so in any case, and that a
-request's own parameter takes precedence over a header; which groups of calls may require a key, the syntax of the
-operator's option, that keys are compared in constant time, and when errors must not reveal the names of models; the
-fields of metadata responses and the list of extensions. Each protocol decides which group a call belongs to, and how it
-rejects one. Does not know how a protocol encodes its messages, nor sockets. Callers: `http`, `grpc` and `cli`.
+Decides how many inputs, outputs and parameters a request may have, and how many elements its tensors may have if each
+element costs the server an object or a number in text; which names parameters may have (the protocol uses some and
+reserves others), that a pattern of headers to forward is searched in a header's name, that reserved names are compared
+without regard to case, and that a request's own parameter takes precedence over a header; which groups of calls may
+require a key, the syntax of the operator's option, that keys are compared in constant time, and when errors must not
+reveal the names of models; the fields of metadata responses and the list of extensions. Each protocol decides which
+group a call belongs to, and how it rejects one. Does not know how a protocol encodes its messages, nor sockets.
+Callers: `http`, `grpc` and `cli`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from flowserve.version import __version__
 RESERVED_PREFIX: Final = "triton_"
 KNOWN_PARAMETERS: Final = frozenset({"sequence_id", "sequence_start", "sequence_end", "priority", "timeout"})
 BINARY_OUTPUT: Final = "binary_data_output"  # in HTTP only
-ITEMS_MAX: Final = 1024  # inputs, outputs, parameters: far more than any model has, far fewer than hurt
-JSON_ELEMENTS_MAX: Final = 1 << 24  # 64 MiB of JSON hold so many of four characters
+ITEMS_MAX: Final = 1024  # inputs, outputs, parameters: far more than any model has, few enough to be cheap
+JSON_ELEMENTS_MAX: Final = 1 << 24  # as many of four characters fit into 64 MiB of JSON
 _KEPT_NAMES: Final = 1024
 GROUPS: Final = (
     "health",

@@ -26,8 +26,8 @@ SWEEP_S: Final = 2.5
 class MemoryRelease:
     """Releases the idle memory of a server and of the processes of its `workers`. `is_quiet`: no request is running.
 
-    `awaits_activity`: `note_activity` is to be called when something happens. It is false for the rest of a period in
-    which something has happened, so that a step pays for one read of an attribute.
+    `awaits_activity`: `note_activity` must be called at the next activity. It is false for the rest of a period with
+    activity, so that a step only reads one attribute.
     """
 
     def __init__(self, clock: ClockNs, workers: Callable[[], Iterable[Worker]], is_quiet: Callable[[], bool]) -> None:
@@ -40,12 +40,12 @@ class MemoryRelease:
         self._limiter = trio.CapacityLimiter(1)
 
     def note_activity(self) -> None:
-        """Something happened that may leave memory behind."""
+        """Record activity, which may leave idle memory."""
         self.awaits_activity = False
         self._activity.set()
 
     async def run(self) -> None:
-        """Release memory for ever. Ends only by cancellation."""
+        """Release idle memory. Ends only by cancellation."""
         while True:
             await self._activity.wait()
             is_warm = True
@@ -57,12 +57,12 @@ class MemoryRelease:
                 await trio.sleep(SWEEP_S)
                 try:
                     is_warm = await self._sweep()
-                except Exception:  # requests are served without it
+                except Exception:  # requests can be served without it
                     log.exception("idle memory cannot be released")
                     is_warm = False
 
     async def _sweep(self) -> bool:
-        """Release what is idle. Returns whether more may be idle later, without activity in between."""
+        """Release idle memory. Returns whether more may be idle later without activity in between."""
         processes = [worker for worker in self._workers() if isinstance(worker, ProcessWorker)]
         arenas = dict.fromkeys(worker.packer.arena for worker in processes)
         idle = self._memory.collect(self._clock(), arenas, is_quiet=self._is_quiet())

@@ -1,8 +1,8 @@
 """Work of requests that takes too long for the event loop: on threads, a few at once.
 
-Decides from which size on a body or tensor is decoded, copied and encoded on a thread, and how many such threads run at
-once in one event loop, by the effect of the work on the event loop. Other requests wait for a free thread. Does not
-know the work. Callers: `http` and `grpc`, in trio's tasks.
+Decides the size from which a body or tensor is decoded, copied and encoded on a thread, and how many such threads an
+event loop has at once, depending on how much the work delays the event loop. Other requests wait for a free thread.
+Does not know the work. Callers: `http` and `grpc`, in trio's tasks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flowserve.runtime.clock import pause_thread
 Result = TypeVar("Result")
 Pause = Callable[[], None]
 
-# So many bytes of JSON take at most 25 ms. So many bytes of BYTES elements, or of the client's memory, as well.
+# This many bytes of JSON, of BYTES elements or of a client's memory take at most 25 ms.
 INLINE_BYTES_MAX: Final = 1 << 19
 _BLOCKING_AT_ONCE: Final = 4  # each may hold a whole expanded body
 _STEPPING_AT_ONCE: Final = 2  # the event loop waits for a step of each

@@ -71,8 +71,8 @@ class _DeviceQueue:
 
 
 class AffinityBatcher:
-    """The batcher of such a model. `make` creates the FIFO queue of one device; `rows_max` is the largest batch of it.
-    `device_of` returns an instance's device.
+    """The batcher of a model with device affinity. `make` creates the FIFO queue of one device; `rows_max` is the
+    largest batch of it. `device_of` returns an instance's device.
     """
 
     may_wait = True
@@ -98,8 +98,8 @@ class AffinityBatcher:
         self._available: Counter[int] = Counter()  # the number of available instances, by device
         self._retries: list[tuple[int, list[Ticket]]] = []  # parts of failed batches, with the device they failed on
         self._now_ns = 0  # the time of the last call
-        self._count = 0  # of the tickets that wait, those of `_retries` included
-        # Facts that hold until a ticket or an instance comes or goes, or time passes (`_look`).
+        self._count = 0  # the number of waiting tickets, including those of `_retries`
+        # Computed by `_look`; valid until a ticket or an instance is added or removed, or time passes.
         self._seen: tuple[int, int] = (-1, 0)  # the number of free instances, and the time
         self._free_on: Counter[int] = Counter()  # the number of free instances, by device
         self._unserved: set[int] = set()  # devices whose instances can take nothing
@@ -155,8 +155,8 @@ class AffinityBatcher:
         return taken
 
     def _look(self) -> None:
-        """Count the free instances, unless they are the same as before. Instances become free without a call of this
-        class, but are taken with one, so that their number tells.
+        """Count the free instances on each device, unless nothing has changed. The number of free instances shows a
+        change: they become free without a call to this class, but are taken through a call that invalidates the counts.
         """
         seen = len(self._free), self._now_ns
         if seen != self._seen:
@@ -165,13 +165,13 @@ class AffinityBatcher:
             self._unserved.clear()
 
     def _forget(self) -> None:
-        """A ticket or an instance came or went."""
+        """Invalidate the counts of `_look`: a ticket or an instance was added or removed."""
         self._seen = (-1, 0)
 
     def _open_to(self, device: int, now_ns: int) -> list[_DeviceQueue]:
         """The queues that an instance of a device may take from, in order."""
         own = [queue for home in (device, NO_DEVICE) if len((queue := self._queues[home]).batcher)]
-        if len(self._free) == 1:  # else others are free to take tickets without a device
+        if len(self._free) == 1:  # otherwise the other free instances can take tickets without a device
             own.sort(key=_by_age)
         others = [
             queue

@@ -30,9 +30,9 @@ from flowserve.scheduling.slots import Slots
 # The time after which a batch is recalled from its route if a ticket waits for an instance that it holds.
 RECALL_NS: Final = 1_500_000
 NO_GROUPS: Final[Mapping[Any, object]] = {}
-# What a batch costs more than the same stages on a route: the way to the scheduler and back (decision 0046).
+# The additional cost of a batch of its own for a stage of a route: the way to the scheduler and back (decision 0046).
 RETURN_NS: Final = 75_000
-# A duration of a batch counts for no more than this in `ModelQueue.compute_ns`, so that one slow batch does not decide.
+# The limit of one batch's duration in the average `ModelQueue.compute_ns`, so that one slow batch does not dominate it.
 COMPUTE_NS_MAX: Final = 2_000_000
 
 
@@ -57,7 +57,7 @@ class ModelQueue:
         self.batcher = batcher
         self.instances = tuple(instances)
         # Longest idle first, so that batches spread over instances evenly. Each instance is free, running or away; one
-        # that takes several batches at once is so many times among them.
+        # that takes several batches at once has as many entries.
         self.free: deque[Any] | Slots = deque(instances)
         if len({*instances}) < len(instances):
             self.free = Slots(instances)
@@ -71,35 +71,35 @@ class ModelQueue:
             batcher.serve(self.instances, self.free)
         self.closed: Batcher | None = None  # its batcher, while a `ClosedQueue` replaces it
         self.is_pure = is_pure
-        self.statistics = statistics  # of this model, for the runtime; scheduling does not read it
-        self.needs = tuple(needs)  # of each instance, for a rate limiter; empty: no resources
+        self.statistics = statistics  # the model's statistics; only the runtime uses them
+        self.needs = tuple(needs)  # the resources of each instance at a rate limiter; empty: none
         self.order = Order() if keeps_order else None
-        self.cache = cache  # of its responses, for the runtime, which looks up each step; None: no step is
+        self.cache = cache  # the model's response cache, in which the runtime looks up each step; or None
         self.lookups = None if cache is None else Lookups()
-        # Instances of one group pass batches to each other. All of a model are in one, or each is in its own. Models
-        # with routes between them have the same groups; None: no routes, since the scheduler decides about each request
-        # or step of this model.
+        # Instances of one group pass batches to each other. All instances of a model are in one group, or each is in
+        # its own. Models with routes between them have the same groups. None: no routes, because the scheduler decides
+        # about each request or step of this model.
         is_free = not keeps_order and self.bound is None and cache is None
         groups = frozenset(route_groups.values())
         is_divided = len(groups) == len(route_groups)
         may_route = is_free and groups and None not in groups and (is_divided or len(groups) == 1)
         self.route_groups: frozenset[object] | None = groups if may_route else None
-        # Where there are several groups: the instance of each, and how many batches an idle one can take.
+        # If there are several groups: the instance of each, and how many batches an idle instance can take.
         self.members = {group: one for one, group in route_groups.items()} if may_route and len(groups) > 1 else {}
         self.depth = len(self.instances) // len(groups) if self.members else 0
-        self.computes_apart = computes_apart  # at the same time as other models with the same groups
+        self.computes_apart = computes_apart  # whether it can compute while other models with the same groups do
         self.is_timed = False  # whether `compute_ns` is kept: a route with branches needs it
-        self.compute_ns = COMPUTE_NS_MAX  # that a batch computes: a moving average
+        self.compute_ns = COMPUTE_NS_MAX  # the moving average of a batch's compute time
         self.has_times = batcher.may_wait or batcher.may_expire  # whether time may decide about its tickets
         self.may_have_tickets = False  # False: no ticket waits. Cheaper to read than the length of the queue
         self.is_dirty = False  # whether it is in the scheduler's list of queues to examine
 
     def is_idle_in(self, group: object, taken: int = 0) -> bool:
-        """Whether no batch but the `taken` ones is at the instance of a group, where there are several groups."""
+        """Whether the instance of a group has no batch except `taken` ones. Only for a model with several groups."""
         return self.free.count(self.members[group]) == self.depth - taken
 
     def computed(self, ns: int) -> None:
-        """A batch was computed in this time."""
+        """Add the compute time of a batch to the average."""
         self.compute_ns += (min(max(ns, 0), COMPUTE_NS_MAX) - self.compute_ns) >> 3
 
     @property
@@ -117,8 +117,9 @@ class Route:
     the argument of `Flow.skip_to`. `worker_data` belongs to the workers. `groups`: the group of each instance of the
     first stage, if only instances of one group pass batches to each other; else empty.
 
-    `has_branches`: a stage does not read the one before it, and would compute beside it in a batch of its own. Then
-    `stem` is the route up to there, None if there is none, and `batches` is how many batches pass the stages apart.
+    `has_branches`: a stage does not read the one before it, so that in separate batches both could compute at the same
+    time. Then `stem` is the route up to that stage, None if there is none, and `batches` is the number of batches that
+    pass the stages without this route.
     """
 
     def __init__(self, nodes: Sequence[PlanNode], queues: Sequence[ModelQueue]) -> None:
@@ -150,8 +151,9 @@ class Route:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether it loses more time than it saves: its branches compute one after the other, and a batch returns only
-        once. Times are those of `ModelQueue.compute_ns`; `RETURN_NS` is measured (decision 0046).
+        """Whether the route loses more time than it saves. It loses time because its branches compute one after the
+        other, and saves time because the batch returns only once. Times are those of `ModelQueue.compute_ns`;
+        `RETURN_NS` is measured (decision 0046).
         """
         ends_ns = [self.queues[0].compute_ns]
         total_ns = ends_ns[0]
@@ -170,7 +172,7 @@ def find_route(plan: Plan, first: PlanNode, queues: Sequence[ModelQueue]) -> Rou
         route.stem = _stem(route, plan)
         route.batches = 0
         passed: set[int] = set()
-        for node in route.nodes:  # a batch that begins with it takes a route without branches, if there is one
+        for node in route.nodes:  # a batch that begins here takes a route without branches, if there is one
             if node.index not in passed:
                 route.batches += 1
                 alone = _longest(plan, node, queues)
@@ -181,7 +183,7 @@ def find_route(plan: Plan, first: PlanNode, queues: Sequence[ModelQueue]) -> Rou
 
 
 def _longest(plan: Plan, first: PlanNode, queues: Sequence[ModelQueue]) -> Route | None:
-    """The longest route from `first`, as if it had no branches."""
+    """The longest route from `first`, with or without branches."""
     nodes = [plan.nodes[n] for n in plan.runs[first.index]]
     groups = queues[first.index].route_groups
     while len(nodes) > 1:
@@ -202,7 +204,7 @@ def _stem(route: Route, plan: Plan) -> Route | None:
 
 
 def _private(nodes: Sequence[PlanNode], plan: Plan) -> list[PlanNode]:
-    """As many of these nodes from the first on as may be a route."""
+    """The longest prefix of these nodes that may be a route."""
     nodes = [*nodes]
     while len(nodes) > 1 and not is_private(nodes, plan.consumers, plan.output_slots):
         nodes.pop()
@@ -339,7 +341,7 @@ class Decisions(NamedTuple):
     lookups: list[Lookup]
 
 
-# Without the call of Python that a constructor is.
+# Faster than the constructor, which is a Python function.
 make_decisions: Callable[[tuple[list[Batch], list[Flow], list[Notice], list[Lookup]]], Decisions] = partial(
     tuple.__new__, Decisions
 )

@@ -54,8 +54,8 @@ Called = CalledFlow | StreamFlow | SpaceFlow
 
 
 class _OpenCalls:
-    """The open calls of one execution. `by_queue`: those with a step at that queue, in the order of their begin; calls
-    whose steps there are over may be missing.
+    """The open calls of one execution. `by_queue`: those with a step at that queue, in the order in which they began;
+    calls whose steps there are over may be missing.
     """
 
     __slots__ = ("by_queue", "flows")
@@ -87,7 +87,8 @@ class _OpenCalls:
 
     def steps_at(self, queue: ModelQueue) -> Iterator[tuple[Called, PlanNode]]:
         """The unfinished steps at a queue, those of the latest call first: these have waited least, so they are the
-        most likely to be blocked. Calls without one are forgotten there: a step that is over stays so.
+        most likely to be blocked. Calls without such a step are removed from `by_queue`, because a finished step never
+        becomes unfinished again.
         """
         calls = self.by_queue[queue]
         over: list[Called] = []
@@ -123,7 +124,7 @@ class CallGraph:
             self._open_calls[batch] = _OpenCalls()
         self._open_calls[batch].add(flow)
         analysis = self._analyse()
-        if not analysis.is_deadlocked(flow):  # not even if no waiting execution ever continued
+        if not analysis.is_deadlocked(flow):  # it can be served even if no waiting execution ever continues
             return
         analysis.shrink()
         if analysis.is_deadlocked(flow):

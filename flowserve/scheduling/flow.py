@@ -40,7 +40,7 @@ class Facts(Protocol):
 # Nanoseconds, summed over several steps: queued, assembling inputs, computing, reading outputs.
 Took = tuple[int, int, int, int]
 TOOK_NOTHING: Final[Took] = (0, 0, 0, 0)
-_SHAPES_MAX: Final = 8  # of the inputs of a failed step, in the text of its error
+_SHAPES_MAX: Final = 8  # the largest number of input shapes in the error of a failed step
 
 
 def longer(took: Took, queue_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> Took:
@@ -186,7 +186,8 @@ class Flow:
         self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int, shared: dict[Any, Any]
     ) -> list[Ticket]:
         """Store a finished step's outputs and return the steps that became ready. `outputs[j][m]` is the model's j-th
-        output for this flow. `shared`: what flows of other kinds find out once for all members of these outputs.
+        output for this flow. `shared`: a cache in which subclasses keep what they compute once for all members of these
+        outputs.
 
         Afterwards `open` is 0 if that was the last step. An omitted output (None) is omitted from the response and from
         the optional inputs that it feeds. Raises a FlowserveError if the flow cannot continue.

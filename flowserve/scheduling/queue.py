@@ -96,10 +96,11 @@ class Deadlines(Generic[T]):
 
 
 class Tickets:
-    """Tickets in order, of which those of a flow are removed without a search.
+    """Tickets in order. Those of one flow are removed without a search.
 
-    `waiting`: the tickets, each by its flow. A flow may have several, for several steps of one model: the further ones,
-    `twins`, are by themselves. A dict would be slow as a queue: its first entry is found behind all removed ones.
+    `waiting`: the tickets by their flow. A flow may have several, for several steps of one model: the key of each
+    further one, its `twins`, is the ticket itself. A dict would be slow as a queue: the search for its first entry
+    passes all removed ones.
     """
 
     __slots__ = ("twins", "waiting")
@@ -113,12 +114,14 @@ class Tickets:
             self.append_twin(ticket)
 
     def append_twin(self, ticket: Ticket) -> None:
-        """As `append`, for a ticket whose flow has another one here."""
+        """As `append`, for a ticket whose flow already has one here."""
         self.waiting[ticket] = ticket
         self.twins.setdefault(ticket.flow, []).append(ticket)
 
     def insert(self, ticket: Ticket) -> None:
-        """Insert a ticket by its `order`, among tickets in that order. The cost is that of the tickets behind it."""
+        """Insert a ticket by its `order`, among tickets in that order. The cost is proportional to the number of
+        tickets behind it.
+        """
         behind = [*takewhile(lambda key: self.waiting[key].order > ticket.order, reversed(self.waiting))]
         self.append(ticket)
         for key in reversed(behind):
@@ -133,7 +136,7 @@ class Tickets:
         return batch
 
     def forget_twins(self, removed: Iterable[Ticket]) -> None:
-        """These tickets are not in `waiting` any more."""
+        """Remove these tickets from `twins`; they are no longer in `waiting`."""
         for ticket in removed:
             twins = self.twins.get(ticket.flow, [])
             if ticket in twins:
@@ -366,8 +369,8 @@ class Queue:
         self._waiting = self._plain.waiting
         # The lanes of any other queue. Only those with tickets: a configuration may have billions of levels.
         self._lanes: dict[int, Tickets] = {}  # number 2 * level, and 2 * level + 1 for its delayed tickets
-        self._count = 0  # of the tickets in lanes
-        self._numbers: list[int] = []  # of the lanes, ascending: the order in which a batch is filled
+        self._count = 0  # the number of tickets in lanes
+        self._numbers: list[int] = []  # the numbers of the lanes, ascending: the order in which a batch is filled
         self._served: dict[int, int] = {}  # lane -> `_batches` when it was last served or created; longest ago first
         self._batches = 0
         self._orders = count()  # many tickets arrive in one loop iteration, at the same `queued_ns`

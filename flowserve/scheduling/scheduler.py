@@ -98,23 +98,23 @@ class Scheduler:
         self._batches: list[Batch] = []
         self._finished: list[Flow] = []
         self._lookups: list[Lookup] = []
-        # Flows that are over, whose tensors may still be read by batches that were decided and not yet returned, or
-        # that the last `schedule` returned: those have started by the time of the next call.
+        # Flows that are over, whose tensors may still be read: `_ended` by batches that the next `schedule` returns,
+        # `_releasable` by batches that the last one returned. Those have started before the next call.
         self._ended: list[Flow] = []
         self._releasable: list[Flow] = []
         self._queues: list[ModelQueue] = []
         self._arrivals: list[Flow] = []
         self._dirty: deque[ModelQueue] = deque()  # queues that `schedule` examines
-        self._timed: dict[ModelQueue, None] = {}  # queues for whose tickets or sequences time matters now
+        self._timed: dict[ModelQueue, None] = {}  # queues whose tickets or sequences may time out or wait for a delay
         self._retries: deque[tuple[ModelQueue, list[Ticket]]] = deque()  # parts of batches that failed
         self._routed: dict[Batch, None] = {}  # batches on a route
-        self._to_run: list[Ticket] = []  # steps that waited for an equal one which will not answer them
+        self._to_run: list[Ticket] = []  # steps that waited for the result of an equal step, which has none
         self._ending_queues: set[ModelQueue] = set()  # queues that are removed when their batches are complete
         self._ending = ""  # why no further step is started; "" until `fail_all`
         self.in_flight = 0  # flows submitted or held and not finished
         self._held: dict[Flow, None] = {}
-        self._due: Deadlines[Flow] | None = None  # of the flows that have a deadline; None until one has
-        self._timer_ns: int | None = None  # when time alone changes what can start
+        self._due: Deadlines[Flow] | None = None  # deadlines of flows; None until a flow has one
+        self._timer_ns: int | None = None  # when time alone changes which batches can start
 
     # ------------------------------------------------------------------ models
 
@@ -316,7 +316,7 @@ class Scheduler:
         return finished
 
     def next_deadline(self) -> int | None:
-        """When `schedule` must be called if no event occurs before: 0 if it has work now, None for no time."""
+        """When `schedule` must be called if no event occurs before: 0 if it has work now, None if never."""
         if self._arrivals or self._dirty or self._finished or self._notices or self._releasable or self.streams.is_due:
             return 0
         if self._to_run or self._lookups:
@@ -371,7 +371,7 @@ class Scheduler:
                 self._finish(flow)
 
     def _queue_steps(self, now_ns: int) -> None:
-        """Queue the steps that must run although they waited for an equal one."""
+        """Queue the steps that waited for the result of an equal step and must run themselves."""
         steps, self._to_run = self._to_run, []
         for ticket in steps:
             self._queue_step(ticket, now_ns)
@@ -488,9 +488,9 @@ class Scheduler:
     def _choose_route(self, batch: Batch) -> None:
         """Give a batch its route if returning between the stages could not change the batch: all members have the same
         next nodes, the queues of the route are empty and their instances idle, no retry waits, and no member has a
-        deadline. Where instances are in several groups, a route stays in the group of its first instance, and those of
-        other groups need not be idle: while one here is, a batch does not wait for another to join it. Branches whose
-        models compute for long are not on one route: they compute at the same time, each in a batch of its own.
+        deadline. If instances are in several groups, a route stays in the group of its first instance, and instances of
+        other groups need not be idle: a batch does not wait for others to join it while an instance is free. Branches
+        whose models compute for long are not on one route: they compute at the same time, each in a batch of its own.
         """
         tickets = batch.tickets
         first = tickets[0]
@@ -529,7 +529,7 @@ class Scheduler:
             if self._due is not None and flow in self._due:
                 return
         for queue, instance in zip(route.queues[1:], instances[1:], strict=True):
-            queue.free.remove(instance)  # of a queue that is not divided, the first
+            queue.free.remove(instance)  # with one group the first of `free`, as chosen above
             queue.running += 1
         batch.take(route, instances)
         self._routed[batch] = None
@@ -539,8 +539,8 @@ class Scheduler:
     def answer_step(
         self, ticket: Ticket, outputs: Sequence[Sequence[Facts | None]], error: FlowserveError | None, now_ns: int
     ) -> None:
-        """The step of a `Lookup`, or one that `land` returned, has these outputs and does not run: `outputs[j][0]` is
-        the model's j-th output. `error`: why its flow fails instead.
+        """Finish the step of a `Lookup`, or one that `land` returned, with these outputs and without running it:
+        `outputs[j][0]` is the model's j-th output. If `error` is given, its flow fails with it instead.
         """
         queue: ModelQueue = ticket.flow.queues[ticket.node.index]
         assert queue.lookups is not None
@@ -557,8 +557,9 @@ class Scheduler:
         """The step of a `Lookup` has no response in the cache: it runs, or waits for the result of an equal step that
         runs. Equal steps have the same `key`; None: nothing is known about it.
 
-        A step of a call never waits for another, which may belong to its caller, nor does a step of a model that keeps
-        the order of its responses, where it would lose its position if the other failed.
+        A step of a BLS call never waits for another step, because that may belong to its caller. A step of a model that
+        keeps the order of its responses does not wait either, because it would lose its position if the other step
+        failed.
         """
         if ticket.flow.done:
             return
@@ -699,7 +700,7 @@ class Scheduler:
             flows.append(flow)
         if self._held or self._due is not None:
             for flow in flows:
-                if not flow.done:  # the error of an earlier one may have ended it
+                if not flow.done:  # the failure of an earlier one may have ended it
                     self._finish(flow)
         else:
             for flow in flows:
@@ -718,8 +719,7 @@ class Scheduler:
         shared: dict[Any, Any] | None = None,
     ) -> None:
         """Advance the flows of these tickets by one step; each ticket comes with its position in the batch. The next
-        tickets are queued, except those of nodes that the batch `passed`. `shared` is of these outputs, as in
-        `Flow.finish_step`.
+        tickets are queued, except those of nodes that the batch `passed`. `shared` is as in `Flow.finish_step`.
         """
         if shared is None:
             shared = {}
@@ -755,10 +755,10 @@ class Scheduler:
         """A batch returned before the end of its route, or members failed in its last stage."""
         route = batch.route
         assert route is not None
-        ahead = route.queues[len(made) :]  # of the stages that may have run, where a machine is lost
+        ahead = route.queues[len(made) :]  # the stages that may have run if a machine was lost
         is_final = isinstance(error, MachineLost) and not all(queue.is_pure for queue in ahead)
         if isinstance(error, InstanceDied) or is_final:
-            # Nothing is tried again, and what was made may be gone with the process.
+            # No retry, and the outputs of finished stages may be lost with the process.
             assert error is not None
             return self._fail_batch(batch.stage(len(made)), error, is_final=True)
         passed = {node.index for node in route.nodes[: len(made) + (error is not None)]}
@@ -795,7 +795,9 @@ class Scheduler:
         return False
 
     def _runs_once_more(self, queue: ModelQueue, tickets: Sequence[Ticket]) -> bool:
-        """Have these steps, whose machine is lost, run again before all that wait; not those that did so already."""
+        """Run these steps, whose machine was lost, again before all waiting ones. Returns False if one of them has been
+        run again before, or if the model is not pure.
+        """
         if not queue.is_pure or not tickets or any(getattr(ticket, "was_lost", False) for ticket in tickets):
             return False
         for ticket in tickets:
@@ -1089,7 +1091,7 @@ class Scheduler:
         return left
 
     def _withdraw_parts(self, flow: SpaceFlow) -> list[ModelQueue]:
-        """As `_withdraw`, of the parts of a flow's steps."""
+        """As `_withdraw`, for the parts of a flow's steps."""
         left: list[ModelQueue] = []
         parts, flow.live = flow.live, {}
         for part in parts:
@@ -1104,8 +1106,8 @@ class Scheduler:
         return left
 
     def _withdraw_lookups(self, queue: ModelQueue, *flows: Flow) -> list[ModelQueue]:
-        """As `withdraw` of a batcher, for the steps at a response cache. Those that waited for a step of these flows
-        run instead: in the next `schedule`.
+        """As `withdraw` of a batcher, for the steps at a response cache. If a step of these flows led others, the next
+        `schedule` runs one of those instead.
         """
         count, to_run = queue.lookups.withdraw(*flows) if queue.lookups is not None else (0, [])
         self._to_run += to_run

@@ -4,8 +4,8 @@ Decides which member of a group with one key leads (runs), who leads after it ha
 themselves after it has failed. Does not know what a key means, where results are kept, or how a member runs. Used by
 the scheduler for steps (`Lookups`) and by admission control for requests.
 
-Every operation costs the members that it returns, not those that wait. Always true: a group has one leader, and is
-forgotten with it unless another member leads.
+The cost of an operation depends on the number of members that it returns, not on the number that wait. Always true: a
+group has one leader, and is removed with it unless another member leads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Group(Generic[M]):
     def __init__(self, key: Hashable, leader: M) -> None:
         self.key = key
         self.leader = leader
-        # In order of arrival. A dict would be slow: its first entry is found behind all removed ones.
+        # In order of arrival. A dict would be slow: the search for its first entry passes all removed ones.
         self.followers: OrderedDict[M, None] = OrderedDict()
 
 
@@ -58,8 +58,8 @@ class SingleFlight(Generic[M]):
         return group is not None and group.leader is member
 
     def land(self, leader: M) -> list[M]:
-        """`leader` has its result: returns the members that waited for it, in order, and forgets the group. None for a
-        member that does not lead.
+        """`leader` has its result: returns the members that waited for it, in order, and removes the group. Returns no
+        member if `leader` does not lead.
         """
         return self._end(self._of[leader]) if self.leads(leader) else []
 
@@ -106,11 +106,11 @@ class Lookups:
     def __init__(self) -> None:
         self.waiting = Tickets()
         self.flights: SingleFlight[Ticket] = SingleFlight()
-        self._leaders: dict[Flow, list[Ticket]] = {}  # those that run and lead, by flow
+        self._leaders: dict[Flow, list[Ticket]] = {}  # running steps that lead, by flow
 
     def run(self, ticket: Ticket, key: Hashable, *, may_follow: bool) -> bool:
-        """Whether a step that was looked up and not found has to run; else it waits for an equal one. `key` None: it
-        has no equals. Not `may_follow`: it runs although an equal one does.
+        """Whether a step that was looked up and not found has to run; else it waits for an equal one. `key` None: it is
+        equal to no other. `may_follow` False: it runs even if an equal step is running.
         """
         if key is None or (key in self.flights and not may_follow):
             self.waiting.discard(ticket)
@@ -131,7 +131,7 @@ class Lookups:
 
     def withdraw(self, *flows: Flow) -> tuple[int, list[Ticket]]:
         """Remove the steps of flows that are over. Returns how many of them waited here, and the steps that have to run
-        instead of those that ran.
+        instead of the removed ones.
         """
         gone = [ticket for flow in flows for ticket in self.waiting.withdraw(flow)]
         for ticket in gone:

@@ -1,8 +1,9 @@
 """The free instances of a model whose instances take several batches at once.
 
-Decides which instance is next: one that runs fewest, and among these the one that has waited longest, so that no batch
-waits behind another while an instance is idle. Reads like the deque of free instances of other models (`ModelQueue`),
-and has an entry for each batch that an instance can take. Every call takes the same time for any number of instances.
+Decides which instance is next: one that runs the fewest batches, and among these the one that has waited longest, so
+that no batch waits behind another while an instance is idle. Reads like the deque of free instances of other models
+(`ModelQueue`), and has an entry for each batch that an instance can take. Every call takes the same time for any number
+of instances.
 
 Does not know batches. Used by `batch.ModelQueue`.
 """
@@ -15,13 +16,13 @@ from typing import Any
 
 
 class Slots:
-    """`instances` has each instance as often as it takes batches at once; all are free."""
+    """`instances` contains each instance once for each batch that it takes at a time; all are free."""
 
     __slots__ = ("_by_count", "_counts", "_length")
 
     def __init__(self, instances: Sequence[Any]) -> None:
         self._counts: Counter[Any] = Counter()
-        # The instances with so many free slots, in the order in which they got there. Index 0 is not used.
+        # `[n]`: the instances with n free slots, in the order in which they reached that number. Index 0 is not used.
         self._by_count: list[dict[Any, None]] = [{} for _ in range(max(Counter(instances).values(), default=0) + 1)]
         self._length = 0
         for instance in instances:

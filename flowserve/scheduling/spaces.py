@@ -6,12 +6,12 @@ is made. Graphs without spaces use flow.py only. As that module, this one reads 
 returns handles and spreads. Called by the scheduler.
 
 A *spread* says which rows a space has. It has a slot as a tensor has, so a node, or an operation of the plan, is ready
-when all slots that it reads are written. When a space begins without a row, its steps and operations are skipped all at
-once, and what waits for their slots goes on: no step can wait for a branch that was not taken. Where a test reads an
-output of a step that runs once for all rows, the space begins when that step ends, and its rows are found for all
-members of the step's batch together.
+when all slots that it reads are written. When a space begins without a row, all its steps and operations are skipped at
+once, and the nodes and operations that wait for their slots continue: no step can wait for a branch that was not taken.
+If a test reads an output of a step that runs once for all rows, the space begins when that step ends, and its rows are
+computed for all members of the step's batch together.
 
-A *part* is a flow of its own for a part of the rows of one step: it is queued, batched, retried and withdrawn as the
+A *part* is a flow of its own for a part of the rows of one step: it is queued, batched, retried and withdrawn like the
 flow of a request. `max_inflight_requests` limits the parts of one step that are under way, and so does a full queue;
 the others wait here.
 
@@ -33,15 +33,15 @@ from flowserve.scheduling.flow import TOOK_NOTHING, E, Facts, Flow, Ticket
 
 _TAKE, _ITEMS, _MERGE = Derivation.TAKE, Derivation.ITEMS, Derivation.MERGE
 _GATHER, _PRESENT = Derivation.GATHER, Derivation.PRESENT
-# Parts that are queued when one is finished, if the step may have so many: a step that a full queue held back has more
-# parts under way again as the queue empties.
+# The largest number of parts that are queued when one is finished. It is more than one so that a step that a full queue
+# held back regains its number of parts under way as the queue empties.
 _MORE_PARTS: Final = 2
-_OVER: Final = 1 << 30  # slots that a finished step waits for
-_UNREAD: Final = ()  # instead of an output that is only tested
+_OVER: Final = 1 << 30  # the value of `missing` for a finished step
+_UNREAD: Final = ()  # stands for an output that no step reads, only a test
 
 
 class Spread(Protocol):
-    """Which rows a space has: their number, `rows`, made from `parent_rows` rows of the space around it."""
+    """The rows of a space: their number, `rows`, made from `parent_rows` rows of the space around it."""
 
     @property
     def rows(self) -> int: ...
@@ -54,28 +54,30 @@ class Spread(Protocol):
 
 
 class RowOperations(Protocol):
-    """What the owner of the tensors does with rows (`memory/rows`). A handle is None for a tensor that a model left
-    out. Each raises a FlowserveError that names the tensor.
+    """Operations on rows, implemented by the owner of the tensors (`memory/rows`). A handle is None for a tensor that a
+    model left out. Each operation raises a FlowserveError that names the tensor.
     """
 
     def open_space(self, space: Space, tensors: Sequence[Any], /) -> Any:
-        """The spread of a space; `tensors` as `space.opens`. A count that is None: all items are real."""
+        """The spread of a space; `tensors` are those of `space.opens`. If the tensor of counts is None, no item is
+        padding.
+        """
 
     def open_together(self, space: Space, output: Sequence[Any], /) -> Sequence[Any]:
         """The spreads of a space for all members of a batch, from the model's output that the space tests; () if each
-        is opened alone.
+        member's space must be opened by itself.
         """
 
     def undecided(self, space: Space, parent_rows: int, /) -> Any:
         """The spread of a space whose tensors the request did not give: no row passes a test, and no row has items."""
 
     def take(self, tensor: Any, spread: Any, has_rows: bool, /) -> Any:
-        """The rows of a tensor of the parent space that a space has, at least one. `has_rows`, here and below: whether
-        the tensors of the space that the result belongs to have a batch dimension.
+        """The rows of a parent space's tensor that belong to the space, at least one. `has_rows`, here and below:
+        whether the tensors of the space that the result belongs to have a batch dimension.
         """
 
     def items(self, tensor: Any, spread: Any, /) -> Any:
-        """The items of a tensor that a space takes apart, at least one."""
+        """The items of a tensor that a space divides into items, at least one."""
 
     def part(self, tensor: Any, start: int, stop: int, /) -> Any:
         """Some rows of a tensor."""
@@ -87,8 +89,8 @@ class RowOperations(Protocol):
         """The outputs of the parts of a step, in order, as one tensor with a batch dimension."""
 
     def merge(self, derived: Derived, tensors: Sequence[Any], spreads: Sequence[Any], has_rows: bool, /) -> Any:
-        """One tensor of what several conditions wrote, none of them for all rows. `spreads[i]` None: `tensors[i]` has
-        all rows.
+        """One tensor from the outputs of several branches, each of which has only some of the rows. `spreads[i]` None:
+        `tensors[i]` has all rows.
         """
 
     def gather(self, derived: Derived, tensor: Any, spread: Any, has_rows: bool, /) -> Any:
@@ -111,7 +113,7 @@ class Part(Flow):
         self.plan = whole.plan
         self.queues = whole.queues
         self.owner = whole.owner
-        self.tensors = tensors  # type: ignore[assignment]  # of its own slots only
+        self.tensors = tensors  # type: ignore[assignment]  # has only the slots that this step reads
         self.missing = whole.missing
         self.readers = whole.readers
         self.open = 1
@@ -131,7 +133,7 @@ class Part(Flow):
         return self.step.flow
 
     def is_last_reader(self, slot: int) -> bool:
-        return False  # several slots may hold the same rows
+        return False  # other slots may hold the same rows
 
     def tensor_at(self, slot: int) -> Any:
         held: Any = self.tensors
@@ -247,7 +249,7 @@ class SpaceFlow(Flow):
         return tickets
 
     def is_last_reader(self, slot: int) -> bool:
-        return False  # several slots may hold the same rows
+        return False  # other slots may hold the same rows
 
     def finish_step(
         self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int, shared: dict[Any, Any]
@@ -272,8 +274,8 @@ class SpaceFlow(Flow):
         return tickets
 
     def _members(self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]]) -> list[tuple[Any, ...]]:
-        """Of each member of a batch of a node: what it writes, and the spreads that its tests make of its outputs, None
-        for one that is opened alone.
+        """For each member of a node's batch: its outputs in the order of `writes`, then the spreads of the spaces that
+        test its outputs, None for a space that is opened by itself.
         """
         plan = self.plan
         assert plan.spaces is not None
@@ -284,14 +286,14 @@ class SpaceFlow(Flow):
             assert operation.opens is not None
             try:
                 spreads = self.rows.open_together(operation.opens, outputs[j])
-            except Exception:  # each member meets it alone, and it ends no other
+            except Exception:  # the member at fault raises it again by itself, and the others continue
                 spreads = ()
             columns.append(spreads or [None] * len(outputs[j]))
         return [*zip(*columns, strict=True)]
 
     def finish_part(self, part: Part, outputs: Sequence[Any]) -> list[Ticket]:
-        """Store the outputs of a part. After the last part of a step the flow goes on. Returns the tickets that are to
-        be queued. Raises a FlowserveError if the flow cannot continue.
+        """Store the outputs of a part. After the last part of a step the flow continues. Returns the tickets that are
+        to be queued. Raises a FlowserveError if the flow cannot continue.
         """
         step, tickets = part.step, list[Ticket]()
         node = step.node
@@ -345,8 +347,8 @@ class SpaceFlow(Flow):
         return [node for node in self.plan.nodes if node.writes and not self.missing[node.index]]
 
     def _written(self, node: PlanNode, row: Sequence[Any], ready: list[int]) -> None:
-        """A step is over: it has written `row`, in the order of its `writes`, and read its inputs. What has all that it
-        reads is added to `ready`.
+        """A step is over: it has written `row`, in the order of its `writes`, and read its inputs. Nodes and operations
+        whose inputs are now complete are added to `ready`.
         """
         if None in row:
             for k, (_, slot, _) in enumerate(node.writes):
@@ -356,7 +358,7 @@ class SpaceFlow(Flow):
         missing[node.index] = _OVER
         self.open -= 1
         for k, (_, slot, consumers) in enumerate(node.writes):
-            if readers[slot]:  # not if all of them were skipped
+            if readers[slot]:  # 0 if all readers were skipped
                 tensors[slot] = row[k]
             for n in consumers:
                 missing[n] -= 1
@@ -368,12 +370,12 @@ class SpaceFlow(Flow):
                 tensors[slot] = None
 
     def _go_on(self, ready: list[int], tickets: list[Ticket]) -> None:
-        """Start everything that is ready, and what becomes ready by that."""
+        """Start the nodes and operations that are ready, and those that become ready as a result."""
         plan = self.plan
         nodes, spaces = plan.nodes, plan.spaces
         assert spaces is not None
         count = len(nodes)
-        for n in ready:  # it grows meanwhile
+        for n in ready:  # operations append to it
             if n >= count:
                 self._operate(spaces.operations[n - count], ready)
                 continue
@@ -442,7 +444,7 @@ class SpaceFlow(Flow):
                 tensors[slot] = None
 
     def _begin_space(self, operation: Operation, spread: Spread, ready: list[int]) -> None:
-        """A space has these rows. If it has none, its steps are skipped, and those of the spaces within it."""
+        """Begin a space with these rows. If there are none, its steps and those of the spaces within it are skipped."""
         space, absence, slot = operation.opens, operation.absence, operation.slot
         assert space is not None
         assert absence is not None
@@ -468,7 +470,9 @@ class SpaceFlow(Flow):
                 tensors[slot] = None
 
     def _only_branch(self, operation: Operation) -> Any:
-        """What a merge makes if all rows are of one branch: the tensor of that branch. None if they may not be."""
+        """The result of a merge if all rows are of one branch: the tensor of that branch. None if rows may be of
+        several.
+        """
         tensors = self.tensors
         base = None
         for slot, of in operation.branches:
@@ -479,22 +483,22 @@ class SpaceFlow(Flow):
         return base if base is not None and (base.stop >= 0 or not operation.has_rows) else None
 
     def _made(self, operation: Operation, tensors: Sequence[Any]) -> Any:
-        """The spread of a space, or a tensor at its border, of these tensors."""
+        """The spread of a space, or a tensor at its border, made from these tensors."""
         space, graph = operation.opens, self.plan.graph
         try:
             return self._derived(operation, tensors) if space is None else self._opened(operation, space, tensors)
         except FlowserveError as error:
             if space and isinstance(error, ModelFailed) and all(graph.made_by(ref)[0] == GRAPH for ref in space.opens):
-                error = Invalid(str(error))  # its client wrote these tensors
+                error = Invalid(str(error))  # the client sent these tensors
             error.lineage = error.lineage or self._border(operation)
             raise error from None
-        except Exception as error:  # of the code that reads tensors: it ends this request and not the scheduler
+        except Exception as error:  # a fault in code that reads tensors fails this request, not the scheduler
             failed = Internal(f"rows cannot be chosen or put together: {type(error).__name__}: {error}")
             failed.lineage = self._border(operation)
             raise failed from None
 
     def _border(self, operation: Operation) -> str:
-        """The place of an operation in the graph, for the text of an error: the innermost space that it is about."""
+        """The place of an operation in the graph, for the text of an error: the innermost space of its tensors."""
         spaces, derived = self.plan.graph.spaces, operation.derived
         if derived is None:
             return "" if operation.opens is None else _lineage(operation.opens)
@@ -508,8 +512,8 @@ class SpaceFlow(Flow):
         return self.rows.open_space(space, tensors)
 
     def _is_undecided(self, space: Space, tensors: Sequence[Any]) -> bool:
-        """Whether the request did not give the tensors of a space: they are optional inputs. Raises Internal if a
-        model left one out, and Invalid if only some of the tensors that are taken apart together were given.
+        """Whether the request omitted the tensors of a space, which are optional inputs. Raises Internal if a model
+        left one out, and Invalid if only some of the tensors that are divided into items together were given.
         """
         absent = [i for i, tensor in enumerate(tensors) if tensor is None]
         for i in absent:

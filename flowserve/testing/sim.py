@@ -45,7 +45,7 @@ class Sim(Agenda):
         self.world = world or strategies.draw_world(random)
         self.log: list[tuple[object, ...]] = []
         self.queues: dict[ModelKey, ModelQueue] = {}
-        self.flows: dict[int, Flow] = {}  # submitted and not over
+        self.flows: dict[int, Flow] = {}  # submitted flows that are not over
         self.over: set[int] = set()  # answered or cancelled
         self.batch_rows: dict[ModelKey, list[int]] = {}  # the batches of each model, in order
         self.handles: weakref.WeakSet[Handle] = weakref.WeakSet()
@@ -58,15 +58,15 @@ class Sim(Agenda):
         self._running: set[Step] = set()
         self._again: dict[Step, int] = {}  # steps that wait for a retry, and since when
         self._has_ended = False  # the server stops: no new batches
-        self._ordered: dict[ModelKey, OrderedModel] = {}  # of models that keep order
+        self._ordered: dict[ModelKey, OrderedModel] = {}  # models that keep order
         overtaken_max = self.world.overtaken_max
         limiter = None if overtaken_max is None else Limiter()
         self.scheduler = Scheduler(limiter, OVERTAKEN_MAX if overtaken_max is None else overtaken_max)
         self.routed: list[int] = []  # the number of requests of each batch on a route
-        # Of models with a response cache: what they made, by the key of the step, as (content, width) of each output.
+        # The response cache of models that have one: by the key of a step, (content, width) of each output.
         self._cached: dict[StepKey, list[tuple[int, int] | None]] = {}
-        self._keys: dict[Step, StepKey] = {}  # of the steps that were looked up and not found
-        self._failed: set[StepKey] = set()  # keys with a step that failed: the steps that waited run by themselves
+        self._keys: dict[Step, StepKey] = {}  # keys of steps that were looked up and not found
+        self._failed: set[StepKey] = set()  # keys with a failed step: steps that waited for it run by themselves
         self._runs = count()
         self._runs_of: dict[Batch, RouteRun] = {}
         self._inline: list[Callable[[], None]] = []  # batches of duration 0 complete after all batches were started
@@ -294,7 +294,7 @@ class Sim(Agenda):
                 self._note("waits for an equal step", step_of(ticket))
 
     def _key_of(self, ticket: Ticket) -> StepKey:
-        """All that the outcome of a step depends on, its faults included."""
+        """The facts on which the outcome of a step depends, its faults included."""
         request, model = ticket.flow.request, ticket.node.model
         held = [ticket.flow.tensors[slot] if slot != NO_SLOT else None for slot in ticket.node.inputs]
         inputs = [None if handle is None else (handle.content, handle.width) for handle in held]
@@ -302,7 +302,7 @@ class Sim(Agenda):
         return model, ticket.rows, ticket.node.wanted, *inputs, *fates
 
     def _keep(self, queue: ModelQueue, ticket: Ticket, outputs: Sequence[Handle | None]) -> None:
-        """Cache what a step made, mostly, and answer the steps that waited for it."""
+        """Cache the outputs of a step, unless there is no room, and answer the steps that waited for it."""
         made = [None if handle is None else (handle.content, handle.width) for handle in outputs]
         key = self._keys.pop(step_of(ticket))
         if self._random.random() < 0.8:  # else there is no room
@@ -323,7 +323,7 @@ class Sim(Agenda):
         self._note("is known", model.key.name, request.number)
         self._keys.pop(step_of(ticket), None)
         stop = ticket.rows if model.max_batch_size else -1
-        block = object()  # memory of its own, as that of a request
+        block = object()  # separate memory, as that of a request
         outputs = [[None if one is None else self._handle(*one, 0, stop, block)] for one in made]
         if model.keeps_order:
             self._ordered[model.key].tickets.append(ticket)
@@ -333,7 +333,7 @@ class Sim(Agenda):
         self.scheduler.answer_step(ticket, outputs, None, self.now_ns)
 
     def _check_single_flight(self, model: SimModel) -> None:
-        """Of equal steps one runs at a time."""
+        """Check that of equal steps one runs at a time."""
         if not model.is_cached or model.keeps_order:
             return
         live = [self._keys[step] for step in self._running if step in self._keys and step[0] in self.flows]

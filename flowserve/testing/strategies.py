@@ -422,7 +422,7 @@ def draw_routed_world(random: Random) -> World:
         graphs.append(plain_graph(random.choice(models)))
     requests = []
     for request in draw_requests(random, graphs, random.randint(1, 30)):
-        come = request.arrives_ns // 100 * 100  # many at one instant
+        come = request.arrives_ns // 100 * 100  # many arrive at the same time
         poison = request.poison or frozenset([random.choice(models).key] if random.random() < 0.1 else [])
         wanted = None if random.random() < 0.8 else request.wanted
         requests.append(replace(request, arrives_ns=come, poison=poison, wanted=wanted))

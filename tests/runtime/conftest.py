@@ -14,7 +14,7 @@ from tests.support.processes import ServedInProcesses
 
 @pytest.fixture(autouse=True)
 def unlimited_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of the engine ends when nothing is left to decide, also on a machine that is busy with other work."""
+    """A step of the engine ends only when no decision is left, not after its time limit, even on a busy machine."""
     monkeypatch.setattr("flowserve.runtime.engine.engine.STEP_NS_MAX", 1 << 62)
 
 

@@ -165,7 +165,7 @@ async def test_a_gap_of_a_cancelled_request_is_copied_once_and_counted_as_regath
 
 async def test_parts_of_several_batches_are_copied_and_not_counted_as_regathered() -> None:
     async with running() as engine:
-        batcher = Queue(BatchPolicy(16, (4,), HOUR_NS))  # b waits until four rows are there
+        batcher = Queue(BatchPolicy(16, (4,), HOUR_NS))  # b waits for four rows
         add_function(engine, "a", [double], max_batch_size=2)
         add_function(engine, "b", [double], batcher=batcher)
         add_chain(engine, "chain", ["a", "b"])

@@ -38,7 +38,7 @@ F = TypeVar("F", bound=Flow)
 
 
 class Server:
-    """One model "a" behind admission control. Its answer to a request of the number n is [2 n]."""
+    """One model "a" behind admission control. Its response to a request with the number n is [2 n]."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Server:
         return flow
 
     def call(self, number: int) -> CalledFlow:
-        """As a model does."""
+        """Make a BLS call, as a model does."""
         flow = self._flow(CalledFlow, number)
         self.admission.call(flow, partial(self.scheduler.call, None))
         return flow
@@ -95,7 +95,7 @@ class Server:
         return flow
 
     def step(self) -> None:
-        """As the engine's step."""
+        """Run the scheduler as the engine's step does."""
         while (decisions := self.scheduler.schedule(self.now)) is not None:
             finished = deque(decisions.finished)
             while finished:
@@ -148,7 +148,7 @@ def test_waiting_requests_that_leave_grow_linearly() -> None:
 @pytest.mark.fault("W5")
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_equal_requests_that_leave_grow_linearly(is_reversed: bool) -> None:
-    """The request that runs is the next of them, again and again."""
+    """The running request leaves each time, and the next one runs."""
 
     def prepare(n: int) -> Callable[[], object]:
         server = Server(AdmissionOptions(), LruCache(10000))
@@ -189,7 +189,7 @@ def test_a_request_over_the_remaining_bytes_is_refused_and_one_over_the_limit_is
 
 
 def test_a_deadline_counts_from_arrival_while_a_request_waits_for_admission() -> None:
-    """Its batch does not count it once more."""
+    """Its batch does not count it again."""
     server = Server(AdmissionOptions(deadline_ms=10, max_requests=1, waits=True))
     runs, waits = server.ask(1), server.ask(2, timeout_ms=4)
     server.step()
@@ -426,7 +426,7 @@ def test_property_capacity_is_returned_and_each_request_is_answered_once_with_it
 def test_property_a_small_request_never_overtakes_a_larger_one_that_waits(
     max_requests: int, steps: list[tuple[str, int]]
 ) -> None:
-    """Else a stream of small requests would keep a large one waiting for ever. Requests have 4 to 20 bytes."""
+    """Otherwise a stream of small requests could starve a large one. Requests have 4 to 20 bytes."""
     options = AdmissionOptions(max_requests=max_requests, max_request_bytes=20, waits=True)
     server = Server(options, instances=100)
     waiting: list[Flow] = []  # in order of arrival

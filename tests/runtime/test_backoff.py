@@ -63,6 +63,6 @@ def test_property_delays_stay_short_after_health_and_double_after_immediate_ends
             assert delay == delays.first_ns
         elif has_answered or lived_ns >= delays.healthy_ns:
             assert min(before, delays.first_ns) <= delay <= delays.after_health_ns
-        else:  # never more often than allowed
+        else:  # never earlier than allowed
             assert delay == (min(2 * before, delays.longest_ns) if before else delays.first_ns)
         before = delay

@@ -29,7 +29,7 @@ pytestmark = [
 
 WITHIN_S = 20.0  # a bound for a loaded machine, not the expected time
 
-# What the children of these tests do: run the text they are given.
+# The code of the children in these tests: run the given text.
 ENTRY = """
 import os
 import signal
@@ -80,7 +80,7 @@ async def test_a_failing_exit_handler_does_not_stop_the_supervision_of_other_chi
 
 
 async def end_of(child: Child) -> str:
-    """Waits until it has ended and has been seen to."""
+    """Wait until its end is detected."""
     over = trio.Event()
     child.on_end = lambda _: over.set()
     if not child.ended:
@@ -91,7 +91,7 @@ async def end_of(child: Child) -> str:
 
 
 async def last_word(child: Child) -> bytes:
-    """Waits for its end; returns the oldest message it left."""
+    """Wait for its end; returns its oldest unread message."""
     await until(lambda: bool(child.ended))
     with child.socket as sock:
         return sock.recv(10_000)
@@ -99,7 +99,7 @@ async def last_word(child: Child) -> bytes:
 
 async def until(condition: Callable[[], bool]) -> None:
     with trio.fail_after(WITHIN_S):
-        while not condition():  # noqa: ASYNC110 - nothing tells us when another process has come that far
+        while not condition():  # noqa: ASYNC110 - another process has no event for this
             await trio.sleep(0.01)
 
 
@@ -108,7 +108,7 @@ def parent_of(pid: int) -> int:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of that number is there and not merely waits to be reaped."""
+    """Whether a process with that number runs, and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except FileNotFoundError:
@@ -214,7 +214,7 @@ async def test_processes_in_sessions_of_their_own_end_with_the_child_that_starte
     child.kill(number)
     await end_of(child)
     await until(lambda: not any(map(is_alive, pids)))
-    # Those of another child live on, and are reaped when they end.
+    # The daemons of another child continue, and are reaped when they end.
     assert all(map(is_alive, others))
     daemon = others[-1]
     assert parent_of(daemon) == parent_of(other.pid)  # the forkserver, as it is an orphan
@@ -423,21 +423,21 @@ async def test_children_of_a_killed_forkserver_end_and_the_next_child_has_a_new_
 ) -> None:
     child = await begin(children, "time.sleep(600)")
     forkserver = parent_of(child.pid)
-    monkeypatch.setattr("flowserve.runtime.processes.children.REPORT_S_MAX", 10 * WITHIN_S)  # no report is waited for
+    monkeypatch.setattr("flowserve.runtime.processes.children.REPORT_S_MAX", 10 * WITHIN_S)  # do not wait for a report
     os.kill(forkserver, signal.SIGKILL)
     assert "together with the process that had started it" in await end_of(child)
     while True:
         try:
             child = await begin(children, "time.sleep(600)")
             break
-        except Unavailable:  # the old one has not quite ended
+        except Unavailable:  # the old one has not ended yet
             await trio.sleep(0.01)
     child.kill()
     assert "SIGKILL" in await end_of(child)
 
 
 async def test_a_forkserver_outlives_the_thread_that_started_it(children: Children) -> None:
-    """A child's parent-death signal is about the thread that forked, and worker threads come and go."""
+    """A child's parent-death signal depends on the thread that forked, and worker threads may end at any time."""
     born: list[Child] = []
 
     def spawn() -> None:
@@ -504,7 +504,7 @@ def test_children_and_their_descendants_end_with_a_killed_server(tmp_path: Path)
         assert len(pids) == 3
         sessions = set(pids)
         deadline = time.monotonic() + WITHIN_S
-        # Each with its `sleep`, and a daemon that is its own session.
+        # Each has its `sleep`, and a daemon in a session of its own.
         while len(_of_sessions(sessions)) < 6 or not daemons.exists() or len(daemons.read_text().split()) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -48,7 +48,7 @@ async def ask(folder: Path, body: str, place: str = "process") -> Completion:
             return await trio.to_thread.run_sync(completer, config, found, 1)
         except FlowserveError as error:
             failed = error
-    raise failed  # outside of the engine's nursery, which would wrap it in an exception group
+    raise failed  # outside of the engine's nursery, which wraps exceptions in a group
 
 
 @pytest.mark.parametrize("place", ["process", "thread"] if SUPPORTED else ["thread"])

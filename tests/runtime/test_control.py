@@ -1,4 +1,4 @@
-"""Loading and unloading inside the engine's own loop, where a test decides what happens between two steps."""
+"""Loading and unloading inside the engine's own loop, in which a test controls the events between two steps."""
 
 from __future__ import annotations
 

@@ -342,7 +342,7 @@ def lose_everything(work: Work, clock: ClockNs) -> Results:
 async def test_a_backend_that_returns_too_few_members_fails_only_its_batch() -> None:
     async with running() as engine:
         instance = add_function(engine, "broken", [double])[0]
-        instance.run = lose_everything  # type: ignore[method-assign]  # as a faulty third-party backend
+        instance.run = lose_everything  # type: ignore[method-assign]  # like a faulty third-party backend
         add_function(engine, "double", [double])
         with pytest.raises(ModelFailed, match="'broken_0': its backend lost a member"):
             await engine.infer(engine.deployments.find("broken"), request(engine))
@@ -450,7 +450,7 @@ async def test_a_batch_for_which_there_is_no_memory_fails_alone(monkeypatch: pyt
 
 
 def slips_once(patch: pytest.MonkeyPatch, where: object, name: str) -> None:
-    """The next call raises, as a mistake of ours would."""
+    """Let the next call raise, as an internal error would."""
     does = getattr(where, name)
 
     def slip(*arguments: object, **more: object) -> object:
@@ -514,7 +514,7 @@ async def test_a_fault_about_one_member_of_a_batch_leaves_no_member_without_a_re
             finish(flow)
 
         monkeypatch.setattr(engine.scheduler, "_finish", fault)
-        monkeypatch.setattr(engine.scheduler, "_finish_alike", lambda *_: 0)  # each member is finished by itself
+        monkeypatch.setattr(engine.scheduler, "_finish_alike", lambda *_: 0)  # finish each member by itself
         engine.begin_events()
         flows = [engine.submit(deployment, request(engine)) for _ in range(3)]
         told: list[Flow] = []
@@ -615,7 +615,7 @@ async def test_requests_waiting_for_admission_are_admitted_when_inline_models_co
         deployment.admission = AdmissionController(
             options, None, key, deployment.output_slot, deployment.statistics, engine.scheduler, engine.clock
         )
-        with trio.fail_after(5):  # no other event wakes the server
+        with trio.fail_after(5):  # no other event wakes the engine
             async with trio.open_nursery() as nursery:
                 for i in range(5):
                     nursery.start_soon(ask, engine, "double", float(i), {})
@@ -637,7 +637,7 @@ async def test_a_request_cancelled_after_its_unreported_deadline_is_counted_once
         )
         flow = engine.submit(deployment, request(engine))
         flow.waiter = lambda _: None
-        engine.scheduler._expire(engine.clock() + 2_000_000_000)  # as where a queue is full between two turns
+        engine.scheduler._expire(engine.clock() + 2_000_000_000)  # as if a queue became full between two steps
         assert flow.done
         engine.withdraw(flow)
         await wait_all_tasks_blocked()

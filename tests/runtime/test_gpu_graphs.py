@@ -123,7 +123,7 @@ def _write(folder: Path, name: str, model: bytes, group: str) -> None:
 
 
 async def _check_spaces(repository: Path, group: str, devices: Devices, *, is_shown: bool) -> None:
-    """Only the input of three requests is uploaded, and only tests and answers come back."""
+    """Only the inputs of three requests are uploaded, and only tests and outputs are downloaded."""
     _repository(repository, {"a": group, "b": group, "c": group})
     rows = [onnx_value("x", DType.FP32, ("N", 4))]
     axis = onnx_node("Constant", [], ["axis"], value_ints=[1])
@@ -131,7 +131,7 @@ async def _check_spaces(repository: Path, group: str, devices: Devices, *, is_sh
     _write(repository, "flag", onnx_model(first, rows, [onnx_value("k", DType.FP32, ("N", 1))]), group)
     twice = [axis, onnx_node("Unsqueeze", ["x", "axis"], ["z"]), onnx_node("Concat", ["z", "z"], ["y"], axis=1)]
     _write(repository, "stack", onnx_model(twice, rows, [onnx_value("y", DType.FP32, ("N", 2, 4))]), group)
-    # With u as an output, what the two conditions wrote is read on the device and on the host.
+    # With u as an output, the tensor of the two conditions is read on the device and on the host.
     shown = 'output { name: "u" data_type: TYPE_FP32 dims: 4 }' if is_shown else ""
     (repository / "chain/config.pbtxt").write_text(shown + SPACES)
     x = np.arange(24, dtype=np.float32).reshape(6, 4)
@@ -173,7 +173,7 @@ async def test_on_hardware_rows_of_conditions_and_items_stay_on_the_device(tmp_p
     await _check_spaces(tmp_path, GPU0, process_devices(), is_shown=is_shown)
 
 
-# A cascade whose second model answers for some rows, and one item of each row that passes: the rest is filled.
+# A cascade whose second model runs for some rows, and for one item of each of these: the others are filled.
 FILLED = """
 platform: "ensemble"
 max_batch_size: 32
@@ -198,7 +198,7 @@ ensemble_scheduling {
 
 
 async def _answers(repository: Path, group: str) -> list[Mapping[str, np.ndarray]]:
-    """Of forty requests of one to four random rows, asked together."""
+    """The responses to forty requests of one to four random rows, sent together."""
     _repository(repository, {"a": group, "b": group, "c": group})
     rows = [onnx_value("x", DType.FP32, ("N", 4))]
     axis = onnx_node("Constant", [], ["axis"], value_ints=[1])

@@ -55,7 +55,7 @@ async def test_every_instance_receives_its_gpu(tmp_path: Path) -> None:
             places.add(response.outputs["OUT"][0].decode())
 
         async with trio.open_nursery() as nursery:
-            for _ in range(2):  # in one turn, so that both instances get one
+            for _ in range(2):  # in one loop iteration, so that each instance gets one
                 nursery.start_soon(ask)
     assert places == {"GPU 0 m_0_gpu0", "GPU 1 m_0_gpu1"}
 

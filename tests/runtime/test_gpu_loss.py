@@ -1,4 +1,4 @@
-"""A kernel has made a CUDA context useless: which requests fail, which models go on, the reported health, and which
+"""A kernel has made a CUDA context unusable: which requests fail, which models continue, the reported health, and which
 processes are restarted.
 """
 
@@ -97,8 +97,7 @@ def test_a_failure_that_does_not_lose_the_gpu_fails_only_its_batch(
         assert engine.infer("there", {"x": ONES})["y"].tolist() == [[1] * 4]
 
 
-# A model whose process loses its GPU with the first batch that it runs, and only the first process of it: it says
-# itself what the driver would say.
+# A model whose first process loses its GPU with its first batch: the model simulates the driver's error.
 LOSES = """
 from pathlib import Path
 import flowserve.backends.worker.driver as child

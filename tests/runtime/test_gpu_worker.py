@@ -1,5 +1,5 @@
 """Graphs on GPUs, through a real engine: the copies to and from devices, and that no memory is held afterwards. The
-GPUs are fakes that raise where an order is missing.
+GPUs are fakes that raise if an ordering is missing.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ async def test_a_chain_of_three_on_a_gpu_is_copied_once_to_the_device_and_once_b
         steps = [add_kernel(engine, name, [(add_one, machine.memory)])[0] for name in ("a", "b", "c")]
         add_chain(engine, "chain", ["a", "b", "c"])
         assert await ask(engine, "chain", range(count)) == [{"OUT": value + 3} for value in range(count)]
-        assert [step.batches for step in steps] == [[[1] * count]] * 3  # one batch all the way
+        assert [step.batches for step in steps] == [[[1] * count]] * 3  # one batch through all steps
         assert machine.copies() == {IN: 1, OUT: 1}
         held_up = machine.fake.synchronised
-        assert held_up == 1  # the host, at the exit
+        assert held_up == 1  # the host waits once, for the outputs
 
 
 async def test_a_chain_with_a_host_step_in_the_middle_is_copied_twice_in_each_direction(machine: Machine) -> None:
@@ -180,7 +180,7 @@ async def test_a_batch_is_copied_once_between_two_gpus() -> None:
 
 
 async def test_model_with_instances_on_host_and_gpu_gets_its_inputs_on_the_host(machine: Machine) -> None:
-    """The instance is not chosen yet when the input is made."""
+    """The instance is not yet chosen when the input is created."""
     async with running() as engine:
         add_kernel(engine, "a", [(add_one, machine.memory)])
         add_function(engine, "b", [lambda array: array + 1], max_batch_size=32)
@@ -293,7 +293,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 def _planned(graph: Graph, machine: Machine, on_gpu: Sequence[bool]) -> dict[tuple[MemoryPlace, MemoryPlace], int]:
-    """The copies of a batch that stays whole, as planned for the graph. Outputs are in pinned memory."""
+    """The planned copies of the graph for a batch that stays together. Outputs are in pinned memory."""
     places: list[MemoryPlaces] = [frozenset({GPU0}) if gpu else ON_HOST for gpu in on_gpu]
     counts = {IN: 0, OUT: 0}
     for transfer in transfers(graph, places):

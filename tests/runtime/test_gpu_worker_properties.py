@@ -27,7 +27,7 @@ SPEC = TensorSpec("IN", DType.FP32, (4,))
 
 @dataclass(frozen=True)
 class Tree:
-    """Node n reads what node `sources[n]` makes, the request where that is GRAPH; `gpus[n]` is its GPU, None for the
+    """Node n reads the output of node `sources[n]`, or the request if that is GRAPH; `gpus[n]` is its GPU, None for the
     host. Unread outputs and those in `answered` are graph outputs.
     """
 

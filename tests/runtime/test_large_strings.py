@@ -1,4 +1,4 @@
-"""An output of many strings from a worker process: as the response in a program, and to a model that calls."""
+"""An output of many strings from a worker process: as a response to a program, and to a calling model."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_many_strings_in_a_program_and_a_call(tmp_path: Path) -> None:
                 assert answer.shape == (rows, COUNT)
                 assert (answer == wanted).all()
 
-            async with trio.open_nursery() as nursery:  # a batch, whose members are divided
+            async with trio.open_nursery() as nursery:  # a batch, which is divided among its members
                 for rows in (1, 2, 3):
                     nursery.start_soon(ask, rows)
             for name in ("caller", "caller_thread"):

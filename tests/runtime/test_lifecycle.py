@@ -108,7 +108,7 @@ async def test_the_load_counts_busy_instances_and_waiting_rows() -> None:
             await wait_all_tasks_blocked()
             loads.append({statistics.name: queued.load for statistics, queued in engine.deployments.counters()})
         gate.set()
-    # One of two instances; then both, and what the second did not take waits for the rows of two batches of two.
+    # First one of two instances is busy; then both, and the waiting rows are compared with two batches of two.
     assert loads[:2] == [{"m": 0.0, "chain": 0.0}, {"m": 0.5, "chain": 0.5}]
     assert loads[2]["m"] == loads[2]["chain"] > 1
     assert len(answers) == 7

@@ -159,7 +159,7 @@ def reasons(served: Served, name: str) -> dict[str, int]:
 
 async def until(is_so: Callable[[], bool]) -> None:
     with trio.fail_after(30):
-        while not is_so():  # noqa: ASYNC110 - there is no event for it
+        while not is_so():  # noqa: ASYNC110 - no event to wait for
             await trio.sleep(0.005)
 
 
@@ -339,7 +339,7 @@ async def test_internal_error_in_a_call_fails_only_that_call(
     calls = iter(range(100))
 
     def slip(*arguments: Any, **more: Any) -> Any:
-        if slips == "answer" and next(calls):  # the first is that of the call
+        if slips == "answer" and next(calls):  # the first is the call's own
             return does(*arguments, **more)
         monkeypatch.setattr(where, name, does)
         raise RuntimeError("a slip")
@@ -621,7 +621,7 @@ async def test_responses_that_exceed_the_socket_buffer_wait_for_a_busy_caller(tm
 
 @pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
 async def test_thousands_of_calls_that_are_given_up_leave_the_next_call_its_response(tmp_path: Path) -> None:
-    """The response gives back the memory of their inputs, more blocks than one message has room for."""
+    """The response frees the memory of their inputs, more blocks than fit into one message."""
     async with open_engine(EngineOptions()) as engine:
         served = Served(engine, tmp_path, "process")
         await served.add("slow", served.gated)
@@ -682,7 +682,7 @@ class TritonPythonModel:
 
 
 async def test_the_responses_of_a_called_decoupled_model_arrive_in_order(served: Served) -> None:
-    """Any number of responses: the called model does not wait until its caller takes them. The last is empty."""
+    """The called model does not wait until its caller takes the responses. The last one is empty."""
     await served.add("count", "", text=COUNTS, decoupled=True)
     await served.add(
         "reader",
@@ -1098,7 +1098,7 @@ async def test_coroutines_of_a_decoupled_model_run_at_the_same_time(tmp_path: Pa
         with trio.fail_after(30):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(ask, 1)
-                await until(lambda: bool(found.get(1)))  # and now it waits for the next
+                await until(lambda: bool(found.get(1)))  # it now waits for the next
                 nursery.start_soon(ask, 2)
             assert found == {1: [1.0, 2.0], 2: [4.0]}
             with pytest.raises(FlowserveError, match="no luck"):

@@ -13,7 +13,7 @@ from flowserve.runtime.loading.operations import NameLocks
 
 
 class Scene:
-    """Operations that begin when asked and end when their event is set; `log` is what happened."""
+    """Operations that begin on request and end when their event is set; `log` has their events."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self.turns = NameLocks()
@@ -87,8 +87,8 @@ async def test_an_operation_cancelled_while_waiting_leaves_the_queue(nursery: tr
 
 
 def refused(line: Sequence[tuple[str, Sequence[str]]], names: str, within: str) -> bool:
-    """Whether an operation on `names` is refused that is needed within the one on `within`. `line`: the operations that
-    are under way or wait, each with its names and the groups in which it gives them back.
+    """Whether an operation on `names`, started within the operation on `within`, is refused. `line`: the operations
+    that run or wait, each with its names and the groups in which it releases them.
     """
     turns = NameLocks()
 
@@ -120,19 +120,19 @@ def refused(line: Sequence[tuple[str, Sequence[str]]], names: str, within: str) 
 @pytest.mark.parametrize(
     ("line", "names", "within", "is_refused"),
     [
-        ([("a", ["a"])], "a", "a", True),  # it asks for itself
+        ([("a", ["a"])], "a", "a", True),  # it needs its own name
         ([("a", ["a"])], "b", "a", False),
-        ([("ab", ["a", "b"])], "b", "a", False),  # b is given back before a is
-        ([("abc", ["ab", "c"])], "b", "a", True),  # they take over together
+        ([("ab", ["a", "b"])], "b", "a", False),  # b is released before a
+        ([("abc", ["ab", "c"])], "b", "a", True),  # a and b are released together
         ([("abc", ["ab", "c"])], "c", "a", False),
-        ([("b", ["b"]), ("a", ["a"])], "b", "a", False),  # b has nothing to do with it
-        ([("b", ["b"]), ("a", ["a"]), ("a within b", [])], "b", "a", True),  # b needs a, and a b
+        ([("b", ["b"]), ("a", ["a"])], "b", "a", False),  # the operation on b does not depend on a
+        ([("b", ["b"]), ("a", ["a"]), ("a within b", [])], "b", "a", True),  # b needs a, and a needs b
         ([("a", ["a"]), ("b within a", ["b"])], "a", "b", True),
         ([("a", ["a"]), ("b within a", ["b"]), ("c within b", ["c"])], "a", "c", True),
         ([("a", ["a"]), ("b within a", ["b"]), ("c within b", ["c"])], "d", "c", False),
         ([("a", ["a"]), ("bc", ["b", "c"]), ("c within b", []), ("a within c", [])], "b", "a", True),
         ([("ax", ["a", "x"]), ("xb", ["x", "b"])], "b", "a", False),  # the second waits for x only
-        ([("ax", ["ax"]), ("xb", ["x", "b"])], "b", "a", True),  # and here it has to wait for a
+        ([("ax", ["ax"]), ("xb", ["x", "b"])], "b", "a", True),  # here it has to wait for a
         ([], "a", "a", False),  # a is not being loaded: its process was started again
     ],
 )

@@ -8,12 +8,12 @@ from flowserve.runtime.workers.local import Placement
 
 QUICK = 75_000  # less than the hop to a thread and back
 BETWEEN = 250_000
-SLOW = 1_500_000  # no other request should wait this long for the loop
-MANY = 1000  # batches; more than any patience here
+SLOW = 1_500_000  # too long to block the loop
+MANY = 1000  # batches; more than any limit here
 
 
 def until_it_moves(placement: Placement, rows: int, duration_ns: int) -> int:
-    """After how many batches of that duration it has another place; 0 where it never has."""
+    """The number of batches of that duration after which the place changes; 0 if it never does."""
     before = placement.is_inline(rows)
     for n in range(1, MANY):
         placement.measured(rows, duration_ns, inline=before)

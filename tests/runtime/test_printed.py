@@ -1,4 +1,4 @@
-"""Output that models print: whole lines, bounded, for output in any chunks."""
+"""Output that models print becomes whole, bounded lines, for output in any chunks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Routes through worker processes: a batch passes several processes and comes back in one reply.
+"""Routes through worker processes: a batch passes several processes and returns in one reply.
 
-Every test runs real processes behind a real engine. Afterwards nothing may be held: see `Routed.check_idle`.
+Every test runs real processes behind a real engine. Afterwards no request, instance or memory may be held: see
+`Routed.check_idle`.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ pytestmark = pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
 
 MS = 1_000_000
 MODELS = ("one", "two", "three")
-STEP = {"one": 2, "two": 3, "three": 5}  # what each model of the chain multiplies by
+STEP = {"one": 2, "two": 3, "three": 5}  # the factor of each model of the chain
 WHOLE = 30
 
-# A row is [value, acts, what, ...]. The model number `acts` does `what` with a request that contains such a row.
+# A row is [value, acts, what, ...]. The model with number `acts` does `what` with a request that contains such a row.
 ERROR, RAISE, EXIT, SLEEP, EXIT_LATER, NOTHING, DTYPE, DIMS, ROWS, CALLS, LIE = range(1, 12)
 BODY = """
         import time
@@ -101,16 +102,16 @@ def row(value: float, acts: int = -1, what: int = 0, *, rows: int = 1, width: in
 
 
 class Routed:
-    """Models in processes behind an engine, and what became of each batch that took a route.
+    """Models in processes behind an engine, and a record of each batch that took a route.
 
-    `routes` has for each such batch its models, how many stages were made, and the error of the stage after those.
+    `routes` has for each such batch its models, the number of completed stages, and the error of the next stage.
     """
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.engine = engine
         self.served = ServedInProcesses(engine, folder)
         self.routes: list[tuple[list[str], int, FlowserveError | None]] = []
-        self.over: Counter[int] = Counter()  # how often each request was finished, by its stamp
+        self.over: Counter[int] = Counter()  # how often each request finished, by its stamp
         engine.observers.append(self)
 
     async def add_chain(self, width: int = -1, limit: int = 32) -> None:
@@ -121,7 +122,7 @@ class Routed:
         await wait_all_tasks_blocked()
 
     async def add_gated_chain(self, folder: Path) -> tuple[Path, Path]:
-        """As `add_chain`, but a model that is to sleep makes the first file and waits for the second."""
+        """As `add_chain`, but instead of sleeping a model creates the first file and waits for the second."""
         begun, proceed = folder / "begun", folder / "proceed"
         waiting = f"""
             open({str(begun)!r}, "w").close()
@@ -148,13 +149,13 @@ class Routed:
     failed = finished
 
     async def ask(self, name: str, array: Array, **facts: Any) -> Array:
-        """OUT of a response, without rows where it lacks that."""
+        """OUT of a response, without rows if it is missing."""
         request = Request({"IN": array}, stamp=self.engine.next_stamp(), **facts)
         response = await self.engine.infer(self.engine.deployments.find(name), request)
         return response.outputs.get("OUT", np.empty((0, 0), np.float32))
 
     async def ask_all(self, name: str, arrays: Sequence[Array]) -> list[Array | FlowserveError]:
-        """Ask in one loop iteration, so that the requests are one batch."""
+        """Send the requests in one loop iteration, so that they are one batch."""
         return await all_at_once(partial(self.ask, name), arrays)
 
     def queue(self, name: str) -> ModelQueue:
@@ -167,11 +168,11 @@ class Routed:
         return channel
 
     def pids(self) -> dict[str, int]:
-        """Those of the processes that live."""
+        """The process ids of the running processes."""
         return {name: worker.child.pid for name, worker in self.served.workers.items() if worker.child is not None}
 
     async def restarted(self, pids: dict[str, int], count: int) -> None:
-        """Wait until that many of these processes have ended, and others have their place."""
+        """Wait until that many of these processes have ended and been replaced."""
         await self.until(lambda: sum(self.pids().get(name, pid) != pid for name, pid in pids.items()) == count)
 
     def kill(self, name: str) -> None:
@@ -298,7 +299,7 @@ async def test_output_grows_beyond_arena_and_shrinks_again(routed: Routed) -> No
         assert (answer == repeats).all()
         del answer
     assert [made for _, made, _ in routed.routes] == [3] * 7
-    routed.served.results.clear()  # the recorded results would hold the blocks
+    routed.served.results.clear()  # the recorded results would keep the blocks
     for turn in range(30):
         await routed.ask("chain", np.full((2, 10), 20, np.float32))
         if turn == 5:
@@ -353,7 +354,7 @@ async def test_model_on_route_calls_model_beside_it(routed: Routed, acts: int) -
 
 @pytest.mark.parametrize("called", ["two", "three"])
 async def test_model_on_route_calls_later_model_of_its_route(routed: Routed, called: str) -> None:
-    """The instance that the route reserved runs the call, and then the batch."""
+    """The instance that the route had reserved runs the call, and then the batch."""
     body = chain_body("one").replace("'beside'", f"'{called}'")
     await routed.served.add("one", body, width=-1)
     for name in ("two", "three"):
@@ -480,7 +481,7 @@ def _told(answer: Array | FlowserveError) -> Any:
 @pytest.mark.parametrize("how", [EXIT, EXIT_LATER])
 @pytest.mark.parametrize("acts", [0, 1, 2])
 async def test_process_that_exits_in_its_stage_fails_its_batch_only(routed: Routed, acts: int, how: int) -> None:
-    """`EXIT_LATER`: the process ends when its batch is over, so that only the next request may notice it."""
+    """`EXIT_LATER`: the process ends after its batch, so that only the next request may detect it."""
     await routed.add_chain()
     pids = routed.pids()
     with trio.fail_after(5):
@@ -529,7 +530,9 @@ async def test_process_with_an_invalid_report_about_its_stage_fails_its_batch_on
 async def test_process_is_killed_before_while_and_after_it_has_the_batch(
     routed: Routed, tmp_path: Path, acts: int, killed: int, *, waits: bool
 ) -> None:
-    """The batch is in the slow model `acts` when process `killed` ends. `waits`: more requests wait for the route."""
+    """The batch is in the slow model `acts` when process `killed` ends. `waits`: further requests wait for the
+    route.
+    """
     begun, proceed = await routed.add_gated_chain(tmp_path)
     pids = routed.pids()
     told: list[list[Array | FlowserveError]] = []
@@ -602,8 +605,8 @@ async def test_second_process_ends_before_end_of_first_is_resolved(
 async def test_process_that_a_recalled_batch_has_left_ends(
     routed: Routed, acts: int, free: int, *, is_lost: bool
 ) -> None:
-    """A direct request has the batch recalled: only the slow process `acts` still has it when process `free` ends.
-    `is_lost`: afterwards the slow one ends too.
+    """A direct request causes a recall of the batch: only the slow process `acts` still has it when process `free`
+    ends. `is_lost`: afterwards the slow process ends too.
     """
     await routed.add_chain()
     pids = routed.pids()
@@ -636,7 +639,7 @@ async def test_process_that_a_recalled_batch_has_left_ends(
 async def test_ended_process_is_released_while_another_stage_of_its_route_runs(
     routed: Routed, tmp_path: Path, acts: int, killed: int
 ) -> None:
-    """Else a direct request to its model, or a call from the other stage, would wait for that stage."""
+    """Otherwise a direct request to its model, or a call from the other stage, would wait for that stage."""
     begun, proceed = await routed.add_gated_chain(tmp_path)
     answers: list[Array | FlowserveError] = []
 
@@ -691,7 +694,7 @@ async def test_model_on_route_calls_later_model_whose_process_has_ended(
 
 
 async def test_error_of_stage_is_reported_if_process_before_it_has_ended(routed: Routed) -> None:
-    """The outputs of the first process cannot be read any more, and are not needed for the error."""
+    """The outputs of the first process can no longer be read, but are not needed for the error."""
     await routed.add_chain()
     child = routed.served.workers["two"].child
     body = "        import time; time.sleep(0.15)\n        raise ValueError('no')"
@@ -714,12 +717,12 @@ async def test_error_of_stage_is_reported_if_process_before_it_has_ended(routed:
 
 
 async def test_lack_of_a_descriptor_fails_one_batch_of_a_route(routed: Routed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The socket of the next process cannot be shown at first; the batch fails alone, and no process ends."""
+    """The socket of the next process cannot be sent at first; only the batch fails, and no process ends."""
     await routed.add_chain()
     for name in MODELS:
-        await routed.ask(name, row(1))  # which has memory from now on
+        await routed.ask(name, row(1))  # which then has memory
     children = {name: worker.child for name, worker in routed.served.workers.items()}
-    # A log record that pytest keeps would hold the batch by its traceback.
+    # A log record that pytest keeps would reference the batch through its traceback.
     monkeypatch.setattr(logging.getLogger("flowserve.runtime"), "disabled", True)
     with no_more_descriptors(), pytest.raises(Overloaded, match="a socket cannot be shown"):
         await routed.ask("chain", row(1))
@@ -840,7 +843,7 @@ async def test_trace_and_statistics_of_route_are_those_of_single_steps(
 
 
 def structure(trace: Trace) -> Any:
-    """What a trace says but for its moments and numbers."""
+    """The contents of a trace without its times and numbers."""
     steps = [
         (step.node.name, step.rows, step.error, step.execution.instance, step.execution.rows) for step in trace.steps
     ]

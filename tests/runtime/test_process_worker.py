@@ -182,7 +182,7 @@ async def test_all_fields_of_a_request_reach_a_model_in_a_process(served: Served
         return pb_utils.InferenceResponse(error=error)
 """
     await served.add("tells", body)
-    long = "x" * 50_000  # a message that does not fit into a message
+    long = "x" * 50_000  # too long for one message
     for name in ("r1", long):
         with pytest.raises(Invalid) as told:
             await served.ask(
@@ -335,7 +335,7 @@ async def test_a_batch_fails_without_descriptors_for_its_response_and_its_proces
     children = [worker.child for worker in workers]
     add_chain(served.engine, "chain", ["one", "two"])
     given = row(1, 1_000_000)
-    kept = [await served.ask(asked, given)]  # further batches need more memory
+    kept = [await served.ask(asked, given)]  # further batches need new memory
     with no_more_descriptors():
         for _ in range(3):
             with pytest.raises(Internal, match=rf"what model '{unread}' answered cannot be read: .* \(RLIMIT_NOFILE\)"):
@@ -343,7 +343,7 @@ async def test_a_batch_fails_without_descriptors_for_its_response_and_its_proces
         kept.clear()
         for results in served.results.values():
             results.clear()
-        kept = [await served.ask(asked, given)]  # lies where the first did
+        kept = [await served.ask(asked, given)]  # uses the memory of the first
     kept += [await served.ask(asked, given) for _ in range(2)]
     assert [answer[0, 0] for answer in kept] == [kept[0][0, 0]] * 3
     assert [worker.child for worker in workers] == children
@@ -359,7 +359,7 @@ async def test_a_batch_fails_without_memory_for_its_response_and_its_process_liv
     await served.add("one", OUT.format("given + 1"), width=1_000_000)
     child = (await served.add("two", body + OUT.format("np.tile(given, (1, 1))"), width=1_000_000)).child
     add_chain(served.engine, "chain", ["one", "two"])
-    responses = []  # kept, so that each one needs memory of its own
+    responses = []  # kept, so that each needs its own memory
     for name, number in (("two", 2), ("two", 5), ("chain", 1), ("chain", 5)):
         rows = np.full((3, 1_000_000), number, np.float32)
         if number < 5:
@@ -368,7 +368,7 @@ async def test_a_batch_fails_without_memory_for_its_response_and_its_process_liv
         else:
             responses.append(await served.ask(name, rows))
             assert responses[-1].shape == rows.shape
-        served.results["one"].clear()  # else it needs new memory, for which "two" would need a descriptor
+        served.results["one"].clear()  # otherwise it needs new memory, for which "two" needs a descriptor
     assert served.workers["two"].child is child
 
 
@@ -391,7 +391,7 @@ async def test_a_model_that_fails_to_open_reports_the_reason_and_leaves_no_proce
 async def test_a_process_that_violates_the_protocol_is_ended_and_its_requests_fail(
     served: ServedInProcesses,
 ) -> None:
-    """A model that finds its socket and answers in the backend's place."""
+    """A model that finds its socket and answers in place of the backend."""
     body = """
         import socket, struct, gc
         for one in gc.get_objects():
@@ -421,7 +421,7 @@ async def test_the_reply_of_a_later_stage_may_be_read_before_the_memory_of_an_ea
 
 
 class _Iterations(trio.abc.Instrument):
-    """How often the event loop began to wait for events."""
+    """Counts how often the event loop begins to wait for events."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -474,7 +474,7 @@ async def test_a_reply_is_followed_by_the_next_steps_batch_in_the_same_iteration
 
 
 def _noted(call: Callable[..., Any], log: list[Any], note: Callable[[], Any], *arguments: Any) -> Any:
-    """Call it, and log what `note` returns."""
+    """Call the function, and log the result of `note`."""
     log.append(note())
     return call(*arguments)
 
@@ -507,15 +507,15 @@ async def test_a_process_that_dies_during_a_batch_fails_its_request_by_name(
         pack(protocol.SHOW, (999,)),
         pack(protocol.SPILLED, (1, 2)),
         pack(protocol.RUN, (1, 2)),
-        encode_run(1, 0, 0, [1], [(0,)], [1, 0, 77, 4096], [None]),  # a free block that it does not have
-        encode_run(1, 9, 0, [0], [(0,)], [0, 0, 0, 0], [(0, 0, 0, (0, 64))]),  # a route that it does not have
+        encode_run(1, 0, 0, [1], [(0,)], [1, 0, 77, 4096], [None]),  # an unknown free block
+        encode_run(1, 9, 0, [0], [(0,)], [0, 0, 0, 0], [(0, 0, 0, (0, 64))]),  # an unknown route
     ],
     ids=["zeros", "bytes", "cancel", "attach", "show", "spilled", "run", "block", "route"],
 )
 async def test_a_process_that_gets_an_invalid_message_ends_without_a_traceback(
     served: ServedInProcesses, message: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Other processes of a route hold its socket, and run code of others."""
+    """Other processes of a route have its socket, and run other models' code."""
     worker = await served.add("model", OUT.format("given"))
     worker.on_end = None  # no other instance is started
     assert worker.channel is not None
@@ -559,7 +559,7 @@ async def test_an_instance_closed_at_the_moment_of_its_restart_leaves_no_process
 async def test_the_reply_of_a_process_that_ends_before_the_event_loop_reads_it_is_delivered(
     served: ServedInProcesses,
 ) -> None:
-    for name in ("a", "b", "c", "d", "e", "f"):  # which of two events trio serves first is random
+    for name in ("a", "b", "c", "d", "e", "f"):  # trio serves two events in random order
         worker = await served.add(name, "        threading.Event().wait(0.05)\n" + OUT.format("given + 1"))
         answers: list[Any] = []
         async with trio.open_nursery() as nursery:

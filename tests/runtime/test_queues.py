@@ -1,4 +1,4 @@
-"""The queue that a model's configuration asks for, checked by its behaviour."""
+"""The queue for a model's configuration, checked by its behaviour."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_each_level_gets_its_own_policy_and_the_others_the_default(folder: Path)
     for priority in (2, 3, 0):
         with pytest.raises(Unavailable):
             batcher.put(ticket(priority=priority))
-    assert batcher.expire(1000) == []  # behind those of their level that come now
+    assert batcher.expire(1000) == []  # behind new ones of their level
     later = ticket(at=2000, priority=1)
     batcher.put(later)
     assert (batcher.take(1_000_000) or [])[:3] == [later, *urgent]

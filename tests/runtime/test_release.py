@@ -1,4 +1,4 @@
-"""When a server releases idle memory: while there is some, and never while it is idle itself."""
+"""When a server releases idle memory: while there is some; an idle server without such memory is not woken."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def next_wake_up_s() -> float:
 
 
 async def until_never_woken() -> None:
-    """Until no task waits for a time. One may be in a thread, of whose end the test clock does not know: it is asked
-    several times.
+    """Wait until no task waits for a time. Checked several times, because the test clock does not know of running
+    threads.
     """
     deadline, times = time.monotonic() + 20, 0
     while times < 5:
@@ -45,14 +45,14 @@ async def test_memory_is_released_after_a_burst_and_an_idle_server_is_not_woken(
         began = trio.current_time()
         assert release.awaits_activity
         release.note_activity()
-        assert not release.awaits_activity  # a step pays nothing for the rest of the period
+        assert not release.awaits_activity  # a step does no work for the rest of the period
         await wait_all_tasks_blocked()
         assert release.awaits_activity
         assert next_wake_up_s() <= SWEEP_S + 0.01
         while HOST.kept_bytes:  # noqa: ASYNC110
             await trio.sleep(0.1)
-        assert trio.current_time() - began >= 10  # and more, where the test clock jumps while memory is returned
-        # It ends by itself, and begins again with the next activity.
+        assert trio.current_time() - began >= 10  # more if the test clock jumps while memory is returned
+        # Releasing stops by itself, and begins again with the next activity.
         await until_never_woken()
         release.note_activity()
         await wait_all_tasks_blocked()

@@ -24,7 +24,7 @@ def request(engine: Engine, value: float, priority: int = 0, timeout_us: int = 0
 
 
 class Blocker:
-    """A model that returns 0 when it is opened, and everything else at once."""
+    """A model that returns 0 only when it is released, and other values at once."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -81,7 +81,7 @@ async def test_a_caller_cancelled_while_it_waits_for_its_wakeup_affects_no_other
         async with trio.open_nursery() as nursery:
             for value, scope in enumerate(scopes := [trio.CancelScope() for _ in range(8)]):
                 nursery.start_soon(ask, float(value), scope)
-            for _ in range(4):  # the first few have gone on by then; the others wait for their wake-up
+            for _ in range(4):  # the first few have continued by then; the others wait for their wake-up
                 await trio.lowlevel.checkpoint()
             for scope in scopes:
                 scope.cancel()

@@ -48,7 +48,7 @@ class TritonPythonModel:
 
 
 def write(folder: Path, number: int) -> None:
-    """A version 1 whose every file says `number`."""
+    """Write a version 1 of which every file has `number`."""
     for name in ("1/near.py", "1/late.py", "shared/deep.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"VALUE = {number}\n")
@@ -58,7 +58,7 @@ def write(folder: Path, number: int) -> None:
 
 
 async def ask(engine: Engine) -> tuple[int, int]:
-    """Its response and its process id."""
+    """The response of a model, and its process id."""
     request = Request({"IN": np.zeros((1, 1), np.int32)}, stamp=engine.next_stamp())
     outputs = (await engine.infer(engine.deployments.find("m"), request)).outputs
     return int(outputs["OUT"].item()), int(outputs["PID"].item())
@@ -85,7 +85,7 @@ async def test_an_instance_that_is_started_again_runs_the_code_it_was_loaded_wit
                 try:
                     again, other = await ask(engine)
                     break
-                except FlowserveError:  # it was sent before the end was noticed
+                except FlowserveError:  # it was sent before the end was detected
                     await trio.sleep(0.01)
             assert other != pid
             assert again == value

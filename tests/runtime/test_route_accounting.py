@@ -1,4 +1,4 @@
-"""A batch's stages on a route count as if each had been a batch of its own: property."""
+"""Property: the stages of a batch on a route are counted like batches of their own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GRAPHS = [step_graph(*edges) for edges in (["ab"], ["ab", "bc"], ["ab", "bc", "c
 
 @dataclass(eq=False)
 class Owner:
-    """What accounting reads of a deployment."""
+    """The attributes of a deployment that accounting reads."""
 
     traffic: tuple[NodeTraffic, ...]
     statistics: Statistics
@@ -38,7 +38,7 @@ class Request:
 
 
 class Counted:
-    """One batch on a route of a graph, and what is counted of it."""
+    """One batch on a route of a graph, and its statistics."""
 
     def __init__(self, graph: Graph, queued_ns: Sequence[int], started_ns: int) -> None:
         self.plan: Plan = make_plan(graph)
@@ -100,7 +100,7 @@ def test_properties_stages_of_a_route_count_as_batches_of_their_own(data: st.Dat
     for each in (one, other):
         for statistics, is_there in zip(each.statistics, gone, strict=False):
             if is_there:
-                statistics.left.add(object())  # of another batch
+                statistics.left.add(object())  # a request of another batch
 
     record_stages(one.batch, made, has_failed, now_ns, ())
     since_ns = 10

@@ -1,4 +1,4 @@
-"""Routes in the server's own process, for graphs at random: they save scheduling steps and change no response."""
+"""Routes in the server's own process, for random graphs: they save scheduling steps and change no response."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.engine import FunctionModel
 
 @dataclass
 class SumInstance:
-    """Adds up its inputs, and `number`. Where it `refuses`, members whose sum is odd fail."""
+    """Adds its inputs and `number`. If it `refuses`, members with an odd sum fail."""
 
     number: int
     refuses: bool
@@ -78,7 +78,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         reads.append(
             [n - 1] if is_chain else draw(st.lists(st.integers(-1, n - 1), min_size=1, max_size=2, unique=True))
         )
-    refuses = draw(st.integers(-3, count - 1))  # one at most: of two branches that fail, either error may be told
+    refuses = draw(st.integers(-3, count - 1))  # one at most: if two branches fail, either error may be reported
     return Shape(reads, [n == refuses for n in range(count)])
 
 
@@ -88,7 +88,7 @@ turns = st.lists(
 
 
 class Watch:
-    """How many batches took a route."""
+    """Counts the batches that took a route."""
 
     def __init__(self) -> None:
         self.routes = 0
@@ -175,7 +175,7 @@ def test_property_routes_change_no_response_and_add_no_executions(
         without, most, routes = trio.run(served, shape, asked)
     assert not routes
     assert told == without
-    # Where a branch fails, another one may have been run already.
+    # If a branch fails, another may already have been run.
     assert any(shape.refuses) or all(count <= limit for count, limit in zip(executions, most, strict=True))
 
 

@@ -49,7 +49,7 @@ def tickets(*lines: RequestSequence, start: bool = False) -> list[Ticket]:
 
 
 def ran(adapter: SequenceAdapter, members: list[Ticket], *states: np.ndarray | None) -> Results:
-    """The batch is complete. Each state is one block with the rows of all members; None: the model omits it."""
+    """Complete a batch. Each state is one block with the rows of all members; None: the model omits it."""
     blocks = [np.zeros((len(members), 2), np.float32), *states]
     columns = [[None] * len(members) if one is None else [*scatter(one, [1] * len(members))] for one in blocks]
     batch = Batch(ModelQueue(PLAN.nodes[0].model, Queue(BatchPolicy.single()), ["one"]), "one", members, 0)

@@ -169,7 +169,7 @@ async def test_failed_and_cancelled_requests_return_shared_memory(pipeline: Pipe
                     await pipeline.ask_all([rows(8)] * 3)
 
             nursery.start_soon(leave)
-            await trio.sleep(0.02)  # they are at post, or on their way: either will do
+            await trio.sleep(0.02)  # they are at post, or being sent there: both are valid
             leaving.cancel()
             pipeline.gate.unlink()
         assert_right(await pipeline.ask(rows(4)), 4)
@@ -205,7 +205,7 @@ async def test_response_stays_valid_after_its_model_is_unloaded(pipeline: Pipeli
     assert_right(answers[0], 2)
     await pipeline.engine.load("net")
     assert (await pipeline.engine.infer("net", {"IN": rows(3)}))["OUT"].tolist() == rows(-3).tolist()
-    await pipeline.engine.load("ensemble")  # a graph that comes later than its model
+    await pipeline.engine.load("ensemble")  # a graph that is loaded after its model
     for number in range(8):
         assert_right(await pipeline.ask(rows(number)), number)
     assert pipeline.edge()["copied_bytes"] == 0

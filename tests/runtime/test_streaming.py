@@ -204,7 +204,7 @@ async def test_unused_steps_of_a_nested_ensemble_are_not_run(repository: Path, e
     async with served(repository, execution) as engine:
         assert await answers(engine, "once", ask(3)) == [9]
         assert await answers(engine, "once_and_many", ask(3)) == [9, 9, 9]
-        with pytest.raises(Unsupported, match="decoupled transaction policy: 'once'"):  # as its configuration says
+        with pytest.raises(Unsupported, match="decoupled transaction policy: 'once'"):  # as configured
             await engine.infer(engine.deployments.find("once"), ask(3))
         assert engine.scheduler.in_flight == 0
 
@@ -405,7 +405,7 @@ async def test_a_slow_reader_blocks_only_its_own_stream(repository: Path, execut
             assert await answers(engine, "repeat", ask(100)) == [*range(100, 200)]
             await trio.sleep(0.05)
             sent = (tmp_path / "log").read_text().count("sends")
-            assert 100 < sent <= 100 + UNREAD_MAX + 2  # one was taken, one stands in its send
+            assert 100 < sent <= 100 + UNREAD_MAX + 2  # one was taken, one is blocked in send()
             assert [response.outputs["OUT"].item() async for response in slow] == [*range(201, 400)]
 
 
@@ -416,7 +416,7 @@ async def test_a_cancellation_is_visible_to_the_model(repository: Path, executio
             (tmp_path / "log").write_text("")
             async with engine.stream(engine.deployments.find(name), ask(1000)) as some:
                 await anext(some)
-            while "cancelled" not in (tmp_path / "log").read_text():  # noqa: ASYNC110  (a file cannot tell us)
+            while "cancelled" not in (tmp_path / "log").read_text():  # noqa: ASYNC110  (a file has no event)
                 await trio.sleep(0.001)
             assert (tmp_path / "log").read_text().count("sends") <= UNREAD_MAX + 4
             assert await answers(engine, "repeat", ask(1)) == [1]
@@ -426,9 +426,9 @@ async def test_a_cancellation_is_visible_to_the_model(repository: Path, executio
 async def test_unread_responses_of_a_cancelled_stream_are_released(repository: Path, execution: str) -> None:
     async with served(repository, execution) as engine:
         gc.collect()
-        gc.disable()  # reference cycles would wait for the collector, and an unload for them
+        gc.disable()  # reference cycles would wait for the garbage collector, and unloading for them
         try:
-            for count in (3, 1000):  # all answered, and not
+            for count in (3, 1000):  # all responses sent, and not all
                 async with engine.stream(engine.deployments.find("repeat"), ask(count)) as some:
                     await anext(some)
                     await trio.sleep(0.1)
@@ -546,7 +546,7 @@ async def test_a_trace_shows_backpressure_waits_and_response_counts(repository: 
         assert (repeat.node.name, repeat.answers) == ("repeat", 4)
         assert {one.node.name for one in slow} == {"slow"}
         assert len(slow) == 4
-        # One step of `slow` at a time: the model stands in its send meanwhile, each time for 5 ms.
+        # One step of `slow` at a time: meanwhile the model is blocked in send(), for 5 ms each time.
         assert sum(pause.ns for pause in repeat.pauses) > 9_000_000
         assert {pause.reason for pause in repeat.pauses} == {SEND}
         assert repeat.ended_ns >= slow[-1].ready_ns

@@ -1,7 +1,7 @@
 """Restarts of instances after the end of their process, the outage reported meanwhile, and the execution timeout.
 
-Trio's `autojump_clock` jumps when no task can run; it does not know that a worker thread is busy. While one may be,
-these tests wait for its result, never for a time.
+Trio's `autojump_clock` jumps when no task can run; it does not know that a worker thread is busy. While a thread may be
+busy, these tests wait for its result, never for a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.recorder import simple_model
 
 @dataclass(eq=False)
 class Actor:
-    """Plays an instance in a process: fails to open and ends as the test requests."""
+    """A fake instance in a process: fails to open and ends as the test requests."""
 
     name: str
     clock: ClockNs
@@ -192,7 +192,7 @@ async def test_an_instance_that_was_healthy_before_each_of_eight_kills_is_back_w
             await until_back(scene)
             took_s.append(round(trio.current_time() - began, 3))
         assert took_s == [0.1, 0.2, 0.4, 0.8, 0.8, 0.8, 0.8, 0.8]
-        # What the last process answered says nothing about the next one.
+        # The responses of the last process do not count for the next one.
         for delay_s in (1.6, 3.2):
             began = trio.current_time()
             actor.end()

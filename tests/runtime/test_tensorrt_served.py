@@ -83,7 +83,7 @@ async def test_a_batch_passes_two_plans_with_one_copy_in_each_direction(
     machine = FakeMachine()
     for name in ("first", "second"):
         (tmp_path / name / "1").mkdir(parents=True)
-        (tmp_path / name / "1/model.plan").write_bytes(b"plan")  # which says everything else
+        (tmp_path / name / "1/model.plan").write_bytes(b"plan")  # the plan has all other facts
     (tmp_path / "twice/1").mkdir(parents=True)
     (tmp_path / "twice/config.pbtxt").write_text(TWICE)
     async with served(tmp_path, monkeypatch, machine, DOUBLE) as engine:
@@ -121,4 +121,4 @@ async def test_the_state_of_each_sequence_is_kept_between_its_requests(
                     nursery.start_soon(partial(add, sequence, number * sequence, start=number == 1, end=number == 3))
         assert sums == {7: [7, 21, 42], 8: [8, 24, 48]}
         await add(7, 5, start=True)
-        assert sums[7][-1] == 5  # from the beginning
+        assert sums[7][-1] == 5  # counted from the beginning

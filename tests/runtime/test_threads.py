@@ -1,4 +1,4 @@
-"""Work of requests on threads: what is left of it after a refusal."""
+"""Work of requests on threads: its memory is freed after a refusal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowserve.runtime.threads import in_one_piece, in_steps, in_thread
 
 
 class Body:
-    """Stands for megabytes."""
+    """Represents a large body."""
 
 
 @pytest.mark.fault("W2", "W8")
@@ -42,7 +42,7 @@ async def test_the_body_of_a_refused_request_is_freed_without_the_garbage_collec
     gc.disable()
     try:
         assert "Body" in await refuse()
-        for _ in range(1000):  # the thread has it for a moment longer
+        for _ in range(1000):  # the thread may reference it a little longer
             if alive[0]() is None:
                 break
             await trio.sleep(0.005)

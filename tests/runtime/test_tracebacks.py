@@ -15,7 +15,7 @@ from flowserve.backends.worker.forkserver import WorkerLogFormatter
 from flowserve.runtime.processes.printed import CONTINUATION_WAIT_S, RECORD_CHARS_MAX, Printed, Record
 
 INFO, ERROR = logging.INFO, logging.ERROR
-# What tracebacks are made of, and what looks like it.
+# Lines of tracebacks, and lines that resemble them.
 LINES = (
     "",
     "plain",
@@ -74,7 +74,7 @@ def test_two_tracebacks_are_two_records_and_a_following_empty_line_is_kept() -> 
 def test_an_exception_in_a_thread_is_one_record_with_the_threads_name(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = io.StringIO()
     monkeypatch.setattr("sys.stderr", printed)
-    # As the interpreter calls it; pytest has its own in this place.
+    # Called as the interpreter does, because pytest replaces the hook.
     arguments = threading.ExceptHookArgs((ValueError, chained(), None, threading.Thread(name="worker")))
     threading.__excepthook__(arguments)
     ((level, text),) = records(printed.getvalue())
@@ -122,7 +122,7 @@ def test_property_no_printed_line_is_lost_doubled_or_moved(lines: list[str], dat
     assert [line for _, text in records("".join(f"{line}\n" for line in plain)) for line in text.split("\n")] == plain
     whole = "".join(f"{line}\n" for line in lines)
     told = [line for _, text in records(whole) for line in text.split("\n")]
-    # A line that another thread prints into a record of the log comes before it.
+    # A line that another thread prints within a record of the log is logged before it.
     assert sorted(told) == sorted(line.removeprefix("<3>").removeprefix("<3+>") for line in lines)
     cut = data.draw(st.integers(0, len(whole)))
     reader = Printed()

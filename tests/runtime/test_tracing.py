@@ -1,4 +1,4 @@
-"""The events of traced requests, and the absence of cost for others."""
+"""The events of traced requests, and no work for others."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def running() -> AsyncIterator[Engine]:
     async with open_engine(EngineOptions()) as engine:
         await (
             wait_all_tasks_blocked()
-        )  # the loop's task sleeps: what a test submits in one iteration is scheduled together
+        )  # the loop's task sleeps: requests that a test submits in one iteration are scheduled together
         yield engine
         await wait_all_tasks_blocked()
         assert not engine.tracing.is_live
@@ -75,7 +75,7 @@ async def ask(
     told: list[Trace] | None = None,
     trace_id: int = 0,
 ) -> Trace:
-    """The trace of one request; also into `told`."""
+    """The trace of one request; also appended to `told`."""
     deployment = engine.deployments.find(name)
     watch = engine.tracing.watch(*([] if told is None else [told.append]), trace_id=trace_id)
     request = Request({"IN": np.full((rows, 4), value, np.float32)}, stamp=engine.next_stamp())
@@ -104,7 +104,7 @@ def reasons(waits: list[Wait]) -> set[str]:
 
 
 def check(trace: Trace) -> None:
-    """The moments of a request follow each other, and its waits have no gap."""
+    """Check that the times of a request are in order, and its waits have no gaps."""
     assert trace.arrived_ns <= trace.ended_ns
     for step in trace.steps:
         ran = step.execution

@@ -39,7 +39,7 @@ def ask(server: Recorder, name: str, device: int = NO_DEVICE, rows: int = 1, at:
 
 
 def placed(server: Recorder) -> dict[str, int]:
-    """What runs now: request and instance."""
+    """The running requests, each with its instance."""
     return {ticket.flow.request: batch.instance for batch in server.running for ticket in batch.tickets}
 
 
@@ -97,7 +97,7 @@ def test_a_batch_moves_when_it_has_waited_for_the_copy_of_all_of_it() -> None:
         ask(server, name, 0)
     server.turn(at=0)
     assert server.scheduler.next_deadline() == 4 * 102
-    ask(server, "e", 0)  # no part of the first batch any more
+    ask(server, "e", 0)  # too late for the first batch
     server.turn(at=1)
     assert server.scheduler.next_deadline() == 4 * 102
     assert server.turn(at=408) == [("a", ["a", "b", "c", "d"])]
@@ -193,7 +193,9 @@ def test_the_queue_delay_is_applied_per_device() -> None:
 
 
 def busy_world(random: Random) -> World:
-    """A graph over two models, each with instances on both of two devices, asked by many at about the same time."""
+    """A graph over two models, each with instances on both of two devices, with many requests at about the same
+    time.
+    """
     models = []
     for number in range(2):
         drawn = draw_model(random, number, batching=True)

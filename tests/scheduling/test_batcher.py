@@ -18,7 +18,7 @@ def sizes(batch: list[Ticket] | None) -> list[int] | None:
 
 
 def everything(batcher: Queue, at: int = 0) -> list[int]:
-    """The rows of each batch that leaves at this instant."""
+    """The rows of each batch that leaves at this time."""
     batches = []
     while batch := batcher.take(at):
         batches.append(sum(ticket.rows for ticket in batch))
@@ -38,7 +38,7 @@ def test_the_oldest_ticket_determines_the_start_of_a_short_batch(ticket: MakeTic
     batcher.put(second)
     assert batcher.take(60) is None
     assert batcher.deadline() == 100
-    assert batcher.take(99) is None  # early calls are harmless
+    assert batcher.take(99) is None  # early calls have no effect
     assert batcher.take(100) == [first, second]
     assert batcher.deadline() is None
     assert batcher.take(100) is None
@@ -75,7 +75,7 @@ def test_another_key_closes_a_batch_without_waiting(ticket: MakeTicket) -> None:
     batcher.put(ticket(key="tall"))
     batcher.put(ticket(key="wide"))
     assert everything(batcher) == [2, 1]
-    assert len(batcher) == 1  # the last one may still get company
+    assert len(batcher) == 1  # another request may still join the last one
 
 
 def test_a_batch_grows_until_it_is_taken(ticket: MakeTicket) -> None:
@@ -120,7 +120,7 @@ def test_the_default_scheduler_runs_every_request_in_its_own_batch_without_delay
 
 # --------------------------------------------------------------------------------- Triton's numbers (L0_batcher, 3.3)
 
-# Rows of the requests that are there together, the batches that leave at once, what still waits. Maximum 8.
+# Rows of the requests that arrive together, the batches that leave at once, and the waiting rest. Maximum 8.
 GOLDEN: dict[str, tuple[tuple[int, ...], int, list[int], list[int], list[int]]] = {
     # preferred, delay, requests, batches at once, batches when the delay is over
     "static batch 2": ((2, 6), 10, [2], [2], []),

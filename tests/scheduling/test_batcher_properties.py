@@ -144,7 +144,7 @@ def test_property_take_before_the_deadline_changes_nothing(
 
 
 def batch_by_the_book(waiting: list[Ticket], policy: BatchPolicy, now: int) -> int:
-    """Triton's rules once more, the slow way: all prefixes that could leave, then which one does. 0: none yet."""
+    """Triton's rules as a slow reference: all prefixes that could leave, then which one does. 0: none yet."""
     fitting = 0
     while (
         fitting < len(waiting)
@@ -162,7 +162,7 @@ def batch_by_the_book(waiting: list[Ticket], policy: BatchPolicy, now: int) -> i
     largest = max(policy.preferred)
     within = [n for n, size in enumerate(sizes, 1) if size <= largest]
     if len(within) < len(waiting) and sizes[-1] > largest:
-        return max(1, len(within))  # the next one would jump over the largest preferred size
+        return max(1, len(within))  # the next one would skip the largest preferred size
     if fitting < len(waiting) or policy.max_queue_delay_ns == 0 or sizes[-1] >= largest:
         return fitting
     return 0
@@ -173,7 +173,7 @@ def rows_in(tickets: list[Ticket]) -> int:
 
 
 class DynamicBatcherMachine(RuleBasedStateMachine):
-    """A list of tickets and the book are the whole model; the batcher must agree with them."""
+    """Compares the batcher with a list of tickets and `batch_by_the_book`."""
 
     @initialize(policy=policies(), instances=st.integers(1, 3))
     def build(self, policy: BatchPolicy, instances: int) -> None:

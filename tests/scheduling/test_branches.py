@@ -130,7 +130,7 @@ def test_properties_a_route_loses_no_more_time_than_it_saves(data: st.DataObject
     inner = [(edge.producer, edge.consumer) for edge in drawn.edges if GRAPH not in (edge.producer, edge.consumer)]
     net = networkx.DiGraph(inner)
     net.add_nodes_from(range(len(drawn.nodes)))
-    apart = [batch for step in server.ask() for batch in step.split("+")]  # no time is known yet
+    apart = [batch for step in server.ask() for batch in step.split("+")]  # no compute time is known yet
     for _ in range(60):
         asked = server.ask()
     passed = [[names.index(name) for name in path] for step in asked for path in step.split("+")]

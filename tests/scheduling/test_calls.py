@@ -33,7 +33,7 @@ A, B, C, D = MODELS
 
 
 def call(server: Recorder, batch: Batch | None, graph: Graph, request: object = None) -> CalledFlow:
-    """What runs in `batch` calls `graph`. Raises Unavailable where it is refused."""
+    """The execution of `batch` calls `graph`. Raises Unavailable if the call is refused."""
     plan = make_plan(graph)
     route = [server.queues[node.model] for node in plan.nodes]
     flow = CalledFlow(plan, route, [rows_of()], 0, 1 << 40, request)
@@ -42,14 +42,14 @@ def call(server: Recorder, batch: Batch | None, graph: Graph, request: object = 
 
 
 def run(server: Recorder, graph: Graph, request: object = "client") -> Batch:
-    """A client asks, and its batch starts."""
+    """Submit a client's request and start its batch."""
     server.submit(graph, request)
     server.turn()
     return server.running[-1]
 
 
 def called(server: Recorder, batch: Batch, graph: Graph) -> Batch:
-    """It calls, and the batch of that starts."""
+    """Make a call and start its batch."""
     call(server, batch, graph)
     server.turn()
     return server.running[-1]
@@ -81,7 +81,7 @@ def test_a_refused_call_is_not_referenced_any_more(server: Recorder) -> None:
     caller = run(server, plain_graph(A))
 
     class Asked:
-        """What a request is, to scheduling."""
+        """The `request` attribute of a flow."""
 
     asked = Asked()
     gone = weakref.ref(asked)
@@ -134,10 +134,10 @@ def test_a_call_is_refused_when_the_last_instance_waits_too(server: Recorder) ->
     other = run(server, plain_graph(A), "other")
     first = run(server, plain_graph(A))
     second = called(server, first, plain_graph(B))
-    flow = call(server, second, plain_graph(A))  # the other will be done
+    flow = call(server, second, plain_graph(A))  # the other execution can finish
     server.turn()
     with pytest.raises(Unavailable, match="model 'b' -> 'a' -> 'b':"):
-        call(server, other, plain_graph(B))  # ... and now it will not, since its call waits for its own waiters
+        call(server, other, plain_graph(B))  # ... and now it cannot: its call waits for its own waiters
     server.done(other)
     server.turn()
     answer(server, server.running[-1], second, flow)
@@ -153,8 +153,8 @@ def test_a_call_does_not_wait_for_the_model_of_a_completed_step(server: Recorder
     server.turn()
     of_c = server.running[-1]
     of_b = run(server, plain_graph(B), "client of b")
-    behind = call(server, of_b, plain_graph(C))  # behind the one that runs
-    call(server, of_c, plain_graph(D))  # now all three wait; the first for b no more
+    behind = call(server, of_b, plain_graph(C))  # queued behind the running step
+    call(server, of_c, plain_graph(D))  # now all three wait, the first no longer for b
     server.turn()
     for batch in (server.running[-1], of_c):
         server.done(batch)
@@ -238,7 +238,9 @@ def test_calls_are_refused_after_shutdown(server: Recorder) -> None:
 
 
 def stateful(kind: str) -> Sequences:
-    """A request of it is a number: of that sequence, and its first while the sequence is not live."""
+    """The sequence batcher of a model whose requests are sequence ids. The first request of an id begins its
+    sequence.
+    """
     policy = SequencePolicy("a", 2, 1_000_000)
     queue: Sequences
 
@@ -254,7 +256,7 @@ def stateful(kind: str) -> Sequences:
 
 @pytest.mark.parametrize("kind", ["oldest", "direct"])
 def test_a_sequence_model_cannot_call_itself_within_its_instance(server: Recorder, kind: str) -> None:
-    """For any number of instances. A new sequence might get the same instance, too."""
+    """For any number of instances. A new sequence might also get the same instance."""
     server.serve(A, stateful(kind), instances=2)
     server.serve(B)
     for sequence in (1, 2, 3, 4):
@@ -337,7 +339,9 @@ def test_reserved_resources_are_available_to_requests_the_reserving_one_waits_fo
 
 @dataclass
 class Script:
-    """What one request makes its model do: groups of calls, each made together when those before are answered."""
+    """The calls of a request's model: groups of calls that are made together, each group when the previous one is
+    answered.
+    """
 
     targets: tuple[int, ...]  # one model, or a chain of them
     groups: list[list[Script]] = field(default_factory=list)
@@ -349,7 +353,7 @@ class Script:
 
 @st.composite
 def scripts(draw: st.DrawFn, depth: int = 3) -> Script:
-    """Few models, so that they meet again further down; some calls are made several times at once."""
+    """Few models, so that nested calls reach the same ones; some calls are made several times at once."""
     targets = draw(st.sampled_from([(0,), (0,), (1,), (1,), (2,), (3,), (0, 1), (1, 2), (2, 0)]))
     calls = st.lists(scripts(depth - 1), min_size=1, max_size=2)
     groups = draw(st.lists(calls, max_size=2)) if depth else []
@@ -373,7 +377,7 @@ class World:
         self.todo: dict[Batch, list[list[Script]]] = {}
 
     def step(self, random: Random) -> bool:
-        """Something that can go on does. False: nothing can."""
+        """Advance one execution that can continue. False: none can."""
         self.server.turn()
         for batch in self.server.running:
             if batch not in self.todo:

@@ -38,7 +38,7 @@ def graph(models: list[SimModel], edges: list[tuple[int, int, int, int]], output
 
 
 def diamond() -> Graph:
-    """a -> b, c -> d; what a makes is read by both."""
+    """a -> b, c -> d; both b and c read a's output."""
     a, b, c = simple_model(0), simple_model(1), simple_model(2)
     d = simple_model(3, inputs=(FREE, OTHER))
     edges = [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (0, 0, 2, 0), (1, 0, 3, 0), (2, 0, 3, 1), (3, 0, GRAPH, 0)]
@@ -50,7 +50,7 @@ def flow_of(graph: Graph, *inputs: Handle | None) -> Flow:
 
 
 def finish(flow: Flow, step: Ticket, *outputs: Handle | None) -> list[Ticket]:
-    """The step ran alone."""
+    """Finish a step that ran in a batch of its own."""
     return flow.finish_step(step.node, [[output] for output in outputs], 0, {})
 
 

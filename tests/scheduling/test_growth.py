@@ -119,7 +119,7 @@ def test_calls_of_models_that_need_resources_grow_linearly() -> None:
 
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_equal_steps_whose_requests_leave_grow_linearly(is_reversed: bool) -> None:
-    """The step that runs is that of the next request, again and again."""
+    """The request whose step runs leaves each time, and the next one's step runs."""
 
     def prepare(n: int) -> Work:
         server = Recorder()

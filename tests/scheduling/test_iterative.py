@@ -97,7 +97,7 @@ def names(flows: Iterable[Flow]) -> list[str]:
 
 
 def test_requests_join_and_leave_batches_between_executions() -> None:
-    """Two in a batch, three that generate: a completed request frees its place for the next batch."""
+    """Batches of two, three requests: a completed request frees its slot for the next batch."""
     server, rounds = serve(oldest(candidates=4, size=2))
     for asked in (Ask("a", 3), Ask("b", 1), Ask("c", 2)):
         server.submit(GRAPH, asked)
@@ -222,7 +222,7 @@ def test_a_failed_batch_is_retried_in_halves_and_its_requests_keep_their_slots_u
     server.turn()
     server.scheduler.cancel(flows[0])  # while it runs
     assert server.raised(server.running[0])
-    server.scheduler.cancel(flows[1])  # before it is tried again
+    server.scheduler.cancel(flows[1])  # before its retry
     assert rounds.turns(1) == [["e"]]
     assert (batcher.live, slots_taken(batcher)) == (0, 0)
 

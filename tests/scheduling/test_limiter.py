@@ -20,7 +20,7 @@ A, B, C = simple_model(0), simple_model(1), simple_model(2)
 
 
 def needs(priority: int = 1, device: int = 0, **amounts: int) -> Needs:
-    """`needs(R1=4)`: four of the device's R1. Names in lower case are the whole server's."""
+    """`needs(R1=4)`: four of the device's R1. Resources with lower-case names are global."""
     wanted = [LimitedResource(name, count, is_global=name.islower()) for name, count in amounts.items()]
     return Needs.of(RateLimiter(tuple(wanted), priority), device)
 
@@ -45,7 +45,7 @@ def is_claimed(server: Recorder) -> bool:
 
 
 def finish(server: Recorder, *names: str) -> list[tuple[str, list[object]]]:
-    """The oldest batch of each of these models is done; then a turn."""
+    """Complete the oldest batch of each of these models, then run a turn."""
     for name in names:
         server.done(next(batch for batch in server.running if batch.queue.key.name == name))
     return server.turn()
@@ -185,7 +185,7 @@ def test_a_model_that_ran_less_without_contention_gets_only_limited_credit() -> 
         serve(server, model, needs(R=1))
     ask(server, B, *range(16 * 100))
     ask(server, A, *range(16 * 300))
-    server.turn()  # B's only instance begins something long
+    server.turn()  # B's only instance begins a long execution
     for _ in range(200):
         finish(server, "a")
     ask(server, C, "holds one R from now on")
@@ -282,7 +282,7 @@ def test_a_batch_with_a_large_demand_is_overtaken_a_bounded_number_of_times() ->
     server.turn()
     ask(server, A, "big")
     while ("a", ["big"]) not in server.started:
-        server.done(server.running[0])  # one comes back, three still run: there are never four
+        server.done(server.running[0])  # one completes, three still run: four copies are never free
         server.turn()
     assert OVERTAKEN_MAX <= len(server.started) - 4 - 1 <= OVERTAKEN_MAX + 4
     assert len(server.running) == 1
@@ -426,6 +426,6 @@ def test_an_expired_delay_sets_no_deadline_while_resources_are_taken() -> None:
     server.turn()
     ask(server, A, "delayed")
     server.turn(at=10)
-    assert server.scheduler.next_deadline() is None  # only the end of B's batch changes anything
+    assert server.scheduler.next_deadline() is None  # only the end of B's batch has an effect
     server.done(server.running[0], at=2_000)
     assert server.turn(at=2_000) == [("a", ["delayed"])]

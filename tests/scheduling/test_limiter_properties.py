@@ -102,7 +102,7 @@ TestLimiter.settings = FEWER  # each is many steps
 
 @st.composite
 def demands(draw: st.DrawFn) -> tuple[Needs, list[Needs]]:
-    """One model's needs, and those of models that are always busy and want some of the same."""
+    """One model's needs, and those of models that are always busy and need some of the same resources."""
     big = Needs({("R", 0): draw(st.integers(2, 6)), ("S", 0): draw(st.integers(1, 3))})
     small = st.builds(Needs, st.dictionaries(st.sampled_from(RESOURCES), st.integers(1, 2), min_size=1, max_size=2))
     return big, draw(st.lists(small, min_size=1, max_size=4))

@@ -116,7 +116,7 @@ class Machines:
 
     def _done(self, batch: Batch) -> None:
         if batch not in self._running[batch.instance]:
-            return  # lost meanwhile
+            return  # the machine was lost meanwhile
         self._running[batch.instance].remove(batch)
         self.server.running.append(batch)
         self.server.done(batch, at=self.now)

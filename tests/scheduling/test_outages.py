@@ -68,7 +68,7 @@ def test_a_closed_queue_refuses_waiting_and_new_requests() -> None:
     died(server, server.running[0])
     server.scheduler.close(queue, "down")
     server.submit(plain_graph(A), 3)
-    server.submit(chain_graph("chain", [B, A]), 4)  # its first step runs, its second has nowhere to go
+    server.submit(chain_graph("chain", [B, A]), 4)  # its first step runs, its second has no instance
     server.turn()
     server.done(server.running[0])
     server.turn()

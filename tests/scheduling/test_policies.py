@@ -207,7 +207,7 @@ def test_a_batch_that_was_taken_is_not_timed_out(server: Recorder) -> None:
     server.turn()
     assert server.turn(at=1000) == []
     assert server.raised(server.running[0])
-    assert server.turn(at=2000) == [("a", ["x"])]  # tried again, one by one
+    assert server.turn(at=2000) == [("a", ["x"])]  # retried one by one
     server.done(server.running[0])
     assert server.turn(at=3000) == [("a", ["y"])]
 
@@ -234,7 +234,7 @@ def test_a_request_that_times_out_frees_its_place_for_one_that_arrives_then(serv
     server.turn()
     runs, comes = server.running
     server.done(runs, at=50)
-    server.done(comes, at=50)  # before anything has looked at the deadlines
+    server.done(comes, at=50)  # before the deadlines are checked
     assert server.turn(at=50) == [("b", ["comes"])]
     assert [told[0] if isinstance(told, tuple) else told for told in server.answered()] == ["runs", "expires"]
 
@@ -346,7 +346,7 @@ def serve_in_order(server: Recorder, instances: int = 3, *, is_pure: bool = Fals
 
 
 def start(server: Recorder, *batches: tuple[object, ...]) -> None:
-    """Each on an instance of its own."""
+    """Start these requests, each on its own instance."""
     for batch in batches:
         for request in batch:
             server.submit(ALONE, request)

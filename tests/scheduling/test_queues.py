@@ -24,7 +24,7 @@ def ticket(rows: int = 1, at: int = 0, priority: int = 0, timeout: int = 0, key:
 
 
 def queue_of(policy: LevelPolicy, preferred: tuple[int, ...] = (4, 8), delay: int = 0) -> Queue:
-    """One line with `policy`."""
+    """A queue with one level of this policy."""
     return Queue(BatchPolicy(8, preferred, delay), Levels(policy=policy))
 
 
@@ -36,7 +36,7 @@ def put(batcher: Queue, *tickets: Ticket) -> list[Ticket]:
 
 
 def everything(batcher: Queue, at: int) -> list[list[Ticket]]:
-    """What leaves at this instant, batch by batch."""
+    """The batches that leave at this time."""
     batches = []
     while batch := batcher.take(at):
         batches.append(batch)
@@ -63,7 +63,7 @@ def test_a_delayed_request_waits_for_the_whole_queue_delay_while_later_ones_leav
     assert batcher.expiry() == 100 * MS
     assert not batcher.expire(100 * MS)
     assert batcher.take(100 * MS) is None
-    assert batcher.expiry() is None  # once is enough
+    assert batcher.expiry() is None  # it has no second timeout
     later = put(batcher, ticket(rows=2, at=200 * MS), ticket(rows=2, at=200 * MS))
     assert everything(batcher, 200 * MS) == [later]
     assert batcher.deadline() == 10 * SECOND
@@ -123,7 +123,7 @@ def test_a_priority_that_is_no_level_means_the_default_level(priority: int, leve
     batcher = Queue(BatchPolicy.simple(1), Levels(3, 2))
     in_order = [put(batcher, ticket(priority=p))[0] for p in (1, 2, 3)]
     (asked,) = put(batcher, ticket(priority=priority))
-    in_order.insert(level, asked)  # behind the one that was there
+    in_order.insert(level, asked)  # behind the existing one of that level
     assert [batch[0] for batch in everything(batcher, 0)] == in_order
 
 

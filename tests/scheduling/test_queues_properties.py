@@ -23,7 +23,7 @@ FEWER = settings(max_examples=settings().max_examples // 2)
 
 
 class Waiting:
-    """One ticket as the book has it."""
+    """One ticket in the reference model."""
 
     def __init__(self, ticket: Ticket, level: int, policy: LevelPolicy) -> None:
         self.ticket = ticket
@@ -41,7 +41,9 @@ class Waiting:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """A list of tickets and a stable sort are the whole model; nothing is overtaken often enough here to count."""
+    """Compares the queue with a list of tickets and a stable sort. There are too few batches here for the limit of
+    overtaking.
+    """
 
     @initialize(policy=policies(), levels=LEVELS)
     def build(self, policy: BatchPolicy, levels: Levels) -> None:
@@ -88,7 +90,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.batches += batch is not None
 
     def count_by_a_plain_queue(self, walk: list[Ticket]) -> int:
-        """What the plain dynamic batcher takes of the same tickets in this order, its delay being over when ours is."""
+        """The number of these tickets that the plain dynamic batcher takes in this order, if its delay passes at the
+        same time.
+        """
         oldest = min((ticket.queued_ns for ticket in walk), default=self.now)
         plain = Queue(self.policy)
         stand_ins = [Ticket(ticket.flow, ticket.node, ticket.rows, ticket.key) for ticket in walk]

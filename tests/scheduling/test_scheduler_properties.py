@@ -17,7 +17,7 @@ from flowserve.testing.strategies import World, routed_worlds, worlds
 
 
 class AnyOrder(Sim):
-    """A simulated server in which whatever can happen may happen next."""
+    """A simulated server in which any possible event may be the next."""
 
     def __init__(self, seed: int, world: World) -> None:
         self.possible: list[Callable[[], None]] = []
@@ -58,7 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.sim.check()
 
     def teardown(self) -> None:
-        """Let everything come to its end: first in, first out, time as far as it is asked for."""
+        """Complete all batches in order, and advance the time to each deadline, until no event is left."""
         while hasattr(self, "sim"):
             self.sim.turn()
             deadline = self.sim.scheduler.next_deadline()
@@ -72,5 +72,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-# Each example is many steps, and the simulation asks the same of whole servers.
+# Fewer examples, because each has many steps, and the simulation checks the same properties.
 TestScheduler.settings = settings(max_examples=settings().max_examples // 2)

@@ -35,7 +35,7 @@ def segment(actors: int, pure: Sequence[bool] = (True, True, True)) -> Recorder:
 
 
 def results(batch: Batch, stages: int) -> list[BatchResults]:
-    """What a batch made in its first stages."""
+    """The results of a batch's first stages."""
     made = []
     for _ in range(stages):
         block, start = object(), 0
@@ -128,7 +128,7 @@ class Actors:
         self._random = Random(seed)
         self._events: list[tuple[int, int, Callable[[], object]]] = []
         self._order = count()
-        self._running: dict[Batch, int] = {}  # the stages that each has passed
+        self._running: dict[Batch, int] = {}  # the number of stages that each batch has passed
         self._away: set[tuple[int, str]] = set()
         for request in range(requests):
             self._at(self._random.randint(0, 1200), partial(self.server.submit, CHAIN, request))
@@ -172,7 +172,7 @@ class Actors:
 
     def _passed(self, batch: Batch) -> None:
         if batch not in self._running:
-            return  # lost meanwhile
+            return  # the actor ended meanwhile
         self._running[batch] += 1
         passed = self._running[batch]
         if batch.route is not None and passed < len(batch.route) and not batch.is_recalled:

@@ -209,7 +209,7 @@ def test_the_idle_time_counts_from_the_last_response_and_frees_the_slot_for_the_
     ask(server, 1, 1, start=True)
     ask(server, 2, 1, start=True)
     server.turn(0)
-    server.turn(5 * IDLE_NS)  # it runs for longer than it may be idle
+    server.turn(5 * IDLE_NS)  # it runs for longer than the idle timeout
     server.done(server.running[0], at=5 * IDLE_NS)
     server.turn(5 * IDLE_NS)
     assert len(server.started) == 1
@@ -234,7 +234,7 @@ def test_a_slot_freed_at_the_moment_of_a_timeout_is_taken_once(server: Recorder,
     server.turn(0)  # idle from now on
     ask(server, 2, 1, start=True, end=ends, timeout_ns=IDLE_NS)
     server.turn(1)
-    server.turn(2 * IDLE_NS)  # both are over, the first one first
+    server.turn(2 * IDLE_NS)  # both time out, the first one first
     assert names(server.started[1:]) == [["21"]]
     server.done(server.running[0], at=2 * IDLE_NS)
     server.turn(2 * IDLE_NS)
@@ -273,7 +273,7 @@ def test_a_request_cancelled_while_it_waits_ends_its_sequence_and_frees_the_slot
     server.turn(0)
     (cancelled,) = server.answers
     assert (cancelled.request.n, type(cancelled.error)) == (3, Cancelled)
-    server.turn(3 * IDLE_NS)  # the reaper finds nothing to give back a second time
+    server.turn(3 * IDLE_NS)  # the expired sequence has no slot to free a second time
     server.done(server.running[0], at=3 * IDLE_NS)
     server.turn(3 * IDLE_NS)
     assert names(server.started) == [["11"], ["21"]]
@@ -297,7 +297,7 @@ def test_an_instance_that_dies_ends_its_sequences_and_no_others(server: Recorder
     server.turn()
     assert errors(server)[-1].endswith("that had it has ended; begin again with START")
     server.done(lives)
-    assert server.turn() == []  # the third waits in the backlog, for the slot that is left or for the other instance
+    assert server.turn() == []  # the third waits in the backlog for the remaining slot or the other instance
     server.scheduler.give_back(queue, died.instance)
     assert names(server.turn()) == [["31"]]
     assert slots_taken(batcher) == 2
@@ -444,7 +444,7 @@ def test_a_deadline_takes_a_request_out_of_its_sequence(
     server.done(server.running[0], at=100)
     assert server.turn(100) == []
     assert server.answers[0] is late
-    assert server.scheduler.open_sequences == (of == 2)  # its own has ended with it
+    assert server.scheduler.open_sequences == (of == 2)  # its own sequence has ended with it
 
 
 def test_a_rate_limiter_looks_only_for_instances_that_have_work(server: Recorder) -> None:

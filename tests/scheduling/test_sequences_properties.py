@@ -39,7 +39,9 @@ class Mark:
 
 
 class SequenceMachine(RuleBasedStateMachine):
-    """The book: which requests wait, in order of arrival, and which lines stood in the backlog in which order."""
+    """Compares a batcher with a reference: the waiting requests in order of arrival, and the sequences in the backlog
+    in order.
+    """
 
     make: Callable[[], Sequences]
 
@@ -56,7 +58,7 @@ class SequenceMachine(RuleBasedStateMachine):
         self.again: set[int] = set()  # waiting requests of a failed batch
         self.seats: dict[RequestSequence, str] = {}
         self.taken: dict[RequestSequence, int] = {}
-        self.queued: list[RequestSequence] = []  # in the backlog, first come first
+        self.queued: list[RequestSequence] = []  # in the backlog, in order of arrival
 
     @rule(of=IDS, start=st.booleans(), end=st.booleans(), timeout=st.sampled_from((0, 0, 20)))
     def a_request_arrives(self, of: int, start: bool, end: bool, timeout: int) -> None:
@@ -168,7 +170,7 @@ class SequenceMachine(RuleBasedStateMachine):
         return None if ticket.sequence.slot is None else ticket.sequence.slot.instance
 
     def look(self) -> None:
-        """The sequence that got a slot was the first live one of the backlog."""
+        """Check that the sequences that got slots were the first live ones of the backlog."""
         self.again &= self.waiting.keys()
         lines = list(dict.fromkeys(ticket.sequence for n, ticket in self.waiting.items() if n not in self.again))
         alive = set(lines)

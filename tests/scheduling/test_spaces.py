@@ -14,7 +14,7 @@ from flowserve.memory import rows
 from flowserve.scheduling.spaces import SpaceFlow
 from tests.support.spaces_world import World
 
-# The third step waits for a tensor of the second one, but does not run for rows that the first one is sure of.
+# The third step waits for a tensor of the second one, but does not run for rows for which the first one is certain.
 CASCADE = """
 name: "cascade" platform: "ensemble" max_batch_size: 3
 input { name: "X" data_type: TYPE_FP32 dims: [ 2 ] }
@@ -76,7 +76,7 @@ def under_way(flow: SpaceFlow) -> list[str]:
 
 
 def end(world: World, model: str) -> None:
-    """The batch of a model ends, and the next ones begin."""
+    """Complete the batch of a model, and start the next ones."""
     (batch,) = [one for one in world.running if one.tickets[0].node.model.name == model]
     world.running.remove(batch)
     world.complete(batch)
@@ -84,7 +84,7 @@ def end(world: World, model: str) -> None:
 
 
 def test_a_request_does_not_wait_for_what_only_skipped_steps_read() -> None:
-    world, flow = begin([0, 0])  # the model "kind" is sure
+    world, flow = begin([0, 0])  # the model "kind" is certain
     assert running(world) == ["double", "kind"]
     assert under_way(flow) == ["kind", "double"]
     assert not flow.finished
@@ -97,11 +97,11 @@ def test_a_request_does_not_wait_for_what_only_skipped_steps_read() -> None:
     assert [*map(flow.plan.nodes.index, flow.steps_under_way())] == sorted({*range(6)} - flow.finished)
     assert [world.graph.nodes[n].name for n in flow.skipped] == ["add", "single"]
     end(world, "minus")
-    assert not flow.done  # the step under way belongs to it
+    assert not flow.done  # its step "double" is still under way
     end(world, "double")
     assert flow.done
     assert flow.error is None
-    # What came last has no reader, and is not held.
+    # The last output has no reader, and is not held.
     assert [slot for slot, tensor in enumerate(flow.tensors) if tensor is not None] == [*flow.plan.output_slots]
 
 
@@ -133,7 +133,7 @@ def test_one_comparison_tests_all_members_of_a_batch(monkeypatch: pytest.MonkeyP
     assert sorted(compared) == [("not sure", sure), ("sure", sure)]
     names = [node.name for node in world.graph.nodes]
     assert [[names[n] for n in flow.skipped] for flow in flows] == [["add", "single"], ["single#2"], ["add", "single"]]
-    # What is only tested is in no slot.
+    # A tensor that is only tested has no slot.
     (slot,) = flows[0].plan.nodes[names.index("kind")].outputs[1:2]
     assert all(flow.tensors[slot] is None for flow in flows)
     while world.go_on():

@@ -1,5 +1,5 @@
 """Property tests of spaces: the scheduler runs random graphs with `when` and `each` on random requests, and each row
-has the answer of an interpreter that runs it alone (tests/support/spaces_world.py).
+has the result of an interpreter that runs it alone (tests/support/spaces_world.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def requests(rng: Random, world: World) -> list[tuple[Array, Flow]]:
 
 
 def check_answer(world: World, array: Array, flow: Flow) -> None:
-    """Every output has, in every row, what the row alone gives."""
+    """Check that each row of every output equals the result of the row alone."""
     assert flow.error is None
     rows = [Interpreter(world.wiring, world.made, row) for row in array]
     outputs = world.outputs(flow)

@@ -27,7 +27,7 @@ from tests.support.streams_world import Content, Model, StreamRequest, draw_wire
 
 
 def count_of(seed: int, most: int) -> Callable[[Content], int]:
-    """How often a step answers: any number up to `most`, always the same for the same input."""
+    """The number of responses of a step: any up to `most`, always the same for the same input."""
 
     def answers(made: Content) -> int:
         return Random(f"{seed} {made.made_of}").randint(0, most)
@@ -47,7 +47,7 @@ def draw_world(seed: int, waiting_max: int = 0) -> StreamSim:
                 random.randint(1, 3),
                 slow,
                 answers,
-                # A decoupled model that keeps its instance may wait in circles; see the tests of those.
+                # A decoupled model that keeps its instance may be in a deadlock, which other tests cover.
                 keeps_instance=False,
                 max_batch_size=random.choice([1, 8]),
                 waiting_max=waiting_max,
@@ -77,7 +77,7 @@ def test_property_every_response_is_correct_and_in_order(seed: int) -> None:
 
 
 @given(st.integers(0, 2**32))
-@example(16)  # another step of the refused request waits, too
+@example(16)  # another step of the refused request also waits
 @example(2383)  # the refused step and the step that freed the place belong to different requests
 def test_a_request_refused_by_a_full_queue_fails_alone_and_leaves_no_state(seed: int) -> None:
     sim = draw_world(seed, waiting_max=Random(seed).randint(1, 3)).run()
@@ -120,7 +120,7 @@ def test_sixteen_streams_of_eight_responses_complete(limit: int) -> None:
 
 
 def loop_of(limit: int, instances: int, requests: int = 1, answers: int = 9) -> StreamSim:
-    """A decoupled model that keeps its instance, and is a later step of its own graph, too."""
+    """A decoupled model that keeps its instance, and is also a later step of its own graph."""
     counts: dict[object, int] = {0: answers, 1: 1}  # of the first step and of the second
     model = Model(ModelKey("p", 1), instances, (1, 1), lambda made: counts[made.made_of[0]], max_batch_size=1)
     graph = make_graph([model], [(0, [GRAPH]), (0, [0])], [1], limit)
@@ -196,8 +196,8 @@ def test_a_model_called_by_the_step_it_sends_to_does_not_deadlock() -> None:
 
 
 def draw_circles(seed: int) -> StreamSim | None:
-    """Models that answer before execute returns, in loops of any kind, with resources that they hold meanwhile, and
-    among them some that call others.
+    """Models that respond before `execute` returns, in loops of any kind, with resources that they hold meanwhile; some
+    of them call others.
     """
     random = Random(seed)
     models = [

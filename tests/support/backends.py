@@ -1,7 +1,7 @@
 """Model folders, instances and batches for tests of backends.
 
-Decided here: how a test writes a model, opens it as the runtime would and runs a batch on it. Everything is the real
-thing; nothing here knows queues or graphs.
+Decides how a test writes a model, opens it as the runtime would and runs a batch on it. No part is faked. Does not know
+queues or graphs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flowserve.values import Array, DType, Request, TensorSpec
 
 @dataclass
 class Opened:
-    """An instance that is open, with what a test needs to run it."""
+    """An open instance, with the objects that a test needs to run it."""
 
     config: ModelConfig
     model: LoadedModel
@@ -58,7 +58,7 @@ class Opened:
         )
 
     def whole(self, array: Array) -> Results:
-        """A batch of single rows that all lie in `array`, for a model with one input."""
+        """A batch of single rows of `array`, for a model with one input."""
         names = tuple(spec.name for spec in self.config.outputs)
         members = len(array)
         work = Work(
@@ -73,7 +73,7 @@ class Opened:
 
 @dataclass
 class Repository:
-    """A folder of models. Everything it opened is closed at the end of the test."""
+    """A folder of models. Instances that it opened are closed at the end of the test."""
 
     path: Path
 

@@ -1,7 +1,7 @@
-"""A headless Chromium, driven over the two pipes on which it takes DevTools messages.
+"""A headless Chromium, controlled by DevTools messages over two pipes.
 
-Decided here: how one is started and ended, and how a test asks a page: for a value, for one that is true after a while,
-for a key press, for a screenshot. It does not know the pages.
+Decides how it is started and ended, and how a test uses a page: reads a value, waits for a condition, presses a key,
+takes a screenshot. Does not know the pages.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ OPTIONS = (
     "--remote-debugging-pipe",
 )
 WAIT_S = 15.0
-_FREE = 10  # descriptors from here on are neither of the two
+_FREE = 10  # higher than the browser's descriptors 3 and 4
 
 
 class Page:
-    """One tab. Raises AssertionError where something does not come in time."""
+    """One tab. Raises AssertionError if something does not happen in time."""
 
     def __init__(self, write: int, read: int) -> None:
         self._write = write
@@ -45,12 +45,12 @@ class Page:
         self.said: list[str] = []  # errors of the page: console, content security policy, uncaught exceptions
 
     def open(self, url: str) -> None:
-        """Go there, and wait until what the page is made of has come."""
+        """Open a page, and wait until it is completely loaded."""
         self.ask("Page.navigate", url=url)
         self.until("document.readyState === 'complete'")
 
     def attach(self) -> None:
-        """Make a tab, which all that follows is about."""
+        """Create the tab that later commands refer to."""
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -89,7 +89,7 @@ class Page:
             self.said.append(f"{told['entry']['level']}: {told['entry']['text']}")
 
     def run(self, script: str) -> Any:
-        """The value of a JavaScript expression; a promise is waited for."""
+        """The value of a JavaScript expression; a promise is awaited."""
         asked = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in asked, asked["exceptionDetails"]
         return asked["result"].get("value")
@@ -103,18 +103,18 @@ class Page:
         return value
 
     def press(self, key: str, code: int) -> None:
-        """A key, as the keyboard sends it."""
+        """Press a key."""
         text = {"Enter": "\r", " ": " "}.get(key, "")
         for kind in ("keyDown", "keyUp"):
             self.ask("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, text=text)
 
     def look(self, scheme: str, width: int, height: int) -> None:
-        """The viewer's colours ("dark" or "light") and window."""
+        """Set the colour scheme ("dark" or "light") and the size of the window."""
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def screenshot(self) -> bytes:
-        """A PNG of the window."""
+        """The window as a PNG."""
         return base64.b64decode(self.ask("Page.captureScreenshot", format="png")["data"])
 
 

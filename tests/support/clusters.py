@@ -1,7 +1,7 @@
 """An engine whose models run on machines that are processes of this one.
 
-Decided here: the models of these tests, a chain of them, and how an engine with a local cluster is opened. Engine,
-actors, sockets and machines are the real ones.
+Decides the models of these tests, a chain of them, and how an engine with a local cluster is opened. Engine, actors,
+sockets and machines are not faked.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
 output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] } output { name: "PID" data_type: TYPE_INT32 dims: [ 1 ] }
 """
 PURE_STEP = f'{STEP_CONFIG} parameters {{ key: "pure" value {{ string_value: "true" }} }}'
-# IN is [value, number of a model, what happens there]. The value is doubled.
+# IN is [value, number of a model, action of that model]. The value is doubled.
 STEP_CODE = """
 import os
 import time
@@ -100,7 +100,7 @@ STEP = """
 
 
 def write_python(repository: Path, name: str, config: str = DOUBLE, code: str = DOUBLE_CODE) -> Path:
-    """A model that doubles its input; its first number says what else it does."""
+    """A model that doubles its input; its first number selects a further action."""
     folder = repository / name
     (folder / "1").mkdir(parents=True)
     (folder / "config.pbtxt").write_text(config)
@@ -133,7 +133,7 @@ def write_ensemble(repository: Path, steps: Iterable[str], *, pid: bool = True) 
 
 @contextmanager
 def local_cluster(count: int) -> Iterator[LocalCluster]:
-    """Machines that are processes; none is left afterwards."""
+    """Machines that are processes; none remains afterwards."""
     cluster = LocalCluster(count)
     try:
         yield cluster
@@ -168,7 +168,7 @@ def row(*numbers: float) -> Array:
 
 
 async def until(is_so: Callable[[], object], seconds: float = 20) -> None:
-    """Wait until it is so. Raises TooSlowError."""
+    """Wait until the condition is true. Raises TooSlowError."""
     with trio.fail_after(seconds):
         while not is_so():  # noqa: ASYNC110 - no event to wait for
             await trio.sleep(0.005)

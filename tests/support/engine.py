@@ -1,7 +1,7 @@
-"""A real engine over functions instead of model files, for tests of what happens around a model.
+"""A real engine over functions instead of model files, for tests of the code around a model.
 
-Decided here: how a Python function over arrays is put behind the instance interface, on the host or on a fake device,
-and how a chain of them becomes an ensemble. The engine, its threads and its scheduling are the real ones.
+Decides how a Python function over arrays implements the instance interface, on the host or on a fake device, and how a
+chain of functions becomes an ensemble. The engine, its threads and its scheduling are not faked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Kernel = Callable[[Array, Array], None]
 
 @dataclass
 class FunctionInstance:
-    """Applies `function` to its one gathered input. `batches` keeps the row counts it saw, in order."""
+    """Applies `function` to its one gathered input. `batches` has the row count of each batch, in order."""
 
     function: Function
     batches: list[list[int]] = field(default_factory=list)
@@ -57,7 +57,7 @@ class FunctionInstance:
 
 @dataclass
 class KernelInstance:
-    """Puts `kernel`, which gets the array to read and the one to write, on a stream of a fake device."""
+    """Enqueues `kernel`, which gets the array to read and the one to write, on a stream of a fake device."""
 
     kernel: Kernel
     memory: DeviceMemory
@@ -94,14 +94,14 @@ class KernelInstance:
 
 @dataclass
 class FunctionModel:
-    """Has these instances."""
+    """A model with these instances."""
 
     instances: Sequence[FunctionInstance | KernelInstance]
     is_pure: bool
     may_run_inline: bool = True
 
     def instance(self, name: str, group: InstanceGroup) -> Instance:
-        raise NotImplementedError  # they are made already
+        raise NotImplementedError  # the instances already exist
 
     def close(self) -> None:
         assert not any(instance.is_open for instance in self.instances)
@@ -140,7 +140,7 @@ def add_kernel(
     is_pure: bool = False,
     is_of_any_thread: bool = True,
 ) -> list[KernelInstance]:
-    """The same of kernels, each on a fake device."""
+    """As `add_function` for kernels, each on a fake device."""
     dims, max_batch_size = (4,), 32
     instances = [KernelInstance(kernel, memory, is_of_any_thread=is_of_any_thread) for kernel, memory in kernels]
     workers = [GpuWorker(f"{name}_{i}", name, one, 1, engine.clock) for i, one in enumerate(instances)]
@@ -172,8 +172,8 @@ def _serve(
 
 
 def add_chain(engine: Engine, name: str, models: Sequence[str], *, shared_limit: int = 0) -> None:
-    """Serve an ensemble that sends IN through `models`, which were added before, and answers OUT. `shared_limit`: so
-    many steps of each may all requests have under way together.
+    """Serve an ensemble that passes IN through `models`, which were added before, and returns OUT. `shared_limit`: the
+    number of steps of each model that all requests together may have under way.
     """
     parts = [engine.deployments.find(model) for model in models]
     nodes = tuple(

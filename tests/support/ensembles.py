@@ -1,8 +1,8 @@
 """Models and ensembles in a short notation, for tests that need a configuration but no file.
 
-Decided here: the short notation (`"FP32[3,-1]"` is a tensor, `{"IN": "raw"}` a mapping) and how random well-formed
-ensembles are drawn. Source maps are made up, one line per step and port, so that tests can ask where a problem is
-said to be.
+Decides the short notation (`"FP32[3,-1]"` is a tensor, `{"IN": "raw"}` a mapping) and how random well-formed ensembles
+are drawn. Source maps are generated, with one line per step and port, so that tests can check the location of a
+problem.
 """
 
 from __future__ import annotations

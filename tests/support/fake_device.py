@@ -1,14 +1,14 @@
 """GPUs without hardware, stricter than real ones: every unordered access raises an error.
 
-Decided here: every stream and the host carry a vector clock, every allocation the moments of its last write and of the
-reads since. Work that touches memory must come after all conflicting work, by actual waits and
-synchronisations; else it raises `Race`. So a missing wait, a block that is used again too early or given back while
-it is read is found the first time it happens, where a real GPU mostly gets away with it. Work is done when it is put on
-its stream: any order that the clocks allow gives the same bytes.
+Every stream and the host have a vector clock, every allocation the times of its last write and of the reads since. Work
+that accesses memory must be ordered after all conflicting work by waits and synchronisations; else it raises `Race`. So
+a missing wait, or a block that is reused too early or freed while it is read, is found the first time it happens,
+whereas on a real GPU it mostly has no visible effect. Work is executed when it is enqueued: any order that the clocks
+allow gives the same bytes.
 
-An event counts as passed only when the host has synchronised with it (or something after it), unless the machine is
-created with `is_quick`. Memory that the host did not pin is no error in a copy, as on CUDA: the call waits. Copies
-are counted here too, so that a ledger can be held against the truth.
+An event counts as complete only when the host has synchronised with it or a later one, unless the machine is created
+with `is_quick`. As on CUDA, a copy may use unpinned host memory: the call then waits. Copies are counted here too, so
+that tests can compare a ledger with the actual copies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _POISON: Final = 0xA5
 
 
 class Race(AssertionError):
-    """Two uses of the same memory that nothing orders."""
+    """Two unordered uses of the same memory."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -60,7 +60,7 @@ class FakeEvent(Event):
 
 @dataclass(eq=False, kw_only=True)
 class FakeMemory(Allocation):
-    """An allocation, and the moments of its last uses."""
+    """An allocation, and the times of its last uses."""
 
     place: MemoryPlace
     bytes: Array
@@ -69,7 +69,7 @@ class FakeMemory(Allocation):
 
 
 class FakeMachine:
-    """`count` GPUs of `memory_bytes` each, and as much memory that can be pinned. `is_quick`: events pass without
+    """`count` GPUs of `memory_bytes` each, and as much pinnable memory. `is_quick`: events complete without
     synchronisation.
     """
 
@@ -77,24 +77,24 @@ class FakeMachine:
         self.is_quick = is_quick
         self.memory_bytes = memory_bytes
         self.copies: Counter[tuple[MemoryPlace, MemoryPlace]] = Counter()
-        self.synchronised = 0  # how often the host was held up
+        self.synchronised = 0  # how often the host has waited
         self.lock = threading.RLock()
         self.host: Clock = {_HOST: 0}
         self._allocations: dict[int, FakeMemory] = {}
         self._addresses: list[int] = []
         self._streams = itertools.count(1)
         self.streams: list[FakeStream] = []
-        self.exported: dict[bytes, FakeMemory] = {}  # what other processes have, by its handles
+        self.exported: dict[bytes, FakeMemory] = {}  # memory of other processes, by handle
         self.opened: dict[Allocation, bytes] = {}
         self.current = threading.local()  # `number` is the thread's current device
-        self.lost = ""  # why every call fails from now on
+        self.lost = ""  # the error with which all calls fail, if any
         self.devices = [FakeDevice(self, number) for number in range(count)]
 
     def used_bytes(self, place: MemoryPlace) -> int:
         return sum(one.nbytes for one in self._allocations.values() if one.place == place)
 
     def export(self, device: int, content: bytes) -> bytes:
-        """Memory that another process has on a device, holding this. Returns its handle."""
+        """Create memory of another process on a device, with this content. Returns its handle."""
         with self.lock:
             memory = self.allocate(gpu_memory(device), len(content))
             memory.bytes[:] = np.frombuffer(content, np.uint8)
@@ -140,7 +140,7 @@ class FakeMachine:
     def enqueue(
         self, stream: FakeStream, reads: Sequence[FakeMemory | None], writes: Sequence[FakeMemory | None]
     ) -> None:
-        """Work on a stream that touches these; those that are None are the host's, for which the call waits."""
+        """Add work on a stream that accesses this memory; None is host memory, for which the call waits."""
         if self.lost:
             raise RuntimeError(self.lost)
         assert not stream.is_closed, "work on a stream that was closed"
@@ -162,7 +162,7 @@ class FakeMachine:
             _join(self.host, stream.clock)
 
     def check(self, memory: FakeMemory, clock: Clock, *, writes: bool, who: str) -> None:
-        """Raise Race unless what conflicts with a use lies before this clock."""
+        """Raise Race unless all conflicting uses are ordered before this clock."""
         others = dict([memory.write] if memory.write is not None else [])
         if writes:
             for other, moment in memory.reads.items():
@@ -215,9 +215,8 @@ class FakeDevice:
         writes: Sequence[DeviceArray],
         kernel: Callable[..., None],
     ) -> None:
-        """Put a kernel on the stream; it gets the arrays to read, then those to write, as numpy's. The device reads and
-        writes its own memory and pinned memory; for other memory of the host's the call waits, as libraries do that
-        copy it themselves.
+        """Enqueue a kernel; it gets the arrays to read, then those to write, as numpy arrays. The device accesses its
+        own memory and pinned memory; for other host memory the call waits, as in libraries that copy it themselves.
         """
         assert isinstance(stream, FakeStream)
         machine = self.machine
@@ -302,13 +301,13 @@ class FakeDevice:
 
 @dataclass
 class FakeInstance:
-    """What an instance does with a batch, over one kernel that makes an array of the same shape out of one."""
+    """An instance that runs a batch with one kernel, whose output has the shape of its input."""
 
     stream: DeviceStream
     kernel: Callable[..., None]
 
     def run(self, tensors: Sequence[Tensor], read_at: Sequence[int] | None = None) -> list[Tensor]:
-        """The members' outputs, where `read_at` says (see `DeviceStream.deliver`)."""
+        """The members' outputs, in the memories of `read_at` (see `DeviceStream.deliver`)."""
         rows = None if tensors[0].stop == WHOLE else [tensor.stop - tensor.start for tensor in tensors]
         device = self.stream.memory.device
         assert isinstance(device, FakeDevice)
@@ -321,7 +320,7 @@ class FakeInstance:
 
 def move(stream: DeviceStream, tensor: Tensor, place: MemoryPlace) -> Tensor:
     """The tensor in the memory of `place`, the host or the stream's device: itself if it is there, else a copy, made in
-    a batch of its own. On the host if the device has no room.
+    a separate batch. On the host if the device has no room.
     """
     if tensor.place == place or not (place.is_gpu or tensor.place.is_gpu):
         return tensor

@@ -1,7 +1,7 @@
 """A library without a package: its files are JSON with an expression for each output.
 
-Decided here: what such a file declares, that expressions see the inputs by name (None where one is missing), `np`, `os`
-and `time`, and that it records nothing: everything a test sees goes through the template.
+Decides what such a file declares, and that expressions can use the inputs by name (None for a missing one), `np`, `os`
+and `time`. It records nothing: tests observe it through the backend template only.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FakeLibrary:
 
 
 class ProcessLibrary(FakeLibrary):
-    """The same, which is imported in worker processes only."""
+    """The same library, imported in worker processes only."""
 
     name = "fake_process"
     default_execution = "process"

@@ -1,7 +1,7 @@
 """The real onnxruntime on a fake GPU: it computes on the CPU, in the fake's memory, in the order of the fake's streams.
 
-Decided here: the layer between an instance and a session, so that a run counts as work on a stream that reads and
-writes its bound memory.
+Decides the layer between an instance and a session, in which a run counts as work on a stream that reads and writes its
+bound memory.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class OnFake:
         self._machine = machine
         self._stream = next(one for one in machine.streams if one.address == stream)
         self.bindings = 0
-        self.addresses: list[tuple[int, ...]] = []  # of each run, what it reads and writes
-        self.runs: list[str] = []  # of each run, the number of the graph that it is, "" where nothing is said
+        self.addresses: list[tuple[int, ...]] = []  # for each run, the addresses that it reads and writes
+        self.runs: list[str] = []  # for each run, the number of its graph, "" for none
 
     def io_binding(self) -> Binding:
         self.bindings += 1
@@ -40,7 +40,7 @@ class OnFake:
 
 
 class Binding:
-    """Says "cpu" to onnxruntime wherever it is told "cuda": a fake device's memory is the host's."""
+    """Passes "cpu" to onnxruntime in place of "cuda", because a fake device's memory is host memory."""
 
     def __init__(self, raw: Any) -> None:
         self.raw = raw
@@ -61,7 +61,7 @@ class Binding:
 
 
 def _entry(options: Any, key: str) -> str:
-    """A run's configuration entry, "" where there is none."""
+    """A run's configuration entry, "" for none."""
     try:
         return str(options.get_run_config_entry(key))
     except RuntimeError:

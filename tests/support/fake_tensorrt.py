@@ -1,10 +1,10 @@
 """A fake of TensorRT on a fake device (fake_device.py): it allows only documented use.
 
-Decided here: the order of calls. A context refuses shapes before its profile, addresses that are not on its device, an
-execution before every shape and every address is there, and shapes that were changed and not inferred again; addresses
-are forgotten after each execution, so that none is used twice. The shape of an output that TensorRT asked room for is
-not to be read before a synchronisation. Where the real one says False, this does; where it would go wrong silently,
-this raises AssertionError.
+Decides the allowed order of calls. A context refuses shapes before its profile, addresses that are not on its device,
+an execution before every shape and every address is set, and shapes that were changed and not inferred again; addresses
+are cleared after each execution, so that none is used twice. The shape of an output that TensorRT allocates must not be
+read before a synchronisation. It returns False if the real library does, and raises AssertionError if the real library
+would fail silently.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class FakeWord:
 @dataclass(frozen=True)
 class FakePlan:
     """`inputs` and `outputs`: (type, shape) by name, -1 where it varies. `profiles`: the smallest, best and largest
-    shape of every input. `compute`: arrays in, arrays out, by name. `shapes`: those of the outputs from the inputs',
-    with -1 where only the execution tells. `gpus` are those it was built for.
+    shape of every input. `compute`: arrays in, arrays out, by name. `shapes`: computes the outputs' shapes from the
+    inputs', with -1 where only the execution determines it. `gpus`: those that it was built for.
     """
 
     inputs: Mapping[str, tuple[str, Shape]]
@@ -50,7 +50,7 @@ class FakePlan:
 
 @dataclass
 class FakeTensorRt:
-    """`plans` by what their files hold. `calls` are those of all contexts."""
+    """`plans` by the contents of their files. `calls` are those of all contexts."""
 
     machine: FakeMachine
     plans: Mapping[bytes, FakePlan]

@@ -1,10 +1,10 @@
 """vLLM without a model: the part of its interface that flowserve uses, on an engine that batches by steps.
 
-Decided here: a step takes `step_ms`; in it each running sequence gets one token, and waiting ones take the places of
-those that have ended, up to `max_num_seqs`. The tokens of a prompt are its words in capitals, again and again, up to
-`max_tokens`. The first word may be one of `refuse` (at once), `break` (this request fails after two tokens), `die` (the
-engine does), `exit` (the process does), `silent` (there are no tokens). Everything that happens is a line of JSON in
-the file `log`. Both settings are in `additional_config`, which vLLM has too.
+A step takes `step_ms`; in it each running sequence gets one token, and waiting sequences replace ended ones, up to
+`max_num_seqs`. The tokens for a prompt are its words in capitals, repeated up to `max_tokens`. The first word may be
+`refuse` (the request is refused at once), `break` (the request fails after two tokens), `die` (the engine fails),
+`exit` (the process exits) or `silent` (there are no tokens). Each event is a line of JSON in the file `log`. Both
+settings are in `additional_config`, which vLLM has too.
 
 `package` writes a package `vllm` for a server's process; the names below are those of vLLM.
 """
@@ -30,7 +30,7 @@ _MODULES = {
 
 
 def package(folder: Path) -> Path:
-    """Write the package into a folder, which is for `PYTHONPATH`."""
+    """Write the package into a folder for `PYTHONPATH`."""
     for name, names in _MODULES.items():
         *parents, last = ["vllm", *name.split(".")] if name else ["vllm", "__init__"]
         place = folder.joinpath(*parents)
@@ -170,7 +170,7 @@ class AsyncLLM:
                 yield made
                 if made.finished:
                     return
-        except GeneratorExit:  # vLLM does so after a cancellation too, in most versions
+        except GeneratorExit:  # in most versions, vLLM also aborts after a cancellation
             await self.abort(request_id)
             raise
 

@@ -1,4 +1,4 @@
-"""A model whose requests wait until a test lets them go on."""
+"""A model whose requests wait until a test releases them."""
 
 from __future__ import annotations
 

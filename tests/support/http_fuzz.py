@@ -1,8 +1,8 @@
 """A seeded source of mutated valid requests, and a client that requires a response to each.
 
 Mutations: JSON by its structure, bodies by their bytes, the binary part and its announced length, URLs, headers.
-Decided here: framing stays valid, so that every request is complete and requires a response. The models that the
-corpus asks for ("same", "text", "twice": FP32 and BYTES identities, and one after itself) are the test's to serve.
+Framing stays valid, so that every request is complete and requires a response. The test serves the models of the
+corpus: "same" and "text" (identities of FP32 and BYTES) and "twice" (an ensemble of two steps of "same").
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ANSWER_S_MAX: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request. Its Content-Length is its body's, whatever is done to it."""
+    """One request. Its Content-Length is always that of its body."""
 
     method: str
     path: str
@@ -194,7 +194,7 @@ HEADERS: Final = (
 
 
 def mutated(source: random.Random) -> Asked:
-    """A request out of the corpus with one to three things done to it."""
+    """A request of the corpus with one to three mutations."""
     asked = source.choice(CORPUS)
     for _ in range(source.randint(1, 3)):
         asked = source.choice(_MUTATIONS)(source, asked)
@@ -202,7 +202,7 @@ def mutated(source: random.Random) -> Asked:
 
 
 def _json(source: random.Random, asked: Asked) -> Asked:
-    """One member or element is something else, gone, or twice there."""
+    """Replace, remove or duplicate one member or element."""
     try:
         document = json.loads(asked.body)
     except ValueError:
@@ -235,7 +235,7 @@ def _places(document: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _bytes(source: random.Random, asked: Asked) -> Asked:
-    """Pieces of the body are cut out, doubled, or written over."""
+    """Remove, duplicate or overwrite pieces of the body."""
     data = bytearray(asked.body)
     for _ in range(source.randint(1, 4)):
         start = source.randint(0, len(data))
@@ -255,7 +255,7 @@ def _bytes(source: random.Random, asked: Asked) -> Asked:
 
 
 def _length(source: random.Random, asked: Asked) -> Asked:
-    """The JSON's announced length is another, or the binary part is longer or shorter."""
+    """Change the announced length of the JSON, or the length of the binary part."""
     name = "Inference-Header-Content-Length"
     others = tuple(header for header in asked.headers if not header.startswith(name))
     length = source.choice((len(asked.body), len(asked.body) + 1, source.randint(0, len(asked.body) + 3)))
@@ -299,14 +299,14 @@ _MUTATIONS: Final[tuple[_Mutation, ...]] = (_json, _json, _json, _bytes, _length
 
 
 class Insistent:
-    """Keeps one connection as long as the server does. Every request must be answered in time."""
+    """A client that uses one connection until the server closes it. Every request must be answered in time."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._socket: socket.socket | None = None
 
     def ask(self, asked: Asked) -> tuple[int, bytes]:
-        """Status and body of the answer. Raises OSError where there is none."""
+        """Status and body of the response. Raises OSError if there is none."""
         if self._socket is None:
             self._socket = socket.create_connection(("127.0.0.1", self._port), timeout=ANSWER_S_MAX)
         self._socket.sendall(asked.wire())

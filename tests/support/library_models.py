@@ -1,7 +1,7 @@
 """Small models of the real libraries: `python -m tests.support.library_models LIBRARY FOLDER` writes a repository.
 
-Decided here: what each model computes, from fixed seeds, and what the library itself answers to `X`: the arrays of
-`expected.npz`, one for each model. A program of its own: the libraries are large and warn on import.
+Decides what each model computes, from fixed seeds, and stores the library's own output for `X` in `expected.npz`, one
+array for each model. It is a separate program, because the libraries are large and warn on import.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def parameters(**values: str) -> str:
 
 
 def write_fil(repository: Path) -> dict[str, Any]:
-    """Forests of all kinds; those of two classes answer probabilities, classes, or classes above a threshold."""
+    """Forests of all kinds; those of two classes return probabilities, classes, or classes above a threshold."""
     import lightgbm
     import treelite
     import xgboost
@@ -43,7 +43,7 @@ def write_fil(repository: Path) -> dict[str, Any]:
 
     model = xgboost.XGBClassifier(n_estimators=10, max_depth=3).fit(rows, two)
     p = model.predict_proba(X)
-    model.save_model(folder_of(repository, "xgb") / "xgboost.json")  # its backend is guessed from the file
+    model.save_model(folder_of(repository, "xgb") / "xgboost.json")  # its backend is derived from the file
     expected["xgb"] = p[:, 1:]
     config = 'backend: "fil" max_batch_size: 8' + parameters(
         model_type="xgboost_ubj", predict_proba="true", algo="ALGO_AUTO"

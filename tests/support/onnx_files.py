@@ -1,6 +1,6 @@
 """Small ONNX files for tests.
 
-Decided here: how a test says what a file holds. Needs the package `onnx`, which flowserve itself does not.
+Decides how a test describes the contents of a file. Needs the package `onnx`, which flowserve itself does not.
 """
 
 from __future__ import annotations

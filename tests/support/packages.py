@@ -17,7 +17,7 @@ Kind = Literal["wheel", "sdist", "editable"]
 
 
 def copy_source(root: Path, folder: Path) -> Path:
-    """What a build reads."""
+    """Copy the files that a build reads."""
     shutil.copytree(root / "flowserve", folder / "flowserve", ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(root / file, folder)
@@ -25,8 +25,8 @@ def copy_source(root: Path, folder: Path) -> Path:
 
 
 def build(source: Path, folder: Path, kind: Kind = "wheel", environment: Mapping[str, str] | None = None) -> Path:
-    """The built file, in `folder`. Raises AssertionError with the output of a build that fails. `environment`: besides
-    the test's own, of which the variables of builds are left out.
+    """The built file, in `folder`. Raises AssertionError with the output of a build that fails. `environment`:
+    variables in addition to the test's own, without those of builds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     code = f"import sys; from hatchling import build; print(build.build_{kind}(sys.argv[1]))"
@@ -45,7 +45,7 @@ def build(source: Path, folder: Path, kind: Kind = "wheel", environment: Mapping
 
 
 def unpacked_in_environment(wheel: Path, folder: Path) -> Path:
-    """The interpreter of a new virtual environment in `folder` that has this wheel and nothing else."""
+    """The interpreter of a new virtual environment in `folder` with this wheel only."""
     venv.create(folder, with_pip=False)
     (packages,) = (folder / "lib").glob("python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:

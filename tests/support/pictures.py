@@ -71,7 +71,7 @@ def read_text_graph() -> Graph:
 
 
 def people_graph() -> Graph:
-    """Items, two conditions that write one tensor, a nested ensemble in one of them, and rows that neither takes."""
+    """Items, two conditions that write one tensor, a nested ensemble in one of them, and rows that pass neither."""
 
     @python_model({"IMAGE": "FP32[2]"}, {"CROPS": "FP32[-1,2]", "KIND": "INT32[-1,1]"}, max_batch_size=8)
     def find(images: Any) -> Any: ...

@@ -1,6 +1,6 @@
 """Models in processes of their own behind a real engine, for tests: small `model.py`s, loaded without a repository.
 
-Decided here: what such a model looks like, and that each has one instance, FP32 `IN` to `OUT` of one row size.
+Decides the form of such a model, and that each has one instance, FP32 `IN` to `OUT` of one row size.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ServedInProcesses:
         self.engine = engine
         self.repository = Repository(folder)
         self.workers: dict[str, ProcessWorker] = {}
-        self.results: dict[str, list[Results]] = {}  # of each batch, as the engine gets them
+        self.results: dict[str, list[Results]] = {}  # results of each batch, as the engine gets them
         engine.observers.append(self)
 
     async def add(
@@ -109,7 +109,7 @@ class ServedInProcesses:
     def failed(self, flow: Flow) -> None: ...
 
     def leave_out_routes(self) -> None:
-        """Batches return to the engine after every model that was added, from the first request on."""
+        """Disable routes: batches return to the engine after every added model, from the first request on."""
         for queue in self.engine.scheduler._queues:
             queue.route_groups = None
 
@@ -121,14 +121,14 @@ class ServedInProcesses:
         return await all_at_once(partial(self.ask, name), arrays)
 
     def lent_bytes(self) -> int:
-        """The bytes of the models' arenas on this side that are in use."""
+        """The used bytes of the models' arenas in the server."""
         return sum(worker.packer.arena.lent_bytes for worker in self.workers.values())
 
 
 @contextmanager
 def no_more_descriptors() -> Iterator[None]:
-    """This process has as many files open as it may."""
-    import resource  # Linux's, as all of this
+    """A context in which this process has its maximum number of open files."""
+    import resource  # Linux only
 
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
@@ -141,7 +141,7 @@ def no_more_descriptors() -> Iterator[None]:
 
 
 async def all_at_once(ask: Callable[[Array], Awaitable[T]], arrays: Sequence[Array]) -> list[T | FlowserveError]:
-    """The responses to all of them in their order, sent in one loop iteration."""
+    """The responses to these requests in order; all are sent in one loop iteration."""
     answers: dict[int, T | FlowserveError] = {}
 
     async def one(index: int) -> None:

@@ -1,7 +1,7 @@
-"""A scheduler whose decisions are recorded, for tests that read like timelines.
+"""A scheduler whose decisions are recorded, for tests that are timelines.
 
-Decided here: the short names. `simple_model(0)` is model "a" with one free-width input and output; a `Recorder` serves
-such models, starts nothing by itself, and the test reports when a batch is done or has raised.
+Decides the short names. `simple_model(0)` is model "a" with one input and output of varying width; a `Recorder` serves
+such models and runs nothing: the test reports when a batch is done or has raised.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Started = list[tuple[str, list[object]]]
 def simple_model(
     number: int, max_batch_size: int = 16, inputs: Sequence[TensorSpec] = PORT, outputs: Sequence[TensorSpec] = PORT
 ) -> SimModel:
-    """Model "a", "b", ... with one instance; batches as soon as it can, unless `max_batch_size` is 0."""
+    """Model "a", "b", ... with one instance; batches without a delay, unless `max_batch_size` is 0."""
     policy = BatchPolicy.simple(max_batch_size) if max_batch_size else None
     key = ModelKey("abcdefgh"[number], 1)
     return SimModel(number, key, tuple(inputs), tuple(outputs), max_batch_size, policy, 1, False, 0, 0)
@@ -41,8 +41,8 @@ def rows_of(rows: int = 1, width: int = 2) -> Handle:
 
 
 def step_graph(*edges: str) -> Graph:
-    """`step_graph("ab", "ac")`: steps of models of these names, each pair the maker of a tensor and its reader. Those
-    that read no other one read the request, and what no other one reads is in the response.
+    """`step_graph("ab", "ac")`: steps of models with these names; each pair is the producer of a tensor and its reader.
+    Steps that read no other step read the request, and tensors that no step reads are in the response.
     """
     names = sorted({*"".join(edges)})
     nodes = []
@@ -61,9 +61,9 @@ def step_graph(*edges: str) -> Graph:
 
 @dataclass
 class Recorder:
-    """`running`: batches that were started and are not back. `started`: every batch, as (model, its requests).
-    `answers`: flows in the order they were finished. `notices`: what else was decided. With a `limiter`, each instance
-    has the `needs` it is served with.
+    """`running`: started batches that are not complete. `started`: every batch, as (model, its requests). `answers`:
+    flows in the order in which they finished. `notices`: the scheduler's notices. With a `limiter`, each instance has
+    the `needs` it is served with.
     """
 
     running: list[Batch] = field(default_factory=list)
@@ -94,10 +94,10 @@ class Recorder:
         is_routed: bool = False,
         computes_apart: bool = False,
     ) -> ModelQueue:
-        """`is_cached`: its steps in ensembles are looked up in a response cache, which has none and takes all for
-        equal. `depth`: the batches that an instance takes at once. `is_divided`: it passes batches to instances of
-        other such models that have its number. `is_routed`: each passes batches to all of other such models.
-        `computes_apart`: and computes while they do.
+        """`is_cached`: its steps in ensembles are looked up in an empty response cache, for which all steps are equal.
+        `depth`: the batches that an instance takes at once. `is_divided`: an instance passes batches to instances of
+        other such models with its number. `is_routed`: an instance passes batches to all instances of other such
+        models. `computes_apart`: its instances can compute while those do.
         """
         chosen = model.batcher() if batcher is None else batcher  # an empty batcher is falsy
         cache = self if is_cached else None
@@ -128,11 +128,11 @@ class Recorder:
         *,
         is_held: bool = False,
     ) -> Flow:
-        """A request by the name of `request`; one row in every input unless `inputs` says otherwise."""
+        """Submit a request with the name `request`; one row in every input unless `inputs` are given."""
         self._stamps += 1
         _, plan, route = self._plans.get(id(graph), (None, None, None))
         queues = [self.queues[node.model] for node in graph.nodes]
-        if plan is None or route != queues:  # requests of one deployment have these in common
+        if plan is None or route != queues:  # requests of one deployment share these
             plan, route = make_plan(graph), queues
             self._plans[id(graph)] = graph, plan, route
         given = [rows_of() for _ in graph.inputs] if inputs is None else inputs
@@ -159,7 +159,7 @@ class Recorder:
         return self.started[before:]
 
     def finished(self, flow: Flow) -> None:
-        """A flow is finished. For tests that do something then."""
+        """Called with each finished flow; tests may override it."""
         self.delivered.append(flow)
 
     def done(
@@ -169,7 +169,7 @@ class Recorder:
         errors: Mapping[int, FlowserveError] | None = None,
         at: int = 0,
     ) -> None:
-        """The batch ran: each output is one block with as many rows as went in."""
+        """Complete a batch: each output is one block with the rows of the inputs."""
         self.running.remove(batch)
         outputs: list[list[Handle | None]] = []
         for _ in batch.tickets[0].node.outputs:
@@ -182,7 +182,7 @@ class Recorder:
         self.scheduler.complete(batch, [BatchResults(outputs, errors or {})], None, at)
 
     def raised(self, batch: Batch) -> bool:
-        """The batch raised; returns whether it is tried again."""
+        """Fail a batch; returns whether it is retried."""
         self.running.remove(batch)
         return self.scheduler.complete(batch, [], ModelFailed("boom"), 0)
 
@@ -193,10 +193,10 @@ class Recorder:
         return self.delivered
 
     def answered(self) -> list[object]:
-        """The requests that are over, in order; those that failed with the text of their error."""
+        """The finished requests, in order; failed ones with the text of their error."""
         return [flow.request if flow.error is None else (flow.request, str(flow.error)) for flow in self.answers]
 
     def run(self, batch: Batch) -> None:
-        """A batch is to start. For tests of batches that run inline."""
+        """Called with each started batch; overridden by tests of batches that run inline."""
         self.running.append(batch)
         self.started.append((batch.queue.key.name, [ticket.flow.request for ticket in batch.tickets]))

@@ -1,6 +1,6 @@
 """Many clients of one stateful model in simulated time: the real scheduler, a model that adds up, and a clock.
 
-Decided here: the events of sequences (unfinished and restarted sequences, disconnects, pipelined requests, deaths of
+Decides the events of sequences (unfinished and restarted sequences, disconnects, pipelined requests, deaths of
 instances), and the expected responses. One seed gives one history. A lost, mixed-up or doubled request shows as a wrong
 sum, a missing response, or a slot that is occupied at the end.
 """
@@ -48,7 +48,7 @@ class Asked:
 
 
 class Client:
-    """One sequence: its numbers, and where it begins again, ends and gives up."""
+    """One sequence: its numbers, and where it begins again, ends or is cancelled."""
 
     def __init__(self, key: int, random: Random, *, is_troubled: bool) -> None:
         self.key = key
@@ -64,7 +64,7 @@ class Client:
             for i, number in enumerate(numbers)
         ]
         self.sent = 0
-        self.sums: list[int] = []  # answered
+        self.sums: list[int] = []  # the responses
         self.is_over = False  # its sequence has ended, or it was cancelled
         self.is_excused = False
 
@@ -82,7 +82,7 @@ def _identify(flow: Flow) -> tuple[int, bool, bool]:
 
 
 class SequenceSim:
-    """`SequenceSim(seed, clients).run()` lives to the end. The first broken promise raises AssertionError."""
+    """`SequenceSim(seed, clients).run()` runs to the end. The first violated property raises AssertionError."""
 
     def __init__(self, seed: int, clients: int, *, deaths: bool = False) -> None:
         self._random = Random(seed)
@@ -162,7 +162,7 @@ class SequenceSim:
         asked.client.is_over = asked.client.is_excused = True
         if flow is not None:
             self.scheduler.cancel(flow)
-            self.scheduler.cancel(flow)  # twice is harmless
+            self.scheduler.cancel(flow)  # repeated calls have no effect
 
     def _answered(self, flow: Flow) -> None:
         asked: Asked = flow.request
@@ -205,7 +205,7 @@ class SequenceSim:
             self._die(batch)
             return
         if self.queue.is_pure and len(batch.tickets) > 1 and self._random.random() < 0.05:
-            self.scheduler.complete(batch, [], Unavailable("once more"), self.time)  # tried again by halves
+            self.scheduler.complete(batch, [], Unavailable("once more"), self.time)  # retried in halves
             return
         column = []
         for ticket in batch.tickets:

@@ -1,5 +1,5 @@
-"""Which shared memory segments processes have, so that a test can check that these are gone, whatever else runs; and
-whether the blocks of an arena are consistent.
+"""The shared memory segments of given processes, so that a test can check that they are removed, independently of other
+processes; and a check of an arena's blocks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def left_of(segments: Iterable[str]) -> list[str]:
 
 def check_arena(arena: Arena) -> None:
     """Free and lent blocks tile every segment, and no two free blocks are neighbours."""
-    assert arena.lent_bytes >= 0  # collects the blocks that ended
+    assert arena.lent_bytes >= 0  # collects returned blocks
     for space in arena._spaces:
         end = 0
         for start, size in sorted([*zip(space._starts, space._sizes, strict=True), *space.lent.items()]):

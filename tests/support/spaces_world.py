@@ -1,7 +1,7 @@
-"""Random ensembles with spaces, the right answers of their requests, and a scheduler that runs them.
+"""Random ensembles with spaces, the expected responses, and a scheduler that runs them.
 
-Decided here: the models (numpy functions that treat each row alone), how graphs are drawn, and an interpreter that
-answers one row at a time by walking the file's steps, without spreads, parts or batches. `World` drives the real
+Decides the models (numpy functions that compute each row independently), how graphs are drawn, and an interpreter that
+computes one row at a time by following the file's steps, without spreads, parts or batches. `World` drives the real
 scheduler with the real operations on rows, in random order.
 """
 
@@ -82,7 +82,7 @@ FUNCTIONS: dict[str, Function] = {
 
 
 def drawn(rng: random.Random, steps_max: int = 8) -> ModelConfig | None:
-    """A random well-formed ensemble; None if what was drawn is of no use."""
+    """A random well-formed ensemble; None if the draw has no useful result."""
     known = available(*MODELS)
     kinds: dict[str, str] = {"in": VEC}
     written: list[EnsembleStep] = []
@@ -110,7 +110,7 @@ def drawn(rng: random.Random, steps_max: int = 8) -> ModelConfig | None:
                 names = {}
         tried = [*written, step]
         if step.model == "single" and not (step.when or step.each):
-            continue  # outside of a space it takes requests of one row only
+            continue  # outside of a space it accepts requests of one row only
         if _is_sound(_config(tried, fills, {}, rows, limit), known):
             written = tried
             kinds.update(names)
@@ -143,9 +143,9 @@ def drawn(rng: random.Random, steps_max: int = 8) -> ModelConfig | None:
         return None
     pooled = {step.input_map["ITEMS"] for step in written if step.model == "pool"}
     if any(fill.tensor in pooled and fill.value for fill in fills):
-        return None  # a row with fewer items than others is filled up, and the sum of its items would show it
+        return None  # a row with fewer items than others is padded, which would change the sum of its items
     config = _config(written, fills, outputs, rows, limit)
-    while True:  # leave out what leads to no output
+    while True:  # leave out steps that lead to no output
         try:
             compile_ensemble(config, 1, known)
         except Problems as problems:
@@ -219,7 +219,7 @@ def _config(
 
 
 def _is_sound(config: ModelConfig, known: Any) -> bool:
-    """Whether only rules about what is not used are broken."""
+    """Whether only rules about unused steps and tensors are violated."""
     try:
         compile_ensemble(config, 1, known)
     except Problems as problems:
@@ -279,7 +279,7 @@ def _test(rng: random.Random, kinds: dict[str, str]) -> RowTest:
 
 
 class Interpreter:
-    """Answers one row of one request."""
+    """Computes the response of one row of one request."""
 
     def __init__(self, w: Wiring, made: Arrangement, row: Array) -> None:
         self.w = w
@@ -313,7 +313,9 @@ class Interpreter:
         return bool(record.test.passes(number))
 
     def value(self, tensor: str, space: int, context: tuple[Any, ...]) -> Any:
-        """A tensor as it is in a row of a space; a list of items outside of theirs, None where nothing is."""
+        """The value of a tensor in a row of a space: outside of its space of items a list, None if it was not
+        written.
+        """
         home, path = self.made.homes[tensor], self.made.path(space)
         if home not in path:
             common = self.made.common(home, space)
@@ -364,7 +366,7 @@ class Interpreter:
         return None if fill is None else ("fill", fill.value)
 
     def present(self, tensor: str) -> Any:
-        """Whether a tensor was written, as its `present` says it outside of all spaces."""
+        """Whether a tensor was written: the value of its `present` outside of all spaces."""
         ends = [end for end in self.w.writers[tensor] if not end.field]
         spaces = [self.made.of_step[end.step] for end in ends]
         home = self.made.homes[tensor] if len(ends) > 1 else self.made.spaces[spaces[0]].parent
@@ -406,7 +408,7 @@ class Interpreter:
 
 
 def plain(value: Any, dims: int = 2) -> Any:
-    """A value with what is filled written out."""
+    """A value in which fills are replaced by arrays."""
     if isinstance(value, tuple):
         return np.full(dims, value[1], np.float32)
     if isinstance(value, list):
@@ -415,7 +417,7 @@ def plain(value: Any, dims: int = 2) -> Any:
 
 
 def padded(value: Any, shape: tuple[int, ...], fill: float) -> Any:
-    """What the interpreter answered in the shape of a response, whose rows and items are filled up."""
+    """The interpreter's result in the shape of a response, whose rows and items are padded."""
     if isinstance(value, tuple):
         return np.full(shape, value[1])
     if isinstance(value, list):
@@ -428,7 +430,7 @@ def padded(value: Any, shape: tuple[int, ...], fill: float) -> Any:
 
 class World:
     """A scheduler with the models of one graph, whose batches end in random order. `has_limits`: queues are bounded.
-    `keeps_order`: of all models.
+    `keeps_order`: all models do.
     """
 
     def __init__(
@@ -481,7 +483,7 @@ class World:
         return flow
 
     def go_on(self) -> bool:
-        """One step of the scheduler, or the end of one batch. False: nothing is left to do."""
+        """Run one step of the scheduler, or complete one batch. False: no event is left."""
         self.now_ns += 1
         decisions = self.scheduler.schedule(self.now_ns)
         if decisions is not None:
@@ -504,11 +506,11 @@ class World:
         return True
 
     def complete(self, batch: Batch) -> None:
-        """Run a batch, and tell the scheduler of its end."""
+        """Run a batch, and report its end to the scheduler."""
         self.scheduler.complete(batch, [self._run(batch)], None, self.now_ns)
 
     def _run(self, batch: Batch) -> Made:
-        """The outputs of a batch; None of the requests that ended meanwhile."""
+        """The outputs of a batch; None for requests that ended meanwhile."""
         node = batch.tickets[0].node
         live = [(m, ticket) for m, ticket in enumerate(batch.tickets) if not ticket.flow.done]
         outputs: list[list[Tensor | None]] = [[None] * len(batch.tickets) for _ in node.outputs]

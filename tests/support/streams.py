@@ -1,8 +1,7 @@
 """Decoupled graphs in simulated time: the real scheduler, simulated models and readers.
 
-Decided here: the events (slow readers, failures, cancellations, models that call others), and the checks after every
-step. The graphs, models, requests and the expected responses are in streams_world.py.
-One seed gives one history.
+Decides the events (slow readers, failures, cancellations, models that call others), and the checks after every step.
+The graphs, models, requests and the expected responses are in streams_world.py. One seed gives one history.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ STEPS_MAX = 50_000
 
 @dataclass
 class StreamSim:
-    """Simulates requests to one graph. `most[n]`: the most steps of node n that one request had under way.
+    """Simulates requests to one graph. `most[n]`: the largest number of steps of node n that one request had under way.
 
     `overtaken_max`: with a limiter, which reserves resources for a batch overtaken so often; None: no limiter.
     """
@@ -48,7 +47,7 @@ class StreamSim:
     overtaken_max: int | None = None
     time: int = 0
     answers: dict[int, list[list[Content | None]]] = field(default_factory=dict)
-    ended: dict[int, str] = field(default_factory=dict)  # "" or why it failed
+    ended: dict[int, str] = field(default_factory=dict)  # "" or the error
     most: Counter[int] = field(default_factory=Counter)
     most_live: int = 0
     started: list[tuple[int, str]] = field(default_factory=list)
@@ -71,9 +70,9 @@ class StreamSim:
         self.plan = make_plan(self.graph)
         self.flows: dict[int, StreamFlow] = {}
         self._reading: set[int] = set()
-        self.running: dict[Ticket, None] = {}  # steps that were started and are not over
-        self._called: dict[Flow, Batch] = {}  # what models wait for, and in which execution
-        self.refused: list[str] = []  # calls that were, and why
+        self.running: dict[Ticket, None] = {}  # started steps that are not over
+        self._called: dict[Flow, Batch] = {}  # calls of models, each with the calling execution
+        self.refused: list[str] = []  # the errors of refused calls
         nesting = self.plan.nesting
         self.shared = InflightSlots(nesting.limits) if nesting is not None and nesting.is_shared else None
         for request in self.requests:
@@ -130,7 +129,7 @@ class StreamSim:
             self.scheduler.cancel(stream)
 
     def _run(self, batch: Batch, finished: Sequence[Flow]) -> None:
-        """A request in `finished` may be in the batch too: it failed after the batch was decided."""
+        """A request in `finished` may also be in the batch, if it failed after the batch was decided."""
         model = self._by_key[batch.queue.key]
         assert sum(ticket.rows for ticket in batch.tickets) <= max(model.max_batch_size, 1)
         assert all(ticket.flow.whole in finished for ticket in batch.tickets if ticket.flow.done)
@@ -149,7 +148,7 @@ class StreamSim:
             one.go_on()
 
     def _call(self, graph: Graph, batch: Batch) -> None:
-        """It answers when it has its own answers."""
+        """The calling model responds when its calls are answered."""
         plan = make_plan(graph)
         make = CalledFlow if plan.nesting is None else StreamFlow
         route = [self.queues[node.model] for node in plan.nodes]
@@ -201,7 +200,7 @@ class StreamSim:
     def _over(self, flow: Flow) -> None:
         if flow in self._called:
             batch = self._called.pop(flow)
-            self.scheduler.calls.over(batch, flow)  # type: ignore[arg-type]  # it was called
+            self.scheduler.calls.over(batch, flow)  # type: ignore[arg-type]  # a called flow
             self._at(self.time, partial(self._return, batch))
             return
         assert isinstance(flow, StreamFlow)
@@ -230,7 +229,7 @@ class StreamSim:
             assert all(steps <= nesting.limits[n] for n, steps in together.items() if nesting.limits[n])
 
     def _under_way(self, stream: StreamFlow) -> Counter[int]:
-        """The steps that wait in queues or run: seen from the queues and batches, not from the stream's own counts."""
+        """The steps that wait in queues or run, counted from queues and batches, not from the stream's own counters."""
         queues = dict.fromkeys(stream.queues)
         tickets = [*self.running, *(ticket for queue in queues for ticket in _waiting(queue.batcher))]
         return Counter(
@@ -261,7 +260,7 @@ class StreamSim:
 
 
 class Running:
-    """One step of a decoupled model, as a thread that sends and waits: the other side of `Streams`."""
+    """One step of a decoupled model, as a thread that sends and waits: the model's side of `Streams`."""
 
     def __init__(self, sim: StreamSim, batch: Batch, m: int, model: Model) -> None:
         self.sim, self.batch, self.model = sim, batch, model

@@ -1,7 +1,7 @@
 """The inputs of streams.py: decoupled graphs, their models and requests as records.
 
-Decided here: the random graphs (levels nested in levels, branches that join again, tensors from above), the stand-in
-for a tensor, and the expected responses, computed by plain nested loops. It does not know time.
+Decides the random graphs (nested levels, branches that join again, tensors from outer levels), the substitute for a
+tensor, and the expected responses, computed by nested loops. Does not know time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PORT = TensorSpec("X", DType.FP32, (-1,))
 
 @dataclass(unsafe_hash=True)
 class Content:
-    """The stand-in for a tensor: its producer and inputs. Equal only if all of these are equal."""
+    """The substitute for a tensor: its producer and inputs. Equal only if all of these are equal."""
 
     made_of: tuple[object, ...]
     start: int = 0
@@ -31,9 +31,9 @@ class Content:
 
 @dataclass
 class Model:
-    """`answers`: how often a step answers, by what it read; None for a model that answers once. `ns`: how long it takes
-    between answers, or for its batch. `keeps_instance`: it answers before execute returns, not from a thread. `needs`:
-    what each instance holds while it runs, where there is a limiter. `calls`: its blocking calls of other models
+    """`answers`: the number of responses of a step, by its inputs; None for a model with one response. `ns`: the time
+    between responses, or of its batch. `keeps_instance`: it responds before `execute` returns, not from a thread.
+    `needs`: the resources of each running instance, if there is a limiter. `calls`: its blocking calls of other models
     before it responds; not for decoupled models. `waiting_max`: the size of its queue, beyond which requests are
     refused; 0 is no limit.
     """
@@ -55,7 +55,7 @@ class StreamRequest:
     arrives_ns: int = 0
     leaves_after_ns: int | None = None
     reads_every_ns: int = 0
-    fails_at: Content | None = None  # the model that makes this fails instead
+    fails_at: Content | None = None  # the model fails instead of computing this
 
 
 def make_graph(
@@ -110,7 +110,7 @@ def draw_wires(random: Random, models: list[Model]) -> tuple[list[tuple[int, lis
 
 
 def right_answers(graph: Graph, models: dict[ModelKey, Model], request: StreamRequest) -> list[list[Content]]:
-    """What each answer to a request holds, in order; plain nested loops."""
+    """The contents of each response to a request, in order, computed by nested loops."""
     plan = make_plan(graph)
     splits = plan.nesting.splits if plan.nesting else ()
 

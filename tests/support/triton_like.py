@@ -23,7 +23,7 @@ START_S_MAX = 60.0
 
 
 def why_no_triton() -> str:
-    """Empty where the variable TRITONSERVER names a launcher, else the reason of a skip."""
+    """Empty if the variable TRITONSERVER names a launcher, else the reason of a skip."""
     if not os.environ.get("TRITONSERVER"):
         return "the variable TRITONSERVER names no launcher: `python -m bench.triton FOLDER` makes one"
     return ""

@@ -53,7 +53,7 @@ def write_model(
 
 
 def write_source(folder: Path, name: str, config: str, source: str = "") -> None:
-    """A model's folder with a whole model.py. An ensemble has none; it has a version folder, which Triton wants."""
+    """A model's folder with a whole model.py. An ensemble has none; it has a version folder, which Triton requires."""
     version = folder / name / "1"
     version.mkdir(parents=True)
     (folder / name / "config.pbtxt").write_text(config)

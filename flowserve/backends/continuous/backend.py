@@ -79,7 +79,7 @@ class ContinuousBackend:
 
 
 def _disagreements(library: ContinuousLibrary, config: ModelConfig) -> list[Problem]:
-    """What the configuration says, and an engine cannot do."""
+    """Settings of the configuration that an engine cannot follow."""
     found = []
     if not config.decoupled:
         text = f"model '{config.name}' of backend '{library.name}' is not decoupled: {_ONE_BY_ONE}"
@@ -123,7 +123,7 @@ class ContinuousModel:
         return Remote(f"{__name__}:instance_here", (self._library, self._source, group))
 
     def close(self) -> None:
-        """Nothing is held between instances."""
+        """No effect: instances share nothing."""
 
 
 def instance_here(library: ContinuousLibrary, source: ModelSource, group: InstanceGroup) -> ContinuousInstance:

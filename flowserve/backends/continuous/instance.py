@@ -1,13 +1,13 @@
-"""Runs the requests of one engine: they enter while it has seats, and their responses are sent as it makes them.
+"""Runs the requests of one engine: they enter while it has free seats, and responses are sent as they are computed.
 
 Decides that `run` only submits a request and returns when the engine has a seat for another one: until then the
-instance is busy, and the next request waits in the server's queue. A seat is free when the engine is done with the
+instance is busy, and the next request waits in the server's queue. A seat is free when the engine has finished the
 sequence, even if the client has not read everything yet.
 
 Decides that the engine's asyncio loop, on a thread of its own, also sends the responses, and never waits for a client:
-while a client is behind, what the engine makes is collected for its next response. A request whose client has cancelled
-it is aborted at once, not at its next token. An engine that is broken ends its process, so that the server starts a new
-one; the requests that it had fail with its reason.
+while a client is slow, the engine's output is collected for the next response. A cancelled request is aborted at once,
+not at its next token. A broken engine ends its process, so that the server starts a new one; its requests fail with its
+reason.
 
 It does not know what a request contains (interface.py). Callers: backend.py makes instances; a worker process, or a
 thread of the server, runs them.
@@ -39,7 +39,7 @@ _FAILED: Final = "Error generating stream"  # the beginning of Triton's text
 
 
 class Seats:
-    """The free seats of an engine. Used on any thread."""
+    """The free seats of an engine: places for sequences in its batch. Used on any thread."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -47,7 +47,9 @@ class Seats:
         self._changed = threading.Condition()
 
     def take(self, count: int, is_wanted: Callable[[], bool]) -> bool:
-        """Wait for so many seats and take them. False if they are not wanted any more; `wake` has that looked at."""
+        """Wait for `count` seats and take them. False if they are no longer wanted; `wake` makes waiting callers check
+        that.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._free >= count or not is_wanted())
             if not is_wanted():
@@ -61,7 +63,7 @@ class Seats:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait until one is free."""
+        """Wait until a seat is free."""
         with self._changed:
             self._changed.wait_for(lambda: self._free > 0)
 
@@ -83,7 +85,7 @@ class ContinuousInstance:
         self._names = [spec.name for spec in source.config.inputs]
         self._outputs = [spec.name for spec in source.config.outputs]
         self._running: set[Running] = set()  # requests with responses to come; used on the engine's thread
-        self._ended = ""  # why the engine computes nothing any more
+        self._ended = ""  # why the engine no longer computes
         self._engine: ContinuousEngine[Any]
         self._loop: asyncio.AbstractEventLoop
         self._closing: asyncio.Event
@@ -109,7 +111,7 @@ class ContinuousInstance:
         self._thread = thread
 
     def run(self, work: Work, clock: ClockNs) -> Results:
-        """Submit the requests of a batch. Returns when there is a seat for another one."""
+        """Submit the requests of a batch. Returns when there is a seat for another request."""
         gathered_ns = clock()
         assert work.senders is not None
         for m, sender in enumerate(work.senders):
@@ -133,7 +135,7 @@ class ContinuousInstance:
         return Results([], gathered_ns=gathered_ns, computed_ns=clock())
 
     def close(self) -> None:
-        """End the engine. Requests that it still has are aborted."""
+        """End the engine. Its remaining requests are aborted."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._loop.call_soon_threadsafe(self._closing.set)
@@ -169,7 +171,7 @@ class ContinuousInstance:
         running.sender.watch(partial(self._changed, running))
 
     def _changed(self, running: Running) -> None:
-        """On any thread: its client has cancelled, or there is room for a response."""
+        """Called on any thread when the client has cancelled, or there is room for a response."""
         with suppress(RuntimeError):  # the loop has ended with the model
             self._loop.call_soon_threadsafe(self._look_at, running)
 
@@ -236,10 +238,10 @@ def _is_wanted(sender: Sender) -> bool:
 
 
 class Running:
-    """A request of the engine that has responses to come. Used on the engine's thread.
+    """A request of the engine whose responses are not all sent. Used on the engine's thread.
 
     `has_more`: something was added to the call since its last response. `is_whole`: the engine has computed all of it.
-    `is_over`: there are no more responses to come.
+    `is_over`: all responses are sent.
     """
 
     task: asyncio.Task[None]
@@ -251,12 +253,12 @@ class Running:
         self.is_whole = False
         self._outputs = outputs
         self._clock = clock
-        self._since_ns = clock()  # begin of the work on the next response
+        self._since_ns = clock()  # start of the work on the next response
         self._next: Sent | None = None  # a response that the sender has no room for
         self.is_over = False
 
     def send(self) -> None:
-        """Send what there is room for. Raises the errors of the call."""
+        """Send responses while there is room for them. Raises the errors of the call."""
         while not self.is_over:
             if self._next is None:
                 if not self.has_more or not (self.call.is_streaming or self.is_whole):
@@ -276,7 +278,7 @@ class Running:
             self.sender.fail(error)
 
     def cancel(self) -> None:
-        """The request is not wanted any more."""
+        """Abort the request."""
         self.task.cancel()
 
     def _made(self) -> Sent:

@@ -1,9 +1,9 @@
-"""What an engine with continuous batching provides, so that backend.py can make a backend of it.
+"""The interface that an engine with continuous batching implements, so that backend.py can make a backend of it.
 
 A `ContinuousLibrary` is known without importing the engine's package: `start` imports it, in the process that runs the
 engine. An object of such a class is pickled into worker processes: it has no state of its own. A `ContinuousEngine` is
-used on the thread of its asyncio loop, except for `read`. What a request is and what its responses contain is the
-engine's matter (`ContinuousCall`).
+used on the thread of its asyncio loop, except for `read`. The engine decides the contents of requests and responses
+(`ContinuousCall`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flowserve.values import Array, Request, TensorSpec
 
 class ContinuousCall(Protocol):
     """One request of an engine. `seats`: the number of sequences that it occupies there, at least 1. `is_streaming`:
-    whether it gets a response as soon as there is something to send, else one at its end.
+    whether responses are sent as soon as there is output; else one at the end.
     """
 
     seats: int
@@ -28,7 +28,7 @@ class ContinuousCall(Protocol):
         """Take one item of `ContinuousEngine.generate`."""
 
     def response(self) -> Mapping[str, Array]:
-        """The outputs by name, with all that was added since the last response."""
+        """The outputs by name, with all items that were added since the last response."""
 
 
 C = TypeVar("C", bound=ContinuousCall)
@@ -40,7 +40,7 @@ class ContinuousEngine(Protocol[C]):
     seats: int
 
     def read(self, inputs: Mapping[str, Array], request: Request) -> C:
-        """The call of a request; `inputs` are those that it has. On any thread. Raises Invalid."""
+        """The call of a request; `inputs` are the given ones. On any thread. Raises Invalid."""
 
     def generate(self, call: C) -> AsyncGenerator[Any, None]:
         """Compute a call, item by item. Raises ValueError for a call that the engine refuses, anything else for a
@@ -48,7 +48,7 @@ class ContinuousEngine(Protocol[C]):
         """
 
     async def abort(self, call: C) -> None:
-        """The call is not wanted any more. No effect if the engine does not have it."""
+        """Abort a call. No effect if the engine does not have it."""
 
     def has_ended(self) -> bool:
         """Whether the engine is broken, so that only a new one can compute."""

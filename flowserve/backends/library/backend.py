@@ -56,7 +56,7 @@ class LibraryBackend:
         self._library = library
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Completion:
-        """As on Triton: nothing for a configuration that names inputs and outputs, whatever else it leaves out."""
+        """As on Triton: no field for a configuration that names inputs and outputs, even if it lacks others."""
         return self.complete_by(config, files, lambda remote: remote.call())
 
     def complete_by(self, config: ModelConfig, files: ModelFiles, run: Callable[[Remote], Any]) -> Completion:
@@ -70,8 +70,8 @@ class LibraryBackend:
         return completion(config, _decoded(declared), source.file)
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> LibraryModel:
-        """Raises Invalid for a file that the library cannot open, Problems where file and configuration disagree; for a
-        model that runs in processes, its instances raise these when they are opened.
+        """Raises Invalid for a file that the library cannot open, Problems if file and configuration disagree;
+        instances of a model that runs in processes raise these when they are opened.
         """
         source = self._source(config, files, options)
         for key, why in self._library.ignored.items():
@@ -106,7 +106,7 @@ class LibraryBackend:
         source = ModelSource(config, files, path, 1, options)
         instances = sum(group.count for group in config.instance_groups) or library.instances
         sharing = min(max(1, library.shares(source)), instances)
-        # Those that share have one set of threads.
+        # Instances that share a file have one set of threads.
         threads = max(1, sharing * cores // max(1, int(options.get("runs_at_once", "1"))))
         return replace(source, threads=min(threads, cores))
 
@@ -120,7 +120,7 @@ class LibraryModel:
         self.is_pure = source.flag(PURE, True)
         self._shares = library.shares(source)
         self._secret = token_hex(16)
-        self._numbers = count()  # of instances in processes
+        self._numbers = count()  # numbers of instances in processes
         self.may_run_inline = opened is not None
         self._library = library
         self._source = source
@@ -130,8 +130,8 @@ class LibraryModel:
         return LibraryInstance(self._library, self._open)
 
     def remote(self, name: str, group: InstanceGroup) -> Remote:
-        """Makes the instance in a worker process, which imports the library. Of instances that share an open file, so
-        many as the library allows are in one process.
+        """Makes the instance in a worker process, which imports the library. Instances that share an open file are in
+        one process, up to the number that the library allows.
         """
         if self._shares < 2:
             return Remote(f"{__name__}:instance_here", (self._library, self._source))
@@ -215,13 +215,13 @@ def _signature(library: Library, source: ModelSource) -> Signature:
 
 
 def _asked(library: Library, source: ModelSource, ask: Callable[[ModelSource], T]) -> T:
-    """The library's answer about a file. Raises its errors as Problems at the file, or as Unsupported."""
+    """The result of asking the library about a file. Raises its errors as Problems at the file, or as Unsupported."""
     failed = f"failed to load '{source.config.name}' version {source.files.version}"
     try:
         return ask(source)
     except FlowserveError:
         raise
-    except ImportError as error:  # it is installed, but not as a whole, or not for this machine
+    except ImportError as error:  # it is installed, but incomplete, or not for this machine
         raise Unsupported(f"{failed}: {library.title} is installed and cannot be imported: {error}") from error
     except Exception as error:
         if not os.access(source.path, os.R_OK):
@@ -270,5 +270,5 @@ def require_installed(modules: Sequence[str], requirement: str, files: ModelFile
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ValueError:  # a module without a specification was put in its place
+    except ValueError:  # the module was replaced by one without a specification
         return False

@@ -1,4 +1,5 @@
-"""What a library provides, so that backend.py can make a backend of it; and how it reads a model's parameters.
+"""The interface that a library implements, so that backend.py can make a backend of it; and how it reads a model's
+parameters.
 
 A `Library` reads files of its formats: `signature` declares the tensors of a file, `open` prepares it for runs. Both
 are called where the library runs, which may be a worker process, and are the only functions that import it. Everything
@@ -30,7 +31,7 @@ _OPENMP: Final = "OMP_WAIT_POLICY"
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """One version of a model for a library. `path`: its file or folder. `threads`: the instance's share of the cores,
-    at least 1. `operator`: the operator's settings of this backend, which count where the model has no parameter.
+    at least 1. `operator`: the operator's settings of this backend, which apply if the model has no parameter.
     """
 
     config: ModelConfig
@@ -86,8 +87,8 @@ class ModelSource:
 
 @contextmanager
 def waiting_without_spinning() -> Iterator[None]:
-    """Around the first import of a library that uses OpenMP: its threads then sleep until there is work. Spinning, they
-    would take the cores from the other models and the server for some milliseconds after each run.
+    """A context for the first import of a library that uses OpenMP: its threads then sleep until there is work.
+    Spinning threads would take the cores from other models and the server for some milliseconds after each run.
     """
     before = os.environ.get(_OPENMP)
     os.environ.setdefault(_OPENMP, "PASSIVE")  # OpenMP reads it when it is loaded
@@ -104,9 +105,9 @@ class Program(Protocol):
     signature: Signature
 
     def session(self) -> Execute:
-        """The function that runs it for one instance: for the names of outputs and the inputs by name, the arrays of
-        these outputs. It blocks, must not write to its inputs, and never writes to an array that it has returned; an
-        output may be an input itself. Sessions of one program may run at the same time.
+        """The function that runs it for one instance. It takes names of outputs and the inputs by name, and returns the
+        arrays of these outputs. It blocks, must not write to its inputs, and never writes to an array that it has
+        returned; an output may be an input itself. Sessions of one program may run at the same time.
         """
 
 
@@ -132,7 +133,7 @@ class Library(Protocol):
         """
 
     def modules(self, path: Path) -> Sequence[str]:
-        """The modules of which one is needed for this file, in the order of preference."""
+        """The modules for this file in the order of preference; one of them is needed."""
 
     def shares(self, source: ModelSource) -> int:
         """How many instances in processes may share an open file, and so a process; 1 for a process for each. May raise

@@ -25,7 +25,7 @@ from flowserve.values import Array, DType
 
 Feed = dict[str, Array]
 # The outputs of these names, in that order, of a run with these inputs: arrays, or objects that export their memory by
-# DLPack. They are not written to any more.
+# DLPack. The library does not write to them again.
 Execute = Callable[[list[str], Feed], Sequence[Any]]
 
 
@@ -57,7 +57,7 @@ class BatchRun:
             copied = [0] * len(model.inputs)
             array: Array | None = None
             for i, (spec, column) in enumerate(zip(model.inputs, work.inputs, strict=True)):
-                # A column's block is looked at first: its elements would be made for each member.
+                # A column's block is used first, because reading its elements creates an object for each member.
                 if column.block is None and column[0] is None:
                     continue  # an omitted optional input of a model without batching
                 array, copied[i] = gather(column, HOST)
@@ -95,7 +95,7 @@ class BatchRun:
 
 def as_array(made: Any) -> Array:
     """An output of a library: an array as it is; a tensor that exports its memory by DLPack without a copy, from a GPU
-    with one. Raises TypeError, Invalid or Unsupported for what is neither.
+    with one. Raises TypeError, Invalid or Unsupported for other objects.
     """
     if isinstance(made, np.ndarray):
         return made

@@ -21,9 +21,10 @@ from flowserve.config.types import Completion, ModelConfig
 from flowserve.errors import Invalid, Problem, Problems, Unsupported
 from flowserve.values import DType, TensorSpec, fits, shape_text
 
-# The remedy where max_batch_size is above 0 and the file has no batch dimension.
+# The remedy if max_batch_size is above 0 and the file has no batch dimension.
 NO_BATCH_DIMENSION: Final = "set max_batch_size: 0, or export with a dynamic first axis"
-# By the names that numpy, TensorFlow and PyTorch share: "float32", "bfloat16". Texts have a name of each library's own.
+# Data types by the names that numpy, TensorFlow and PyTorch share: "float32", "bfloat16". Each library has its own name
+# for strings.
 DTYPES: Final = {dtype.numpy.name: dtype for dtype in DType if dtype is not DType.BYTES}
 DEFAULT_MAX_BATCH_SIZE: Final = 4  # Triton's backend option default-max-batch-size
 
@@ -33,7 +34,7 @@ class Port:
     """One input or output as the file declares it. `dtype` is None if it is no tensor, or has a data type that the
     KServe protocol has no name for; `type` is then the file's own name of its type, for messages. `shape` includes the
     batch dimension and has -1 for a dimension that varies. `is_optional`: the file has a default for it, or runs
-    without.
+    without it.
     """
 
     name: str
@@ -123,7 +124,7 @@ def file_disagreements(config: ModelConfig, signature: Signature, file: str) -> 
         )
     without = [*_without_batch(config, "input", config.inputs, signature.inputs)]
     without += _without_batch(config, "output", config.outputs, signature.outputs)
-    if without:  # one cause, however many tensors
+    if without:  # one cause, whatever the number of tensors
         *_, place = without[0]
         names = ", ".join(f"'{name}'" for name, *_ in without)
         shapes = ", ".join(dict.fromkeys(shape_text(shape) for _, shape, _ in without))

@@ -1,4 +1,4 @@
-"""Conversion between the tensors of a batch and the tensors of a model file, and checks of what the model returned.
+"""Conversion between the tensors of a batch and the tensors of a model file, and checks of the model's outputs.
 
 Decides reshapes and scalars of inputs, shapes and data types of outputs, and the encoding of strings. Outputs may be
 numpy arrays or device arrays: only shape and dtype are read. It imports no library, and knows batches only for ragged
@@ -42,7 +42,7 @@ WRONG_RAGGED_ROWS: Final = (
     "BATCH_ITEM_SHAPE tells the rows of a request apart"
 )
 
-# Clients choose the names of requested outputs, in any order and number: so many combinations are remembered.
+# The number of combinations of requested outputs that are remembered. Clients choose outputs in any order and number.
 _SELECTIONS_MAX: Final = 100
 
 
@@ -302,7 +302,9 @@ class RaggedPorts:
         return made
 
     def _with_empty_members(self, outputs: Outputs, members: Sequence[int], work: Work) -> Outputs:
-        """The outputs of the whole batch: `outputs` are those of `members`, the others get outputs without rows."""
+        """The outputs of the whole batch: `outputs` are those of `members`, the other members get outputs without
+        rows.
+        """
         place = {m: k for k, m in enumerate(members)}
         sources = {j: (source, dims) for j, source, dims in self._split}
         made: list[list[Tensor | None]] = []

@@ -43,7 +43,7 @@ class OnnxRuntime:
     gpu_instance_count = 1
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Completion:
-        """As on Triton: nothing for a configuration that names inputs and outputs, whatever else it leaves out."""
+        """As on Triton: no field for a configuration that names inputs and outputs, even if it lacks others."""
         if config.inputs and config.outputs:
             return Completion()
         path = self._path(config, files)
@@ -51,7 +51,7 @@ class OnnxRuntime:
         return completion(config, sessions.session_signature(session), files.shown(path))
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> OnnxModel:
-        """Raises Invalid for a file that cannot be opened, Problems where file and configuration disagree."""
+        """Raises Invalid for a file that cannot be opened, Problems if file and configuration disagree."""
         path = self._path(config, files)
         opening = partial(sessions.open_session, config, path, files, partial(sessions.settings, config, options))
         groups = config.instance_groups
@@ -114,7 +114,7 @@ class OnnxModel:
 
 
 def _checked(config: ModelConfig, session: Any, file: str) -> tuple[ModelConfig, Signature]:
-    """The configuration that the session's inputs follow. Raises Problems or Unsupported where file and configuration
+    """The configuration that the session's inputs follow. Raises Problems or Unsupported if file and configuration
     disagree.
     """
     signature = sessions.session_signature(session)

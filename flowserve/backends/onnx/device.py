@@ -1,9 +1,10 @@
 """Runs batches on a session whose tensors stay on a GPU, also as captured CUDA graphs.
 
-Decides that every tensor is bound by its address: inputs where they are, outputs in buffers allocated here if their
-shape is known before the run, else in memory that onnxruntime allocates and that is adopted. Each run has a binding of
-its own: running a binding again would overwrite its last outputs, which may still be read. The session computes on the
-instance's stream and does not wait for it. Strings and other tensors that must be in host memory use instance.py.
+Decides that every tensor is bound by its address: inputs in their current memory, outputs in buffers allocated here if
+their shape is known before the run, else in memory that onnxruntime allocates and that is adopted. Each run has a
+binding of its own: running a binding again would overwrite its last outputs, which may still be read. The session
+computes on the instance's stream and does not wait for it. Strings and other tensors that must be in host memory use
+instance.py.
 
 A captured CUDA graph launches a whole run at once. It reads and writes the addresses it was captured with. So each
 batch size that is captured has fixed buffers: inputs are copied into them on the device, outputs out of them, since the
@@ -81,7 +82,7 @@ class OnnxDeviceInstance:
     def close(self) -> None:
         self._buffers.clear()
         self._stream.wait()
-        del self._session  # it computes on the stream until then
+        del self._session  # the session may compute on the stream until it is deleted
         self._stream.close()
 
     def run(self, work: Work, clock: ClockNs) -> Results:

@@ -1,6 +1,7 @@
 """The text of onnxruntime's errors.
 
-Decides what of it users see: not its prefixes, source locations and stack. Callers: the modules of this package.
+Decides which part of it users see: it is shown without its prefixes, source locations and stack. Callers: the modules
+of this package.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Decides which distributions contain the module `onnxruntime`, and that two of them at once are an error: pip lets each
 overwrite files of the other, and which providers and bugs the result has depends on the order. The remedy is a command.
-It does not import onnxruntime, which may fail then. A module that belongs to no distribution, as a build of one's own
-may be, is accepted. Called by the registry.
+It does not import onnxruntime, which may fail then. A module that belongs to no distribution, such as a user's own
+build, is accepted. Called by the registry.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make_backend() -> OnnxRuntime:
 
 
 def _problem() -> str:
-    """What is wrong with the installation, "" for nothing."""
+    """The problem of the installation, "" for none."""
     installed = {name: version for name in BUILDS if (version := _version(name))}
     python = shlex.quote(sys.executable)
     install = f"{python} -m pip install {shlex.quote(_required())}"

@@ -47,7 +47,7 @@ UNUSED_MAX: Final = 16  # buffers of each size that are kept unused; more exist 
 # Below this size a copy costs less than the fixed cost of one more run.
 MEMBER_BYTES_MIN: Final = 64 * 1024
 _TRIAL_BATCHES: Final = 4  # consecutive batches of a trial
-_RECENT_BATCHES: Final = 8  # measured times that count, of each kind
+_RECENT_BATCHES: Final = 8  # measured times that are compared, of each kind
 _TOLERANCE: Final = 1.1  # separate runs may take this much longer: they save a copy, and with it memory and cores
 _RETRY_MIN: Final = 32  # batches until the other kind is tried again; doubled each time it loses ...
 _RETRY_MAX: Final = 4096  # ... up to this, since on some devices it is slower by far
@@ -146,7 +146,7 @@ class _Output:
         self._is_batching = model.is_batching
         self._arena = arena
         sizes = (REUSED_BYTES_MAX // PAGE).bit_length()
-        self._unused: Sequence[deque[_Buffer]] = [deque() for _ in range(sizes)]  # of 2**i pages, without readers
+        self._unused: Sequence[deque[_Buffer]] = [deque() for _ in range(sizes)]  # [i]: 2**i pages
 
     def buffer(self, rows: int) -> tuple[Array, Any]:
         """The array for readers, and the OrtValue to bind the output to, over the same memory."""
@@ -181,7 +181,7 @@ class _Output:
 
     def _value(self, segment: Segment, offset: int, rows: int) -> Any:
         shape = (rows, *self._dims) if self._is_batching else self._dims
-        # Over the segment and not the lease: a bound value does not prevent that the memory is returned.
+        # Over the segment, not the lease: a bound value must not prevent the return of the memory.
         return host_value(np.ndarray(shape, self._dtype, segment.map, offset))
 
 
@@ -202,9 +202,9 @@ def can_be_shared(model: ModelTensors, j: int) -> bool:
 class RunPolicy:
     """Whether the next batch of non-contiguous members is merged by a copy, or its members run separately.
 
-    One run for many rows gains much if a row is little work, and nothing if one row keeps all cores busy: then the copy
-    is a loss, for images a large one. The policy measures both kinds and compares their fastest recent batches, since
-    other load on the machine only ever adds time. It tries the other kind again for ever, less often while that loses.
+    One run for many rows is faster if a row is little work, but not if one row keeps all cores busy: then the copy
+    costs time, for images much. The policy measures both kinds and compares their fastest recent batches, because other
+    load on the machine only adds time. It keeps trying the other kind, less often while that is slower.
     """
 
     __slots__ = ("_batches", "_is_trial", "_prefers_separate", "_recent_ns", "_retry")
@@ -212,7 +212,7 @@ class RunPolicy:
     def __init__(self) -> None:
         self._prefers_separate = False
         self._is_trial = False  # the other kind is being tried
-        self._batches = 0  # since the trial began or ended
+        self._batches = 0  # batches since the trial began or ended
         self._retry = _TRIAL_BATCHES
         # Nanoseconds per row, of each kind: merged, separate.
         self._recent_ns: tuple[deque[float], deque[float]] = (
@@ -225,7 +225,7 @@ class RunPolicy:
         return self._prefers_separate != self._is_trial
 
     def measured(self, rows: int, duration_ns: int) -> None:
-        """A batch of `rows` rows ran as `is_separate` said; it took `duration_ns`, copies included."""
+        """Record a batch of `rows` rows that ran as `is_separate` decided; it took `duration_ns`, copies included."""
         self._recent_ns[self.is_separate()].append(duration_ns / rows)
         self._batches += 1
         if self._is_trial:
@@ -256,8 +256,8 @@ class OnnxInstance:
         self._run_session: Execute
         self._merged: BatchRun  # executes the session's own run, or SharedOutputs
         self._session = session
-        self._shared: SharedOutputs | None = None  # once other processes read an output
-        # None where members must run together, since inputs are prepared for the whole batch.
+        self._shared: SharedOutputs | None = None  # set once other processes read an output
+        # None if members must run together, because inputs are prepared for the whole batch.
         self._policy = RunPolicy() if model.is_batching and not model.prepared and model.inputs else None
 
     def open(self) -> None:
@@ -271,7 +271,7 @@ class OnnxInstance:
         self._shared = None
 
     def share(self, output: int) -> None:
-        """From the next run on. A run in progress is not changed."""
+        """Takes effect with the next run. A run in progress is not changed."""
         if self._session is not None and can_be_shared(self._model, output):
             shared = self._shared or SharedOutputs(self._session, self._model)
             shared.add(output)
@@ -311,7 +311,7 @@ class OnnxInstance:
                 continue
             arrays = [model.checked(j, arrays[k], total) for arrays, total in zip(made, work.rows, strict=True)]
             is_small = sum([array.nbytes for array in arrays]) < POOLED_BYTES_MIN
-            if is_small and len({array.shape[1:] for array in arrays}) == 1:  # a shape may depend on values
+            if is_small and len({array.shape[1:] for array in arrays}) == 1:  # shapes may depend on values
                 outputs[j] = [*scatter(np.concatenate(arrays), work.rows)]
             else:
                 outputs[j] = [Tensor(array, 0, len(array)) for array in arrays]
@@ -342,7 +342,7 @@ class OnnxInstance:
 
 
 def _is_scattered(work: Work) -> bool:
-    """Whether the members are large and not contiguous, so that one run for all of them takes a copy."""
+    """Whether the members are large and not contiguous, so that one run for all of them needs a copy."""
     if any(column[0] is None for column in work.inputs):
         return False
     if sum([column[0].nbytes for column in work.inputs if column[0] is not None]) < MEMBER_BYTES_MIN:

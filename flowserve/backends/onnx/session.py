@@ -2,15 +2,15 @@
 
 Decides the session settings that follow from a model's parameters and the operator's, the number of threads of a CPU
 session, how a configuration's `optimization` block and parameters translate to options of onnxruntime's CUDA and
-TensorRT providers (the keys are Triton's), which runs are captured as CUDA graphs, and that a session which came up
-without the providers it was to run on is an error. Options that name the device or its stream are refused: the server
-sets them, since tensors lie on that device and are ordered by that stream. onnxruntime is not used to detect a GPU: it
-reports the providers it was built with, and falls back silently.
+TensorRT providers (the keys are Triton's), which runs are captured as CUDA graphs, and that a session that opens
+without its requested providers is an error. Options that name the device or its stream are refused: the server sets
+them, because tensors are on that device and ordered by that stream. onnxruntime is not used to detect a GPU: it reports
+the providers it was built with, and falls back silently.
 
 Threads of a CPU session: a model whose runs are short gets one thread. Waking another thread costs tens of microseconds
-on each side, more if its core is asleep, and a run of a hundred microseconds cannot gain that back. Which models these
-are is measured once, when the file is opened, with zeros: one batch of one row, and one of a few rows. A model that
-cannot be measured (varying shapes, text, a large file) gets its share of the cores.
+on each side, more if its core is asleep, which a run of a hundred microseconds cannot save. Whether runs are short is
+measured once, with zeros, when the file is opened: one batch of one row, and one of a few rows. A model that cannot be
+measured (varying shapes, text, a large file) gets its share of the cores.
 
 This is the only module that imports onnxruntime. It does not know batches or requests.
 
@@ -112,7 +112,7 @@ _TENSORRT_AS_THEY_ARE: Final = frozenset(
         "ep_context_embed_mode",
     ]
 )
-# How the algorithm of a convolution is searched, each time the shape of its input changes. onnxruntime's default tries
+# How the algorithm of a convolution is chosen, each time the shape of its input changes. onnxruntime's default tries
 # all algorithms, which is too slow for batches that vary in size (docs/gpu.md has the figures).
 _SEARCH: Final = "cudnn_conv_algo_search"
 # Model parameters of Triton from before the "cuda" accelerator, with the meaning of their numbers.
@@ -129,8 +129,8 @@ _FLAGS: Final = {"true": "True", "false": "False"}
 
 
 def gpu_providers(config: ModelConfig, gpu: int, stream: int = 0) -> list[Provider]:
-    """The providers of a session on that GPU, the preferred one first. The last, the CPU's, runs the single nodes that
-    no other can. `stream` is the address of the stream to compute on, 0 to let the session choose.
+    """The providers of a session on that GPU, the preferred one first. The last one is the CPU's, for nodes that no
+    other provider can run. `stream` is the address of the stream to compute on, 0 to let the session choose.
 
     Raises Problems, with their positions in the configuration.
     """
@@ -187,7 +187,7 @@ def graph_sizes(config: ModelConfig, problems: list[Problem] | None = None) -> f
 
 
 def why_not_on_gpu(where: str, missing: Sequence[str], version: str, available: Sequence[str]) -> str:
-    """The error for a session that came up without the providers it was to run on."""
+    """The error for a session that opened without its requested providers."""
     text = f"{where} cannot run on the GPU: onnxruntime {version} started without {' and '.join(missing)}"
     if not {*missing} <= {*available}:
         return (
@@ -275,8 +275,8 @@ _LEVELS: Final = {
     1: ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
 }
 THREADS: Final = "intra_op_thread_count"
-# Runs of one row, and of several rows, up to these times get one thread: with 256 to 10 numbers a row, two threads took
-# 1.1 to 1.2 of the time of one, up to 64 rows.
+# Runs of one row, and of several rows, up to these times get one thread: with 256 to 10 numbers per row, two threads
+# took 1.1 to 1.2 times as long as one, up to 64 rows.
 _ROW_NS: Final = 150_000
 _ROWS_NS: Final = 300_000
 _ROWS: Final = 8
@@ -294,7 +294,7 @@ def open_session(
 ) -> Any:
     """A session that runs on the first of the providers. Raises Invalid if it cannot."""
     options = settings()
-    # onnxruntime also prints what it raises; the exception alone reports it, so that users read it once.
+    # onnxruntime also prints the errors that it raises; that is suppressed, so that users read them once.
     options.log_severity_level = 4
     where = f"failed to load '{config.name}' version {files.version}: {files.shown(path)}"
     if any(name != CPU for name, _ in providers):
@@ -308,7 +308,7 @@ def open_session(
         reason = f"{text}{_what_to_do(text, path)}"
         raise Invalid(f"{where} is not an ONNX model that onnxruntime {ort.__version__} can run: {reason}") from error
     missing = [name for name, _ in providers if name not in session.get_providers()]
-    if missing:  # onnxruntime falls back to the other providers, and says so in its own log only
+    if missing:  # onnxruntime falls back to the other providers, and reports that only in its own log
         raise Invalid(why_not_on_gpu(where, missing, ort.__version__, ort.get_available_providers()))
     return session
 
@@ -333,7 +333,7 @@ def _what_to_do(text: str, path: Path) -> str:
 def _find_cuda_libraries() -> None:
     """Load NVIDIA's libraries from their wheels, where the dynamic loader does not look."""
     printed = io.StringIO()
-    with redirect_stdout(printed):  # it prints what it does not find, which belongs in the log
+    with redirect_stdout(printed):  # it prints missing libraries, which belong in the log
         ort.preload_dlls()
     for line in printed.getvalue().splitlines():
         log.warning("onnxruntime: %s", line)
@@ -351,7 +351,7 @@ def asynchronous_run_options(graph: int) -> Any:
     CUDA graph, -1 for none.
     """
     options = ort.RunOptions()
-    # Set in any case: newer versions read the entry at each run, and a missing one costs them an exception.
+    # Set in any case: newer versions read the entry at each run, and a missing one costs an exception.
     options.add_run_config_entry("gpu_graph_id", str(graph))
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return options
@@ -392,8 +392,8 @@ def _parameter(config: ModelConfig, options: Mapping[str, str], name: str, defau
 
 
 def session_on_cpu(config: ModelConfig, path: Path, files: ModelFiles, options: Mapping[str, str]) -> Any:
-    """A session on the CPU: with one thread where its runs are short and nothing sets their number, else with the
-    settings that `settings` gives. Raises as `open_session` does.
+    """A session on the CPU: with one thread if its runs are short and the number of threads is not set, else with the
+    settings of `settings`. Raises as `open_session` does.
     """
     usual = settings(config, options)
     is_set = config.parameters.get(THREADS, options.get(THREADS, "0")) != "0"

@@ -3,11 +3,11 @@
 Decides which outputs are passed on although their data type or shape is not the configuration's (any that a client or
 another model could read: a data type of the protocol, and the rows of its request), what is noted about them and about
 missing outputs, and which outputs fail their own request (the others, states of sequences, and in strict mode all that
-differ or are missing). Decides also when an array may be taken without a copy. A model may go on using an array of its
-response: a table that it keeps, a buffer that it fills again. So small outputs are placed contiguously in one block,
-which the next batch reads without a copy; large ones are taken as they are if reference counts show that only the
-response holds them, and copied otherwise. In a process that runs this model only, outputs are written to shared memory
-before the model continues, so all are taken as they are.
+differ or are missing). Decides also when an array may be taken without a copy. A model may continue to use an array of
+its response: a table that it keeps, a buffer that it fills again. So small outputs are placed contiguously in one
+block, which the next batch reads without a copy; large ones are taken as they are if reference counts show that only
+the response holds them, and copied otherwise. In a process that runs this model only, outputs are written to shared
+memory before the model continues, so all are taken as they are.
 
 It does not know how the model was called.
 
@@ -39,7 +39,7 @@ from flowserve.values import BY_NUMPY, Array, TensorSpec, fits, shape_text
 log = logging.getLogger("flowserve.python")
 
 WRONG_ROWS: Final = "return one row for each row of the request, or set max_batch_size: 0"
-NAMES_MAX: Final = 100  # of unknown outputs that are logged: some models make names up as they run
+NAMES_MAX: Final = 100  # limit of unknown outputs that are logged: some models generate names
 
 Errors = dict[int, FlowserveError]
 # The parameters of most responses. Results are never written to.
@@ -87,7 +87,7 @@ class AnswerReader:
             for j, spec in enumerate(config.outputs)
         }
         self._all = [*self._outputs.values()]
-        # Those of numbers whose shape in a response is that of the configuration.
+        # Numeric outputs whose shape in a response is that of the configuration.
         self._numbers = {
             one.spec.name: one for one in self._all if one.spec.reshape is None and not one.numpy.hasobject
         }
@@ -99,7 +99,7 @@ class AnswerReader:
         self._answers_once = not config.decoupled
 
     def read(self, responses: list[InferenceResponse], work: Work) -> Results:
-        """The results of a batch, from one response for each member. Only the caller may hold the list."""
+        """The results of a batch, from one response for each member. Only the caller may reference the list."""
         uniform = self._read_uniform(responses, work)
         if uniform is not None:
             return uniform
@@ -123,7 +123,7 @@ class AnswerReader:
     def _read_uniform(self, responses: list[InferenceResponse], work: Work) -> Results | None:
         """The results of a batch whose responses are valid, small, and all of the same outputs in the same order, alike
         but for their rows, without errors or parameters. None for any other batch. Nearly every batch is of this kind,
-        and this loop runs for each of its requests. An array that no request wants is not looked at.
+        and this loop runs for each of its requests. An array that no request wants is ignored.
         """
         rows, names = work.rows, work.wanted
         count, head, batches = len(rows), rows[0], self._batches
@@ -328,7 +328,7 @@ class AnswerReader:
             for (m, _), share in zip(column, shares, strict=True):
                 outputs[m] = share
             return block.nbytes
-        del arrays  # these references would count as the model's
+        del arrays  # otherwise these references count as the model's
         placed = 0
         for m, k in column:
             own, copied = _own(responses, m, k)
@@ -374,7 +374,7 @@ def _base_holders(array: Array) -> int:
     return getrefcount(array.base)
 
 
-# The counts without any other reference. They are measured, since the references that a call itself makes differ
-# between versions of Python.
+# The reference counts of an object without other references. They are measured, because the references that a call
+# creates differ between versions of Python.
 _ALONE = _holders([InferenceResponse([Answer("", np.zeros(1))])], 0, 0)
 _BASE_ALONE = _base_holders(np.zeros(2)[:1])

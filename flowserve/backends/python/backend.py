@@ -90,7 +90,7 @@ class PythonModel:
         return Remote(f"{__name__}:instance_here", arguments)
 
     def close(self) -> None:
-        """Nothing is held between instances."""
+        """No effect: instances share nothing."""
 
 
 def instance_here(

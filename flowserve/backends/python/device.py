@@ -1,9 +1,9 @@
 """Instances of Python models whose tensors stay on a GPU (FORCE_CPU_ONLY_INPUT_TENSORS "no"); they run on threads.
 
-Decides that such a model receives its inputs where they are (inputs from clients are in host memory), and that outputs
-on its own GPU stay there for readers on that GPU. Models work on streams of their own, which are unknown here: the work
-that produces an input is waited for before the model sees it, and the whole device after the model has answered.
-Everything else is as in instance.py.
+Decides that such a model receives its inputs in their current memory (inputs from clients are in host memory), and that
+outputs on its own GPU stay there for readers on that GPU. Models work on their own streams, which are unknown here: so
+the instance waits for the work that produces an input before the model gets it, and for the whole device after the
+model has answered. Everything else is as in instance.py.
 
 Callers: backend.py makes the instances, the runtime runs them.
 """

@@ -1,17 +1,17 @@
 """One instance of a Python model: an object of its class, the calls of its `execute`, its requests and their senders.
 
-Decides when the methods of the class are called and with what, what the failures of `execute` become, how coroutines
-are run, and what a request that runs again (iterative sequences) may be answered with. The model's traceback goes to
-the log, never into a response. It does not know whether it runs on a thread, on the event loop or in a worker process,
-and not how responses are checked (answers.py).
+Decides when and with which arguments the methods of the class are called, which errors the failures of `execute`
+become, how coroutines are run, and how a request that runs again (iterative sequences) may be answered. The model's
+traceback goes to the log, never into a response. It does not know whether it runs on a thread, on the event loop or in
+a worker process, and not how responses are checked (answers.py).
 
 Coroutines: a model whose `execute` is a coroutine has an asyncio loop. A decoupled model in a process of its own runs
 several of them at the same time, as on Triton: `execute` counts as returned when its coroutine is scheduled, so that
 the next batch begins while one waits. In the server this is not possible, since threads other than the instance's own
 may not call other models there.
 
-Requests: what a model sees of each member of a batch is looked up when the model reads it, so that an unread request
-costs nearly nothing. Senders: decides what the model may do with a sender (Triton's rules and texts): many responses in
+Requests: the attributes of a member of a batch are looked up when the model reads them, so that an unread request costs
+nearly nothing. Senders: decides what the model may do with a sender (Triton's rules and texts): many responses in
 decoupled mode, or one response in the model's own time; and the error for a sender or a request that the model freed
 without answering. When there is room for a response is decided by the implementation of `Sender` (base.py). A sender
 may be used on any thread, also after `execute` has returned.
@@ -64,7 +64,7 @@ log = logging.getLogger("flowserve.python")
 
 _CLOSED: Final = "Unable to send response. Response sender has been closed."
 _ANY_ROWS: Final = -1
-END_S_MAX: Final = 2.0  # for running coroutines to end after their cancellation, when the model is closed
+END_S_MAX: Final = 2.0  # limit for cancelled coroutines to end when the model is closed
 
 
 class ReceivedRequest(InferenceRequest):
@@ -129,7 +129,7 @@ class ReceivedRequest(InferenceRequest):
         return InferenceTrace(contexts[self._member] if contexts else "")
 
     def set_flags(self, flags: int) -> None:
-        """Raises TritonModelException: the client sets the flags of this request."""
+        """Raises TritonModelException, because the client sets the flags of this request."""
         raise TritonModelException("Unable to set flags: the request was given to this model")
 
     def is_cancelled(self) -> bool:
@@ -201,7 +201,7 @@ class ResponseSender(InferenceResponseSender):
         self._has_failed = False
         self._one_by_one = threading.Lock()
         self._clock = clock
-        self._since_ns = clock()  # begin of the model's work on its next response
+        self._since_ns = clock()  # start of the model's work on its next response
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         """Send a response, or (with TRITONSERVER_RESPONSE_COMPLETE_FINAL) declare that there are no more. Blocks while
@@ -370,7 +370,7 @@ def _abandoned(model: str) -> ModelFailed:
 
 
 def refuse_returned(responses: Sequence[object], senders: Sequence[Sender], model: str) -> None:
-    """Raises ModelFailed, and fails the requests, if a decoupled model returned something else than None."""
+    """Raises ModelFailed, and fails the requests, if a decoupled model returned anything but None."""
     if any(response is not None for response in responses):
         failed = ModelFailed(
             f"Python model '{model}' is using the decoupled mode and the execute function must return None. It answers "
@@ -394,14 +394,16 @@ def _check(response: object, flags: int) -> None:
 
 
 class LateFailure(NamedTuple):
-    """What a model raised after it had responded to some members of a batch, and the `members` it had not."""
+    """The exception that a model raised after it had responded to some members of a batch, and the other `members`."""
 
     error: ModelFailed
     members: Sequence[int]
 
 
 class PythonInstance:
-    """One object of the model's class. Subclasses change which requests it receives and what its responses become."""
+    """One object of the model's class. Subclasses change which requests it receives and how its responses are
+    processed.
+    """
 
     _received: type[ReceivedRequest] = ReceivedRequest
     _received_decoupled: type[ReceivedRequest] = DecoupledRequest
@@ -424,9 +426,9 @@ class PythonInstance:
         self._model: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._coroutines: ConcurrentCoroutines | None = None
-        self._execute: Any = None  # `execute` of the model's object, or what runs its coroutine
-        self._clock: ClockNs = lambda: 0  # of the batch that runs
-        self._running: Work | None = None  # the batch that runs
+        self._execute: Any = None  # `execute` of the model's object, or the function that runs its coroutine
+        self._clock: ClockNs = lambda: 0  # the clock of the running batch
+        self._running: Work | None = None  # the running batch
 
     def call_through(self, caller: BlsClient) -> None:
         """All methods of the model may use `caller`; only `execute` may call other models with it."""
@@ -464,14 +466,14 @@ class PythonInstance:
         requests: list[Any] = [*map(kind, repeat(self), repeat(work), range(len(work.rows)))]
         assign_inputs(requests, work, self.inputs)
         gathered_ns = clock()
-        if self._owns_process:  # its model is active on all threads
+        if self._owns_process:  # the model is active on all threads
             responses, late = self._responses(requests, work)
         else:
             with self._scope:
                 responses, late = self._responses(requests, work)
         # Only types are compared, since an object returned by mistake, such as an array, may define its own equality.
         if senders is None and NoneType in map(type, responses):
-            requests = [*map(ExecutedRequest, requests)]  # a new list: the model may still use the one it was given
+            requests = [*map(ExecutedRequest, requests)]  # a new list: the model may still use the old one
             collect(requests, responses, self.model_name, self._loop)
         results = self._results(requests, responses, work, gathered_ns, clock())
         if late is not None:
@@ -481,7 +483,8 @@ class PythonInstance:
 
     def _responses(self, requests: list[Any], work: Work) -> tuple[list[Any], LateFailure | None]:
         """Call `execute`. Returns its responses in a new list: the model holds no reference to it, so that reference
-        counts tell whether the model keeps a response. And what it raised, if it had sent responses before.
+        counts tell whether the model keeps a response. Also returns its exception, if it had sent responses before
+        that.
         """
         self._running = work
         try:
@@ -507,8 +510,8 @@ class PythonInstance:
         return responses, LateFailure(self._failed(error), failed)
 
     def is_withdrawn(self, work: Work, member: int) -> bool:
-        """Whether the client of a member has cancelled it. False for a batch that does not run any more: its responses
-        are on their way.
+        """Whether the client of a member has cancelled it. False for a batch that no longer runs, whose responses are
+        being sent.
         """
         caller = self.context.caller
         try:
@@ -556,7 +559,7 @@ class PythonInstance:
                 with self._source.running("finalize"):
                     self._model.finalize()
         except FlowserveError as error:
-            if error.__cause__ is None:  # else it is in the log already, with its traceback
+            if error.__cause__ is None:  # otherwise it is already in the log, with its traceback
                 log.error("%s", error)
         self._model = self._execute = None
         if self._loop is not None:
@@ -596,10 +599,10 @@ def _run_coroutine(loop: asyncio.AbstractEventLoop, execute: Callable[[Any], Any
 
 class IterativeInstance(PythonInstance):
     """An instance for iterative sequences: requests that the model reschedules run again. A rescheduled request may be
-    answered with nothing, or with its states if the server keeps them; it finds the response sender that it had before.
+    answered without a response, or with its states if the server keeps them; it keeps its response sender.
     """
 
-    _received_decoupled = ReceivedRequest  # a request that the model frees may come again
+    _received_decoupled = ReceivedRequest  # a request that the model frees may run again
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -616,7 +619,7 @@ class IterativeInstance(PythonInstance):
             return Results([], gathered_ns=gathered_ns, computed_ns=computed_ns, rescheduled=again)
         for m in again[: len(responses)]:
             responses[m] = self._response_of_rescheduled(responses[m])
-            work.wanted[m] = tuple(self._states)  # the others come when it has run for the last time
+            work.wanted[m] = tuple(self._states)  # other outputs are returned by its last run
         results = super()._results(requests, responses, work, gathered_ns, computed_ns)
         results.rescheduled = [m for m in again if m not in results.errors]
         return results
@@ -685,7 +688,7 @@ class ConcurrentCoroutines:
     def _fail(failed: FlowserveError, senders: Sequence[Sender], error: BaseException | None = None) -> None:
         for sender in senders:
             sender.fail(failed)
-        # No request took it: all have their responses, and the server does not know the batch any more.
+        # No request took the error: all have their responses, and the server has completed the batch.
         if failed.raised is not None and failed.raised.take() is not None:
             log.error("%s", failed, exc_info=error)
 

@@ -1,17 +1,17 @@
 """The code of a Python model: its files, their import, and calls into it outside `execute`.
 
 Decides which files are a model's code; that an instance that is restarted runs the code as it was when the model was
-loaded (the files on disk may be half of the next version); what `initialize` is told; and how failures of the import,
-of `initialize`, `finalize` and `auto_complete_config` are reported: with the line that raised in the message, and the
-model's traceback in the log only. Other files, such as weights, are read by the model itself.
+loaded (the files on disk may be half of the next version); the arguments of `initialize`; and how failures of the
+import, of `initialize`, `finalize` and `auto_complete_config` are reported: with the line that raised in the message,
+and the model's traceback in the log only. Other files, such as weights, are read by the model itself.
 
-Each instance gets a fresh module, and so does every file that it imports from beside itself: two models that both
-`import helper` get different modules, two instances share none. `from .helper import x` and `import helper` both work,
-from the version's folder and from the model's folder, as on Triton; installed packages have precedence, as there.
-`sys.path` is not changed: import finders look in the folders of the thread's active model (pb_utils/context.py). In the
-server, such modules leave `sys.modules` when the model's code returns, since another model may have a file of the same
-name; the modules that imported them keep references. In a process that runs one model only they stay, as on Triton, so
-that a module that is imported again or found by name (by pickle, by annotations) is the same object. Models import
+Each instance gets a new module, also for every file that it imports from its own folders: two models that both `import
+helper` get different modules, two instances share none. `from .helper import x` and `import helper` both work, from the
+version's folder and from the model's folder, as on Triton; installed packages have precedence, as there. `sys.path` is
+not changed: import finders look in the folders of the thread's active model (pb_utils/context.py). In the server, such
+modules leave `sys.modules` when the model's code returns, since another model may have a file of the same name; the
+modules that imported them keep references. In a process that runs one model only they stay, as on Triton, so that a
+module that is imported again or found by name (by pickle, by annotations) is the same object. Models import
 `triton_python_backend_utils`, which is the module of that name in pb_utils/.
 
 Callers: backend.py and instance.py.
@@ -47,8 +47,8 @@ log = logging.getLogger("flowserve.python")
 
 CLASS: Final = "TritonPythonModel"
 MODEL_FILE: Final = "model.py"
-# Everything that a model raises is its own failure, sys.exit() and asyncio.CancelledError included: it must not end the
-# thread that runs it, since requests would wait for that thread for ever.
+# All exceptions of a model are its own failures, including sys.exit() and asyncio.CancelledError: they must not end the
+# thread that runs it, because requests would wait for that thread for ever.
 RAISED: Final = BaseException
 
 # A model with more files (an environment of its own, for example) is read from disk at each start.
@@ -86,7 +86,7 @@ def _files(folder: Path, version_folder: Path) -> Iterator[str]:
         for here, folders, files in os.walk(top):
             is_model = here == str(folder)
             if any(mark in folders or mark in files for mark in MARKS):
-                folders.clear()  # a Python environment: thousands of files, none of them the model's own code
+                folders.clear()  # a Python environment: thousands of files, but no code of the model
                 continue
             folders[:] = [name for name in folders if name != "__pycache__" and not (is_model and name.isdecimal())]
             for name in files:
@@ -152,7 +152,7 @@ class ModelSource:
         """The problem of a file without the class, with the line of the class that is probably meant to be it."""
         try:
             classes = [node for node in ast.parse(self.text()).body if isinstance(node, ast.ClassDef)]
-        except SyntaxError:  # for another version of Python, of the model's own environment
+        except SyntaxError:  # for the Python version of the model's own environment
             classes = []
         place, hint = Place(self.shown), f"write a class {CLASS} with a method execute"
         if len(classes) == 1:
@@ -189,8 +189,8 @@ class ModelSource:
 
     @contextmanager
     def running(self, what: str) -> Iterator[None]:
-        """Context manager around a call into the model other than `execute`. What the model raises is logged with its
-        traceback, and becomes ModelFailed with the name of the call and the line.
+        """Context manager around a call into the model other than `execute`. An exception of the model is logged with
+        its traceback, and becomes ModelFailed with the name of the call and the line.
         """
         try:
             with ModelScope(self.context):
@@ -249,7 +249,9 @@ class _FreshLoader(SourceFileLoader):
 
 
 class _RelativeFinder:
-    """Finds modules in packages of the active model. First of all finders, so that they are read afresh."""
+    """Finds modules in packages of the active model. First of all finders, so that modules are read again for each
+    instance.
+    """
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:

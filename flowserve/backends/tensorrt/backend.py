@@ -1,10 +1,9 @@
 """Serves TensorRT plans (`platform: "tensorrt_plan"`): their description, their instances, and the factory of both.
 
-Decides that a plan is opened once for each GPU that has instances, and shared by them; what prevents a plan from being
-served: which of TensorRT's data types are served, which tensors a plan may have; how many rows its profiles take, and
-that a batch runs with the profile whose best shapes are nearest to its own among those that allow it (the first of
-equals). Tensors are described as ONNX files describe theirs, so that library/signature.py compares both kinds of files
-with their configuration.
+Decides that a plan is opened once for each GPU that has instances, and shared by them; which of TensorRT's data types
+are served and which tensors a plan may have; how many rows its profiles take, and that a batch runs with the profile
+whose best shapes are nearest to its own among those that allow it (the first of equals). Tensors are described as ONNX
+files describe theirs, so that library/signature.py compares both kinds of files with their configuration.
 
 An instance has one execution context and one stream. Decides the order of TensorRT's calls: first the profile, then the
 shape of every input, then an address for every tensor, then the execution. A call that reports a failure fails the

@@ -1,9 +1,9 @@
-"""The part of TensorRT that is used, as protocols, the real library behind them, and the build of a plan.
+"""Protocols for the used part of TensorRT, their implementation by the real library, and the build of a plan.
 
-Decides which TensorRT calls serving and building a plan take (the same in versions 10 and 11), the error where TensorRT
-is not installed, and that TensorRT's log messages go to flowserve's log. `tensorrt_library` is the only function that
-imports TensorRT. The protocols keep TensorRT's own names: the real objects satisfy them, and so does the fake of the
-tests, which raises if calls are in a wrong order. The real library has not been run on hardware yet: it is
+Decides which TensorRT calls are needed to serve and to build a plan (the same in versions 10 and 11), the error if
+TensorRT is not installed, and that TensorRT's log messages go to flowserve's log. `tensorrt_library` is the only
+function that imports TensorRT. The protocols keep TensorRT's own names: the real objects satisfy them, and so does the
+fake of the tests, which raises if calls are in a wrong order. The real library has not been run on hardware yet: it is
 experimental.
 
 Callers: the modules of this package, and `flowserve build-plan`.
@@ -96,7 +96,7 @@ class TensorRt(Protocol):
     version: str
 
     def read(self, plan: bytes) -> CudaEngine | None:
-        """Open a plan on the current device. None where this version and this GPU cannot run it."""
+        """Open a plan on the current device. None if this version or this GPU cannot run it."""
 
     def allocator(self, make_room: MakeRoom) -> Allocator:
         """An output allocator that takes its memory from `make_room`."""
@@ -151,10 +151,10 @@ class TensorRtLibrary:
 
 @cache
 def tensorrt_library() -> TensorRtLibrary:
-    """Raises Unsupported, with the command that installs TensorRT, where it cannot be imported."""
+    """Raises Unsupported, with the command that installs TensorRT, if it cannot be imported."""
     try:
         import tensorrt
-    except ImportError as error:  # also where its bindings are installed and its libraries are not
+    except ImportError as error:  # also if its bindings are installed, but not its libraries
         raise Unsupported(f"TensorRT cannot be used here ({error}): {HOW}") from error
     return TensorRtLibrary(tensorrt)
 

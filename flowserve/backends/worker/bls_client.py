@@ -1,12 +1,12 @@
 """The worker's side of calls to the server (BLS): calls of other models, requests for models, and metrics.
 
 Decides that calls have a socket of their own, created with the first call: a model that makes no calls costs nothing,
-and a thread that waits for a response does not read the messages of batches. Any waiting thread reads, for all of them;
-an asyncio loop reads while it awaits something. What a call sends is copied into shared memory of this process, what
-comes back is copied out of the server's: both belong to the model from then on. A model's metrics are counted in shared
+and a thread that waits for a response does not read the messages of batches. Any waiting thread reads for all of them;
+an asyncio loop reads while it awaits something. The arrays of a call are copied into shared memory of this process,
+those of its responses out of the server's: the model owns both from then on. A model's metrics are counted in shared
 memory of this process, which the server reads when metrics are requested: counting sends no message.
 
-It does not know what a model looks like. The server's side is in runtime/.
+It does not know the model. The server's side is in runtime/.
 
 Callers: main.py; the python backend, through the `BlsClient` interface (base.py).
 """
@@ -70,9 +70,9 @@ class WorkerBlsClient:
         self._cut = cut
         self._server = server
         self._socket: socket.socket | None = None
-        self._sending = threading.Lock()  # around the arena, too
+        self._sending = threading.Lock()  # also guards the arena
         self._arena = Arena()
-        self._announced = 0  # number of its segments that were sent to the server
+        self._announced = 0  # the number of segments that were announced to the server
         self._free: deque[BlockAddress] = deque()
         self._numbers = count(1)
         self._waiting: dict[int, Callable[[Any], None]] = {}
@@ -140,7 +140,7 @@ class WorkerBlsClient:
         return bool(self.ask(IS_WITHDRAWN, (member,)))
 
     def close(self) -> None:
-        """Nothing to do: the process ends."""
+        """No effect: the process ends."""
 
     # ------------------------------------------------------------------ to the server
 
@@ -226,7 +226,7 @@ class WorkerBlsClient:
         return here
 
     def _leave(self, number: int, is_answered: bool) -> None:
-        """`is_answered`: the server sends a last result."""
+        """Withdraw a call. `is_answered`: the server sends a last result."""
         if os.getpid() != self._pid:  # a process forked by the model has a copy of the iterator
             return
         if (number in self._waiting) if is_answered else (self._waiting.pop(number, None) is not None):

@@ -1,9 +1,9 @@
 """One open instance in a worker process, driven by messages.
 
-Decides that batches run one after another until the server sends END, which errors the server gets, when a batch with
-a route is not run here, and which batches are handed on to the next process of their route: those whose wanted outputs
-are there for all members, each as one tensor, and whose model has not called another model meanwhile. All others return
-to the server. A batch is handed on through the server's end of the next process's socket: so it arrives after every
+Decides that batches run one after another until the server sends END, which errors the server gets, when a batch with a
+route is not run here, and which batches are handed on to the next process of their route: those whose wanted outputs
+exist for all members, each as one tensor, and whose model has not called another model meanwhile. All others return to
+the server. A batch is handed on through the server's end of the next process's socket: so it arrives after every
 earlier message of the server, and that process has no second socket to read.
 
 The one thread of an instance waits on the socket. A thread of the model's own may release an input at any time, and
@@ -37,7 +37,7 @@ log = logging.getLogger("flowserve.child")
 # may refuse every other request. After a loss all requests fail, so the next check finds it.
 _LOOK_EVERY_NS: Final = 100_000_000
 _PLAIN_REQUEST: Final = Request({}, None, *protocol.PLAIN_FACTS)  # its attributes are only read
-_CANCELLED_MAX: Final = 1 << 12  # batches that were cancelled before they came, within milliseconds, are remembered
+_CANCELLED_MAX: Final = 1 << 12  # the number of remembered batches that were cancelled before they arrived
 
 
 class BatchRequests(Sequence[Request]):
@@ -70,13 +70,13 @@ class Driver:
         self._memory = ProcessMemory()
         self._handoff = HandOff(self._inputs, self._outputs)
         names = [spec.name for spec in job.outputs]
-        # Clients choose outputs in any order and number.
+        # Names by requested outputs, which clients choose in any order and number.
         self._names_of = lru_cache(100)(lambda outputs: tuple([names[j] for j in outputs]))
-        # The last batch with a route that was run, and the words about what it made.
+        # The last batch with a route that was run, and the words about its results.
         self._last: tuple[int, Sequence[int] | None] = (0, None)
-        self._cancelled: dict[int, None] = {}  # batches that must not be run here any more
+        self._cancelled: dict[int, None] = {}  # batches that must no longer be run here
         self._is_idle = False
-        self._has_failed = False  # a batch, or some of its members
+        self._has_failed = False  # whether a batch or some of its members failed
         self._look_ns = 0  # earliest time of the next check of the GPU
         self._pid = os.getpid()
         self._clock = clock
@@ -169,10 +169,10 @@ class Driver:
                 words += placed.words()
             self._send(pack(kind, words, text))
         if not kept:
-            self._inputs.forget_writes(run)  # last: no other process waits for it
+            self._inputs.forget_writes(run)  # last, because no other process waits for it
 
     def _release_idle(self, words: Sequence[int]) -> None:
-        """Take a RELEASE message. Batches wait meanwhile: longer than some milliseconds only after a burst."""
+        """Process a RELEASE message. Batches wait meanwhile, for more than some milliseconds only after a burst."""
         idle = self._collect_idle(words)
         if idle is not None:
             idle.release()
@@ -185,7 +185,7 @@ class Driver:
         return self._memory.collect(self._clock(), (self._outputs.arena,), is_quiet=bool(is_quiet))
 
     def _cancel(self, number: int) -> None:
-        """Report whether a batch with a route was run here. If not, it must not be run any more."""
+        """Report whether a batch with a route was run here. If not, it must no longer be run."""
         seen, stage = self._last
         if seen != number:
             stage = None
@@ -196,7 +196,7 @@ class Driver:
 
     def _look_for_loss(self) -> None:
         """After a failure: end this process if it has lost its GPU, since only a new process can use it. The batch is
-        not answered, else the server would send the next one.
+        not answered, because the server would then send the next one.
         """
         self._has_failed = False
         now_ns = self._clock()
@@ -215,8 +215,8 @@ class Driver:
         """
         results = self._instance.run(self._work(run, message), self._clock)
         if os.getpid() != self._pid:
-            os._exit(0)  # the model forked and both went on: only one answers, and the memory of outputs is shared
-        placed = self._outputs.place(results.outputs)  # before the times are read: if it raises, the batch fails
+            os._exit(0)  # the model forked, and this is the child: only the parent answers, and output memory is shared
+        placed = self._outputs.place(results.outputs)  # before the times are read; if it raises, the batch fails
         times = results.gathered_ns, results.computed_ns
         self._has_failed = bool(results.errors)
         return text_about(results, is_on_route=bool(message.route)), times, placed
@@ -234,7 +234,7 @@ class Driver:
             if facts is not None:
                 requests = BatchRequests(facts)
             contexts = by_stage[stage] if by_stage else None
-        # Everything may be written to: it is mapped privately.
+        # The model may write to all inputs: they are mapped privately.
         may_write = [[True] * count] * len(columns)
         return Work(self._inputs.take(run, columns, rows), rows, requests, wanted, may_write, None, contexts)
 
@@ -261,17 +261,17 @@ class Driver:
 
 
 class HandOff:
-    """The routes that lead on from this process. `inputs` and `outputs`: the memory it reads and writes."""
+    """The routes that continue after this process. `inputs` and `outputs`: the memory that it reads and writes."""
 
     def __init__(self, inputs: InputReader, outputs: OutputWriter) -> None:
         self._inputs = inputs
         self._outputs = outputs
-        self._peers: dict[int, socket.socket] = {}  # by the server's numbers
-        self._shown: dict[int, set[int]] = {}  # the segments that each of them has attached
-        self._routes: dict[int, protocol.RouteHop] = {}  # where each goes on
+        self._peers: dict[int, socket.socket] = {}  # sockets of other processes, by number
+        self._shown: dict[int, set[int]] = {}  # the segments that each peer has attached
+        self._routes: dict[int, protocol.RouteHop] = {}  # the next stage of each route
 
     def add_peer(self, words: Sequence[int], fd: int) -> None:
-        """Take a PEER message and its descriptor."""
+        """Process a PEER message and its descriptor."""
         for gone in words[2:]:
             self._peers.pop(gone).close()
             self._shown.pop(gone, None)
@@ -279,14 +279,14 @@ class HandOff:
         self._shown[words[1]] = set()
 
     def add_route(self, words: Sequence[int]) -> None:
-        """Take a ROUTE message."""
+        """Process a ROUTE message."""
         number, hop, ended = protocol.decode_route(words)
         for gone in ended:
             self._routes.pop(gone, None)
         self._routes[number] = hop
 
     def hand_on(self, message: RunMessage, made: Sequence[int], placed: Placed) -> bool:
-        """Hand on a batch that was run here, with the words about what it made (`stage_words` of `placed`). False if it
+        """Hand on a batch that was run here, with the words about its results (`stage_words` of `placed`). False if it
         must return to the server instead.
         """
         number, route, stage, rows, _, _, _, later, passed, about, text = message
@@ -313,7 +313,7 @@ class HandOff:
         if len(onward) > protocol.MESSAGE_BYTES_MAX:
             return False
         try:
-            for segment in segments:  # also those that only a later stage reads
+            for segment in segments:  # also segments that only a later stage reads
                 if segment and segment not in shown:
                     self._show(segment, peer)
                     shown.add(segment)
@@ -323,7 +323,7 @@ class HandOff:
         return True
 
     def _show(self, number: int, peer: socket.socket) -> None:
-        """Show a process the memory that it, or one after it, is about to read."""
+        """Send a process the descriptor of memory that it, or a later one, is about to read."""
         fd = (self._inputs.segment(number) or self._outputs.segment(number)).open_for_reading()
         try:
             socket.send_fds(peer, [pack(protocol.ATTACH, (number,))], [fd])
@@ -332,12 +332,12 @@ class HandOff:
 
 
 def text_about(results: Results, *, is_on_route: bool) -> Any:
-    """The text of DONE about members that failed, run again or have parameters, the notes, and what the model raised
-    after its responses; None if there is nothing of that.
+    """The text of DONE about members that failed, run again or have parameters, the notes, and the model's exception
+    after its responses; None if there are none of these.
     """
     notes = results.notes
     if notes is not None and is_on_route:
-        notes.orders.clear()  # no response of an ensemble has that order: the batch can stay on its route
+        notes.orders.clear()  # an ensemble's response does not use that order, so the batch can stay on its route
         notes = results.notes = notes.or_none()
     raised = results.raised
     if not (results.errors or results.parameters or results.rescheduled or notes or raised):
@@ -350,7 +350,9 @@ def text_about(results: Results, *, is_on_route: bool) -> Any:
 
 
 def stage_words(message: RunMessage, kept: int, times: tuple[int, int], placed: Placed) -> list[int] | None:
-    """What this stage made, for the later stages, as in PASSED. None if an output is not one tensor of all members."""
+    """The results of this stage, for the later stages, as in PASSED. None if an output is not one tensor of all
+    members.
+    """
     total = sum(message.rows)
     words = [kept, *times, placed.segment, placed.offset, len(placed.outputs)]
     for j, output in enumerate(placed.outputs):
@@ -365,7 +367,7 @@ def stage_words(message: RunMessage, kept: int, times: tuple[int, int], placed: 
 
 
 class RouteGuard:
-    """Whether the batch that is executed may still be handed on. A call of another model ends that: while the model
+    """Whether the batch that is executed may still be handed on. A call of another model prevents that: while the model
     waits for its response, the server must be able to use the instances of all other stages.
     """
 
@@ -374,8 +376,8 @@ class RouteGuard:
         self.number = 0  # the batch with a route that is executed, 0 for none
 
     def end_route(self) -> int:
-        """The model calls another model, or the execution is over, and calls do not matter to the batch any more.
-        Returns the batch that could be handed on until now, 0 for none. On any thread.
+        """The model calls another model, or the execution is over. Returns the batch that could be handed on until now,
+        0 for none. On any thread.
         """
         with self._lock:
             number, self.number = self.number, 0

@@ -1,9 +1,9 @@
-"""The forkserver: imports once what all worker processes need, then forks one for each instance.
+"""The forkserver: imports the modules that all worker processes need once, then forks a worker for each instance.
 
-Decides what a worker finds at its start (a session, log, signals and random numbers of its own, nothing of other
-workers), and that no process is left behind: the end of the server ends the forkserver, and the forkserver ends its
-workers and all processes that they started. Only the forkserver can reap them, so it reports to the server how each of
-them ended.
+Decides the state of a worker at its start (a session, log, signals and random numbers of its own, nothing of other
+workers), and that no process remains: the end of the server ends the forkserver, and the forkserver ends its workers
+and all processes that they started. Only the forkserver can reap them, so it reports to the server how each of them
+ended.
 
 The forkserver is the subreaper of its descendants: a process whose parent ends becomes its child, also a daemon in a
 session of its own. To know by which worker such an orphan was started, each worker writes its process id into a
@@ -49,7 +49,7 @@ _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _RLIMIT_LOCKS: Final = 10  # without effect; holds the process id of the worker that a process descends from
-_PIDFD_OPEN: Final = 434  # its number on every machine
+_PIDFD_OPEN: Final = 434  # the same number on every machine
 # Severities as in sd-daemon(3), which the server reads from the beginning of a line.
 _SEVERITIES: Final = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
 # Out of memory, the kernel should kill a worker before the server.
@@ -91,7 +91,7 @@ def main(*, orders: int, reports: int, parent: int, log_level: int, environment:
     facts = {"python": "{}.{}.{}".format(*sys.version_info[:3]), "has_bf16": "ml_dtypes" in sys.modules}
     os.write(orders, json.dumps(facts).encode())
     gc.collect()
-    gc.freeze()  # keeps memory shared: the garbage collector of a worker does not write to it
+    gc.freeze()  # keeps memory shared, because the garbage collector of a worker does not write to it
     child = ForkLoop(socket.socket(fileno=orders), socket.socket(fileno=reports), parent).run()
     if child is not None:
         child(level)
@@ -106,7 +106,7 @@ class ForkLoop:
         self._parent = parent
         self._pid = os.getpid()
         self._alive: set[int] = set()
-        self._ended: set[int] = set()  # workers that have ended, while processes that they started may be left
+        self._ended: set[int] = set()  # ended workers whose processes may still run
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> WorkerStart | None:
@@ -216,7 +216,7 @@ class ForkLoop:
             left = _children_of(self._pid)
             for pid in left:
                 _kill(pid)
-            if not left or not woken.poll(_TERM_MS):  # without one more end the rest is stuck in the kernel
+            if not left or not woken.poll(_TERM_MS):  # if no further process ends, the rest are stuck in the kernel
                 return
             self._reap()
 
@@ -258,7 +258,7 @@ class WorkerStart:
             os._exit(status)
 
     def _settle(self, level: mmap.mmap) -> None:
-        with suppress(OSError, ValueError):  # a hard limit below it: orphans then live until the forkserver ends
+        with suppress(OSError, ValueError):  # the hard limit is lower: orphans then live until the forkserver ends
             pid, (_, hard) = os.getpid(), resource.getrlimit(_RLIMIT_LOCKS)
             resource.setrlimit(_RLIMIT_LOCKS, (pid, hard))
         os.setsid()  # no signals from a terminal, and a process group of its own for the processes that it starts
@@ -278,7 +278,7 @@ class WorkerStart:
         _be_killed_first()
         random = sys.modules.get("numpy.random")
         if random is not None:
-            random.seed()  # else all workers would draw the same numbers
+            random.seed()  # otherwise all workers draw the same numbers
 
     def _disown(self) -> None:
         """In a process that a model forks: signals have their default action, and the socket is replaced, so that it
@@ -310,7 +310,7 @@ class WorkerLogFormatter(logging.Formatter):
 def _write_lines(level: mmap.mmap) -> None:
     """Flush output line by line: a crash must not lose what was printed before."""
     for name, number in (("stdout", 1), ("stderr", 2)):
-        # The forkserver's streams were made for a file, not for a pipe.
+        # The forkserver's streams were created for a file, not for a pipe.
         raw = BufferedWriter(FileIO(number, "w", closefd=False))
         stream = TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True)
         setattr(sys, name, stream)
@@ -340,7 +340,7 @@ def _kill(pid: int) -> None:
 
 
 def _children_of(parent: int) -> list[int]:
-    """The processes whose parent this is, also those that have ended and were not reaped yet."""
+    """The children of this process, including those that have ended and are not yet reaped."""
     found = []
     for entry in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:  # it may end meanwhile
@@ -378,7 +378,7 @@ def _nothing(number: int, frame: FrameType | None) -> None:
 
 
 def _pidfd_open(pid: int) -> int:
-    """`os.pidfd_open`, which Pythons lack that were built for an old C library, as conda's are. Raises OSError."""
+    """`os.pidfd_open`, which is missing in Pythons built for an old C library, such as conda's. Raises OSError."""
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
     fd: int = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_OPEN, pid, 0)

@@ -6,7 +6,7 @@ in driver.py. It does not know the event loop, queues or graphs, nor which backe
 
 Decides how a model's code is executed once in a process of its own, for example to complete its configuration
 (`run_task`). The result is sent as JSON, in as many messages as needed, and is complete when the process has ended. It
-does not know the function, nor what the result is for.
+does not know the function, nor how the result is used.
 
 Started by forkserver.py.
 """
@@ -37,7 +37,7 @@ def serve(socket_fd: int, arguments: bytes) -> None:
     writes: pickle is used in this direction only.
     """
     job: Job = pickle.loads(arguments)
-    tune_malloc()  # as in the server, and for the same large arrays
+    tune_malloc()  # as in the server, for the same large arrays
     shared = job.remote.shared
     if not shared:
         number_segments_from((job.number << 32) + 1)
@@ -59,7 +59,7 @@ def _serve_seat(socket_fd: int, arguments: bytes) -> None:
 
 
 def _serve(socket_fd: int, job: Job, host: Host | None = None) -> None:
-    """`host`: for the others that this process runs once the first instance is open."""
+    """`host`: serves the other instances of this process, once the first instance is open."""
     guard = RouteGuard()
     with socket.socket(fileno=socket_fd) as sock:
         sock.setblocking(True)

@@ -3,16 +3,16 @@
 Decides the form of each message. Messages are datagrams of at most `MESSAGE_BYTES_MAX` bytes; a longer one is written
 to shared memory and announced by SPILLED. Tensors are always in shared memory (memory/arena.py), and messages have
 their positions. A message is a sequence of unsigned 64-bit numbers, called words: the first has its kind and the number
-of words, the others follow; then a text in UTF-8, where one is needed. Every list is preceded by its length or is the
-rest of its message, and each decoder checks that what it reads is the whole message: any bytes are decoded, or they
+of words, the others follow; then a text in UTF-8, if the message has one. Every list is preceded by its length or is
+the rest of its message, and each decoder checks that it has read the whole message: any bytes are either decoded, or
 raise `Garbled`. Nothing is decoded by `pickle` or `marshal`, except the arguments with which the server starts a
 process (`Job`), which that process trusts as it trusts its own command line. A worker process runs third-party code, so
 the server checks every number that it receives, and a worker process that receives an invalid message ends.
 
 RUN has a batch's inputs, requests and route (`RunMessage`). The server writes the message for the first stage of a
 route, each worker process the one for the next stage. The parts that a stage does not read (the updates for later
-stages, PASSED, the facts of the requests) are handed on as they are. What the stages made is also sent to the server,
-which trusts no worker process:
+stages, PASSED, the facts of the requests) are handed on unchanged. The results of the stages are also sent to the
+server, which trusts no worker process:
 
   PASSED    for each stage: kept gathered_ns computed_ns segment offset outputs (offset nbytes dimensions dim...)...
 
@@ -57,10 +57,10 @@ from flowserve.values import Request, TensorSpec
 # What a worker process runs: an instance, with a pickled `Job`; or one function, with a pickled `Remote`.
 SERVE: Final = "flowserve.backends.worker.main:serve"
 RUN_TASK: Final = "flowserve.backends.worker.main:run_task"
-# The exit status of a process that lost its GPU, far from those that programs end with.
+# The exit status of a process that lost its GPU, unlike usual statuses of programs.
 LOST_GPU: Final = 86
 MESSAGE_BYTES_MAX: Final = 32 * 1024
-# Of one error's text; at six bytes each still no longer than a message.
+# Characters of one error's text; at six bytes each, they still fit into a message.
 ERROR_CHARACTERS_MAX: Final = 4096
 # Room for the one descriptor that a message may carry.
 ANCILLARY_BYTES: Final = 64
@@ -122,7 +122,7 @@ SEGMENT: Final = 3
 #   it failed, its parameters, or null if it is rescheduled; under "" the notes about the outputs (`encode_notes`), and
 #   under RAISED [kind, text, traceback] of what the model raised after it had responded to some members; the others
 #   have RAISED as their error}
-#   PASSED: what the `stages` before this one made, in a route
+#   PASSED: the results of the `stages` before this one, in a route
 #   kept: whether the model still holds views of this batch's inputs; GONE follows when it has released them
 #   outputs: for each output NOTHING, or
 #     TOGETHER offset nbytes absent member... dimensions dim...    contiguous, without the absent members
@@ -139,7 +139,7 @@ GONE: Final = 6
 SPILLED_OUT: Final = 7
 # RETURNED number stages PASSED: a batch of a route was not run here: it was cancelled, or its inputs do not fit
 RETURNED: Final = 15
-# CANCELLED number stages PASSED: the reply to CANCEL: what the batch made here, if it was run (one stage or none)
+# CANCELLED number stages PASSED: the reply to CANCEL: the results of the batch here, if it was run (one stage or none)
 CANCELLED: Final = 19
 # ... from a decoupled model, at any time; its DONE has NOTHING for every output
 # ANSWER number member infer_ns output_ns rows segment offset nbytes outputs..., and TEXT parameters, or [parameters,
@@ -195,8 +195,8 @@ PLAIN_FACTS: Final = request_facts(Request({}))
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a worker process is to be, as it is pickled to the process at its start: `remote` makes the instance, the
-    rest is what that takes and gives. `number` is the process's own among all of a server.
+    """The job of a worker process, pickled to the process at its start: `remote` makes the instance, the other fields
+    describe its tensors and its process. `number` is unique among the processes of a server.
     """
 
     model: str
@@ -210,7 +210,7 @@ class Job:
 
 
 class Garbled(ValueError):
-    """A message that cannot be right."""
+    """An invalid message."""
 
 
 NOTHING: Final = 0
@@ -221,7 +221,7 @@ _WORD_END: Final = 1 << 64
 
 
 class _Forms(dict[int, struct.Struct]):
-    """Of a message of so many words; kept for the lengths of nearly all messages."""
+    """The struct of a message by its number of words; cached for the lengths of nearly all messages."""
 
     def __missing__(self, count: int) -> struct.Struct:
         form = struct.Struct(f"<{count}Q")
@@ -304,8 +304,8 @@ def encode_notes(notes: OutputNotes) -> list[Any]:
 
 
 def decode_notes(text: Any, outputs: Collection[str], members: int) -> OutputNotes | None:
-    """The notes whose `encode_notes` a worker process sent about `outputs` of so many members; None for none. Raises
-    Garbled.
+    """The notes whose `encode_notes` a worker process sent about `outputs`, for a batch with this number of `members`;
+    None for none. Raises Garbled.
     """
     if text is None:
         return None
@@ -346,14 +346,14 @@ def descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
     return fds.tolist()
 
 
-# Where a column is: the place (segment, offset, bytes, shape) of one tensor of all members; a list with a place, or
+# The place of a column: (segment, offset, bytes, shape) of one tensor of all members; a list with such a place, or
 # None, for each member; or None. The segment is 0 where there are no bytes.
 ColumnPlace = Any
 
 
 class Stage(NamedTuple):
-    """What a stage of a route made, as the server receives it: the times, the block, and for each output its offset
-    there, its bytes and its shape. `kept`: the model keeps inputs.
+    """The results of a stage of a route, as the server receives them: the times, the block, and for each output its
+    offset there, its bytes and its shape. `kept`: the model keeps inputs.
     """
 
     kept: int
@@ -388,7 +388,7 @@ class RunMessage(NamedTuple):
     text: bytes
 
 
-# Without the call of Python that a constructor is.
+# Faster than the constructor, which is a Python function.
 make_stage: Callable[[Sequence[Any]], Stage] = partial(tuple.__new__, Stage)
 _make_message: Callable[[Sequence[Any]], RunMessage] = partial(tuple.__new__, RunMessage)
 
@@ -499,7 +499,7 @@ def decode_run(words: Sequence[int], text: bytes) -> RunMessage:
 _STARTS: Final = 1
 _ENDS: Final = 2
 _IS_TEXT: Final = 4  # the sequence id
-_IS_LARGE: Final = 8  # the sequence id is a number that is no word
+_IS_LARGE: Final = 8  # the sequence id is a number that does not fit into a word
 
 
 def encode_about(facts: Sequence[Sequence[Any]] | None, contexts: Sequence[Sequence[str]]) -> tuple[list[int], bytes]:
@@ -510,7 +510,7 @@ def encode_about(facts: Sequence[Sequence[Any]] | None, contexts: Sequence[Seque
 
     The strings in the text, whose lengths are the last words: of all members their ids, their sequence ids where these
     are no words, and their parameters as JSON where they have any; then the contexts of each stage. Raises Internal for
-    what is no text, number or boolean.
+    a value that is no text, number or boolean.
     """
     texts: list[str] = []
     words: list[int] = []
@@ -534,14 +534,14 @@ def encode_about(facts: Sequence[Sequence[Any]] | None, contexts: Sequence[Seque
         words = [members, facts is not None, len(contexts), *words, *map(len, texts)]
         return words, "".join(texts).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError):
-        pass  # raised in here, the error would hold these frames, and the batch, by its context
+        pass  # not raised here: its context would reference these frames, and the batch
     raise Internal("a request holds a parameter that is no text, number or boolean")
 
 
 def decode_about(
     words: Sequence[int], text: bytes, members: int
 ) -> tuple[Sequence[Sequence[Any]] | None, Sequence[Sequence[str]]]:
-    """The facts and contexts that `encode_about` wrote for a batch of so many members. Raises Garbled."""
+    """The facts and contexts that `encode_about` wrote for a batch with this number of `members`. Raises Garbled."""
     try:
         count, has_facts, stages = words[:3]
         if count != members or has_facts > 1:
@@ -582,8 +582,8 @@ def _facts(words: Sequence[int], texts: Sequence[str]) -> tuple[Any, ...]:
 
 
 class RouteHop(NamedTuple):
-    """How a route goes on from a stage: to `peer`, a process or an instance of the same one, which computes `outputs`;
-    its inputs are outputs of earlier stages, each as (stage, output).
+    """The next stage of a route: in `peer`, a process or an instance of the same one, which computes `outputs`; its
+    inputs are outputs of earlier stages, each as (stage, output).
     """
 
     peer: int
@@ -592,7 +592,9 @@ class RouteHop(NamedTuple):
 
 
 def decode_route(words: Sequence[int]) -> tuple[int, RouteHop, Sequence[int]]:
-    """The route of a ROUTE message, how it goes on, and the routes that are not used any more. Raises IndexError."""
+    """The number of the route in a ROUTE message, its next stage, and the routes that are no longer used. Raises
+    IndexError.
+    """
     number, peer, wanted = words[1:4]
     at = 4 + wanted
     outputs = tuple(words[4:at])

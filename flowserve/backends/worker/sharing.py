@@ -1,13 +1,13 @@
-"""One process for several instances, so that they share what is large: a library with a loaded file.
+"""One process for several instances, so that they share a library with a loaded file, which is large.
 
-Decides which process serves an instance whose `Remote` says `shared`: the first one hosts, and each later one hands its
-socket over to it and lives on without work, so that the server can still kill, reap and restart the process of each
-instance. A seat of the host, a thread of its own, then drives that instance as its own process would: a batch takes the
-same way and the same time.
+Decides which process serves an instance whose `Remote` is `shared`: the first one is the host; each later one hands its
+socket over to the host and stays alive without work, so that the server can still kill, reap and restart the process of
+each instance. A seat of the host, which is a thread, then drives that instance as its own process would, with the same
+messages and in the same time.
 
 If the host ends, or its own instance is closed, every process that has handed over ends; the server starts them again
 unless the model is unloaded, and the first of them is the next host. If a process that has handed over is killed, its
-seat ends; where that does not happen soon, since it hangs in a run, the host ends.
+seat ends; if that does not happen soon, because it hangs in a run, the host ends.
 
 The processes find each other by an abstract socket, whose name is derived from the secret in `shared`; each side checks
 the user of the other, and the host also the secret. It does not know what an instance runs. Called by main.py.
@@ -33,13 +33,13 @@ log = logging.getLogger("flowserve.child")
 
 Serve = Callable[[int, bytes], None]
 
-_TAKEN: Final = b"\1"  # to a process that has handed over, when its instance is in the host
-_REGULAR: Final = b"\0"  # ... and when that was closed
+_TAKEN: Final = b"\1"  # sent to a process that has handed over, when the host has its instance
+_REGULAR: Final = b"\0"  # ... and when its instance was closed
 _LENGTHS: Final = struct.Struct("<2Q")  # of the secret and of the arguments, which follow
 _ARGUMENTS_MAX: Final = 1 << 28
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 _RETRY_S: Final = 0.01
-_END_S_MAX: Final = 1.0  # for the seat of a process that has ended
+_END_S_MAX: Final = 1.0  # limit for the seat of a process that has ended
 
 
 def claim_host(secret: str) -> socket.socket | None:
@@ -57,12 +57,12 @@ def claim_host(secret: str) -> socket.socket | None:
 
 
 def hand_over(socket_fd: int, arguments: bytes, secret: str) -> bool:
-    """Have the host serve this process's instance, and wait until it is over. False if there is no host any more.
-    Raises SystemExit if the host has ended meanwhile.
+    """Let the host serve this process's instance, and wait until that is over. False if there is no host. Raises
+    SystemExit if the host has ended meanwhile.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as host:
         is_taken = False
-        with suppress(OSError):  # it has just ended, or is about to listen
+        with suppress(OSError):  # the host has just ended, or is about to listen
             host.connect(_address(secret))
             if _is_same_user(host):
                 key = secret.encode()
@@ -91,7 +91,7 @@ class Host:
         self._selector.register(listener, selectors.EVENT_READ, None)
 
     def start(self) -> None:
-        """From now on others may hand over. Ends with the process."""
+        """Accept other instances from now on. Ends with the process."""
         threading.Thread(target=self._run, name="flowserve seats", daemon=True).start()
 
     def _run(self) -> None:
@@ -149,7 +149,7 @@ class Host:
         try:
             self._serve(socket_fd, arguments)
         except SystemExit:
-            pass  # it said why: its process ends with an error
+            pass  # the error was reported: the process of the instance ends with it
         except Exception:
             log.exception("a shared instance failed")
         else:

@@ -1,6 +1,6 @@
 """A worker process of a decoupled model: responses are sent when the model sends them, on any thread.
 
-Decides that a thread of its own reads the socket, since the thread that runs the model may block in a send until a
+Decides that a separate thread reads the socket, because the thread that runs the model may block in a send until a
 message arrives; a model with one response per request does not need that thread. Responses are placed and sent one at a
 time. Everything else about a worker is in main.py.
 
@@ -29,7 +29,7 @@ from flowserve.memory.release import Idle
 
 log = logging.getLogger("flowserve.child")
 WorkerMessage = tuple[int, tuple[int, ...], bytes]
-_EARLY_MAX: Final = 4096  # grants that arrived before their batch; only the next batch can have some
+_EARLY_MAX: Final = 4096  # grants that arrived before their batch; only those of the next batch can
 
 
 class StreamDriver(Driver):
@@ -43,7 +43,7 @@ class StreamDriver(Driver):
         self._early: dict[tuple[int, int], int] = {}
         self._unwanted: set[tuple[int, int]] = set()  # cancelled, perhaps before their batch arrived
         self._goes_on: dict[tuple[int, int], tuple[int, int]] = {}  # members of the next batch
-        self._given_back: dict[tuple[int, int], WorkerSender] = {}  # of requests that run again
+        self._given_back: dict[tuple[int, int], WorkerSender] = {}  # senders of requests that run again
         self._one_by_one = threading.Lock()
         self._executor = threading.current_thread()
 
@@ -91,7 +91,7 @@ class StreamDriver(Driver):
 
     def _withdrawn(self, key: tuple[int, int]) -> None:
         if len(self._unwanted) < _EARLY_MAX:
-            self._unwanted.add(key)  # first: another thread may make the sender now
+            self._unwanted.add(key)  # first, because another thread may create the sender now
         sender = self._senders.get(key)
         if sender is not None:
             sender.withdraw()
@@ -119,7 +119,7 @@ class StreamDriver(Driver):
         results = self._instance.run(work, self._clock)
         for m in results.rescheduled:
             self._given_back[senders[m].key] = senders[m]
-            if senders[m].is_cancelled():  # meanwhile
+            if senders[m].is_cancelled():  # cancelled meanwhile
                 self._given_back.pop(senders[m].key, None)
         text = dict.fromkeys(results.rescheduled) or None
         return text, (results.gathered_ns, results.computed_ns), Placed(0, 0, 0, [None] * len(self._job.outputs))
@@ -177,7 +177,7 @@ class WorkerSender(CreditSender):
         self._quietly(partial(self._server.answer, *self.key, sent))
 
     def _tell_over(self, error: FlowserveError | None, *, is_empty: bool = False) -> None:
-        if not self._is_over:  # the model's exception after that is the batch's, not this request's
+        if not self._is_over:  # a later exception of the model belongs to the batch, not to this request
             self._is_over = True
             self._quietly(partial(self._server.over, *self.key, error, is_empty=is_empty))
 

@@ -5,15 +5,15 @@ Decides how tensors in shared memory become arrays, and when their pages are res
 model may write to its inputs, and only the pages of its own process change. After the run the written pages are
 discarded, since a block that is reused would show them. If the model keeps an input (a view of it is alive, as its
 reference count shows), its pages stay, and the server is notified once the model has released it. A later tensor at the
-same place is copied past those pages. An input of a few kilobytes is copied instead, which costs less than the look
-into the page table after the run: it belongs to the model.
+same place is copied, bypassing those pages. An input of a few kilobytes is copied instead, which costs less than the
+check of the page table after the run; the model owns the copy.
 
 Decides how the members' outputs are written into one block of this process's own shared memory: contiguously, so that
-the next model reads them as one array. This is the only time that an output is copied, however it was made. A member
-without an output leaves no gap. Strings are written in Triton's BYTES encoding.
+the next model reads them as one array. This is the only copy of an output, whatever made it. A member without an output
+leaves no gap. Strings are written in Triton's BYTES encoding.
 
-It does not know what is done with the inputs, how outputs came about, nor which process reads them. Called by
-driver.py, and by streaming.py under a lock.
+It does not know how inputs are used, how outputs are computed, nor which process reads them. Called by driver.py, and
+by streaming.py under a lock.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ Range = tuple[Segment, int, int]
 @dataclass(slots=True, eq=False)
 class Run:
     """The arrays of one batch over memory that other processes wrote, and the range of each. If the model keeps some
-    after the run, `leases` are those, and `ended` those that it has released since: a list, as its append is atomic.
+    after the run, `leases` are those, and `ended` those that it has released since; `ended` is a list because its
+    append is atomic.
     """
 
     number: int
@@ -80,14 +81,14 @@ class InputReader:
         self.gone: deque[int] = deque()  # numbers of runs whose inputs the model has released
 
     def attach(self, number: int, fd: int) -> None:
-        """Memory that inputs will be in. Takes `fd`."""
-        if number in self._segments:  # the server and another process may both show it
+        """Attach memory for inputs. Takes ownership of `fd`."""
+        if number in self._segments:  # both the server and another process may have sent it
             os.close(fd)
             return
         self._segments[number] = Segment.read_private(fd, number)
 
     def detach(self, numbers: Sequence[int]) -> None:
-        """These segments hold no inputs any more."""
+        """Detach segments, which hold no inputs any more."""
         for number in numbers:
             self._segments.pop(number, None)
 
@@ -155,7 +156,7 @@ class InputReader:
         if not nbytes:
             return np.empty(shape, dtype.numpy)
         segment = self._segments[number]
-        memory: Any = segment.map  # the array is no view of another: the model's views have it as base
+        memory: Any = segment.map  # not a view of another array, so that the model's views have it as base
         start = offset
         if self._held and self._holder((segment, offset, offset + nbytes)):
             memory, start = np.empty(nbytes, np.uint8), 0
@@ -174,19 +175,19 @@ class InputReader:
     def _ended(self, run: Run, lease: object) -> None:
         """A lease has ended, on any thread."""
         run.ended.append(lease)
-        # Of two threads that release the last leases, the first goes on.
+        # If two threads release the last leases, only the first continues.
         if len(run.ended) == len(run.leases) and self._held.pop(run.number, None) is not None:
             self.forget_writes(run)
             self.gone.append(run.number)
             self._let_go()
 
     def forget_writes(self, run: Run) -> None:
-        """Discard what the model wrote to the inputs of a run."""
+        """Discard the model's writes to the inputs of a run."""
         for piece in run.ranges:
             while self._held and (holder := self._holder(piece)):
                 holder.ranges.append(piece)  # they share a page, which is reset when both have ended
                 if holder.number in self._held:
-                    break  # else the holder ended at this moment, perhaps without this range
+                    break  # otherwise the holder ended at this moment, perhaps without this range
             else:
                 if self._pages.is_written(*piece):
                     piece[0].forget_writes(piece[1], piece[2])
@@ -208,7 +209,7 @@ def _holders(arrays: list[Array]) -> int:
     return 0
 
 
-# That count without any other reference. Measured, since it differs between versions of Python.
+# That count if there is no other reference. Measured, because it differs between versions of Python.
 _ALONE = _holders([np.empty(0)])
 
 
@@ -221,7 +222,7 @@ class Together(NamedTuple):
     shape: tuple[int, ...]
 
 
-# Without the call of Python that a constructor is.
+# Faster than the constructor, which is a Python function.
 _together: Callable[[tuple[int, int, Sequence[int], tuple[int, ...]]], Together] = partial(tuple.__new__, Together)
 # One output: contiguous; or for each member None or (form, offset, bytes, shape), see DONE in protocol.py; or of no
 # member.
@@ -229,7 +230,7 @@ Output = Together | list[tuple[int, int, int, tuple[int, ...]] | None] | None
 
 
 class Placed(NamedTuple):
-    """The outputs of a batch in a block of `nbytes` bytes; segment and offset are 0 where there are none."""
+    """The outputs of a batch in a block of `nbytes` bytes; segment and offset are 0 if there are none."""
 
     segment: int
     offset: int
@@ -262,7 +263,7 @@ NOTHING_PLACED: Final = Placed(0, 0, 0, ())
 
 class OutputWriter:
     """The memory that this process writes for the server. `show` is called with each of its segments before the first
-    use. `arena`: shared memory, or what is sent instead.
+    use. `arena`: shared memory, or the block of a frame.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], show: Callable[[Segment], None], arena: Any = None) -> None:
@@ -280,7 +281,7 @@ class OutputWriter:
         """Write a message that is too long for a datagram. Its segment, offset and length."""
         segment, offset = self.arena.take(len(message))
         if segment.number not in self._shown:
-            self._shown[segment.number] = segment  # before: another thread may be told to show it again
+            self._shown[segment.number] = segment  # before: another thread may have to send it again
             self._show(segment)
         segment.memory[offset : offset + len(message)] = np.frombuffer(message, np.uint8)
         return [segment.number, offset, len(message)]
@@ -304,7 +305,7 @@ class OutputWriter:
                     outputs.append(None)
                     continue
                 absent = [m for m, tensor in enumerate(column) if tensor is None]
-                for array in arrays:  # another data type, or no rows: the outputs of a batch are not one tensor
+                for array in arrays:  # another data type or no rows: the outputs do not form one tensor
                     is_apart = is_apart or array.dtype != spec.dtype.numpy or 0 in array.shape[:1]
             if is_apart:
                 apart, size = _plan_apart(spec, column, size, writes)
@@ -332,7 +333,7 @@ class OutputWriter:
             return _placed((0, 0, 0, outputs))
         segment, offset = self.arena.take(size)
         if segment.number not in self._shown:
-            self._shown[segment.number] = segment  # before: another thread may be told to show it again
+            self._shown[segment.number] = segment  # before: another thread may have to send it again
             self._show(segment)
         for start, arrays in writes:
             segment.write(offset + start, arrays)

@@ -35,7 +35,7 @@ def unpack_environment(archive: str, folder: str) -> None:
     top = os.path.realpath(folder)
     try:
         with tarfile.open(archive) as tar:
-            tar.extraction_filter = lambda member, path: member  # `_check` does it: not every Python has filters
+            tar.extraction_filter = lambda member, path: member  # `_check` does this: some Pythons have no filters
             for member in tar:
                 _check(member, top)
                 tar.extract(member, top)
@@ -75,5 +75,5 @@ def _run_conda_unpack(folder: Path) -> None:
     if not (python.is_file() and script.is_file()):
         return
     done = subprocess.run([python, script], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if done.returncode:  # not an error: Triton never runs the script, and most environments work without it
+    if done.returncode:  # not an error: Triton never runs the script, and most environments work without
         log.warning("%s failed: %s", _CONDA_UNPACK, (done.stderr or done.stdout).strip()[-400:])

@@ -1,9 +1,9 @@
 """Admission control for one deployment: response cache, concurrency limit, deadline.
 
-Decides which requests enter a deployment's graph. A request whose response is cached does not enter. A request equal
-to one in flight waits for that response. Other requests enter within the limits; beyond them they wait or are
-refused. All requests end at their deadline. Most deployments have neither limits nor a cache, and then no controller. A
-call from another model never waits here, since it might wait for its own caller: it counts, and enters at once.
+Decides which requests enter a deployment's graph. A request whose response is cached does not enter. A request equal to
+one in flight waits for that response. Other requests enter within the limits; beyond them they wait or are refused. All
+requests end at their deadline. Most deployments have neither limits nor a cache, and then no controller. A call from
+another model never waits here, because it might wait for its own caller: it is counted, and enters at once.
 
 Decides the key of a cached response too (128 bits over all that a response may depend on), and that the least recently
 used responses are evicted first, by bytes. A cached response owns its memory, so that it keeps no block of a batch
@@ -102,9 +102,7 @@ _loads = count(1)
 
 
 def served_by(key: ModelKey) -> Served:
-    """The part of the keys that says which load of a model or ensemble responds: a reloaded one may respond
-    differently.
-    """
+    """The part of the keys that identifies the load of a model or ensemble: a reloaded one may respond differently."""
     return key.name, key.version, next(_loads)
 
 
@@ -187,14 +185,14 @@ class AdmissionController:
         self._clock = clock
         self.inside = 0
         self.nbytes = 0
-        self._sizes: dict[Flow, int] = {}  # of the requests inside
-        self._waiting: OrderedDict[Flow, int] = OrderedDict()  # by arrival, with their bytes
+        self._sizes: dict[Flow, int] = {}  # the bytes of the requests inside
+        self._waiting: OrderedDict[Flow, int] = OrderedDict()  # requests by arrival, with their bytes
         self._flights: SingleFlight[Flow] = SingleFlight()
-        self._missed: dict[Flow, tuple[bytes, int]] = {}  # of the leaders: the key, and how long its lookup took
+        self._missed: dict[Flow, tuple[bytes, int]] = {}  # by leader: the key, and how long its lookup took
         self._following: set[Flow] = set()  # requests that are answered without running
         self._keeps_order = keeps_order and cache is not None
         self._arrived: deque[Flow] = deque()  # if the order is kept: the unanswered requests in order of arrival
-        self._known: dict[Flow, CachedResponse] = {}  # the cached responses of those among them that need not run
+        self._known: dict[Flow, CachedResponse] = {}  # cached responses of requests in `_arrived` that need not run
         self._is_answering = False
 
     def enter(self, flow: Flow) -> None:
@@ -235,7 +233,7 @@ class AdmissionController:
         self._limit_time(flow)
 
     def leave(self, flow: Flow, *, is_answered: bool = True) -> bool:
-        """A request is over; not `is_answered`: its caller left. Returns whether it is counted already."""
+        """A request is over; `is_answered` False: its caller left. Returns whether it is counted already."""
         is_counted = False
         self._make_room(flow)
         if flow in self._following:
@@ -266,8 +264,8 @@ class AdmissionController:
         self._limit_time(flow)
 
     def _limit_time(self, flow: Flow) -> None:
-        """Set the deadline of the request: the graph's, or the request's own timeout if that is earlier. If timeouts
-        are answered, that of its model's queue is a deadline too.
+        """Set the deadline of the request: the graph's, or the request's own timeout if that is earlier. If requests
+        are answered at their timeout, the timeout of its model's queue is a deadline too.
         """
         options = self._options
         if not (options.deadline_ms or options.answers_at_timeout):
@@ -398,8 +396,8 @@ class AdmissionController:
                 self._share(follower, response)
 
     def _stop_leading(self, flow: Flow) -> None:
-        """A leader is over without a response for others. An error is neither cached nor shared: each follower then
-        runs by itself. If only the leader's caller left, the next follower leads.
+        """A leader is over without a response for its followers. An error is neither cached nor shared: each follower
+        then runs by itself. If the leader's caller left, the next follower leads.
         """
         missed = self._missed.pop(flow, None)
         if missed is None:

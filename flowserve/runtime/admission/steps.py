@@ -2,7 +2,7 @@
 
 Decides what is in the key of a step, and that tensors in device memory are neither looked up nor kept. Entries are
 those of the model's own requests (`controller`): a step and a request with the same inputs answer each other. Steps
-share the tensors of an entry, which are read-only: a model that may write into its inputs gets a copy of such ones. The
+share the tensors of an entry, which are read-only: a model that may write into its inputs gets a copy of them. The
 scheduler decides which step runs, and which waits for an equal one. Called by the engine, for models with a cache only.
 """
 
@@ -38,7 +38,7 @@ def look_up_all(lookups: Iterable[Lookup]) -> None:
     for queue, ticket in lookups:
         try:
             queue.cache.look_up(queue, ticket)
-        except Exception:  # it concerns one request; the others go on
+        except Exception:  # it concerns one request; the others continue
             name = queue.key.name
             log.exception("a step of model '%s' could not be looked up", name, extra=_fields(ticket, name))
 
@@ -85,7 +85,7 @@ class StepCache:
         self._scheduler.run_step(ticket, key, now_ns)
 
     def keep(self, batch: Batch, results: Results) -> None:
-        """Cache what the steps of a batch made, and answer the steps that wait for it. Called before the scheduler
+        """Cache the results of a batch's steps, and answer the steps that wait for them. Called before the scheduler
         completes the batch.
         """
         for m, ticket in enumerate(batch.tickets):

@@ -1,8 +1,8 @@
 """The engine embedded in a program that runs on trio: names and arrays in, arrays out.
 
-Decides the ownership of arrays between program and models (inputs are lent for the time of a request and never written
-to; outputs own their memory), how lists become arrays, and that opening loads all models or fails with every reason.
-The caller decides where models come from; engine.py decides how requests run. Callers: `authoring`, and
+Decides the ownership of arrays between program and models (inputs are lent for the duration of a request and never
+written to; outputs own their memory), how lists become arrays, and that opening loads all models or fails with every
+reason. The caller decides where models come from; engine.py decides how requests run. Callers: `authoring`, and
 engine_thread.py for programs that do not run on trio.
 """
 
@@ -109,7 +109,7 @@ class AsyncEngine:
 
 
 def engine_of(embedded: AsyncEngine) -> Engine:
-    """The engine itself. It is no attribute that a user's editor would offer."""
+    """The engine itself. A function, so that editors do not offer it as an attribute of `AsyncEngine`."""
     return embedded._engine
 
 
@@ -198,7 +198,7 @@ def new_request(inputs: Mapping[str, ArrayLike], options: RequestOptions) -> Req
     given = {}
     for name, array in inputs.items():
         given[name] = lend(name, array) if isinstance(array, np.ndarray) else array
-    request = Request(given, **options)  # type: ignore[arg-type]  # `prepare` makes arrays of the lists
+    request = Request(given, **options)  # type: ignore[arg-type]  # `prepare` converts the lists to arrays
     if options:
         _check_numbers(request)
     return request
@@ -241,7 +241,9 @@ def lend(name: str, array: Array) -> Array:
 
 
 def to_array(name: str, value: object, spec: TensorSpec | None) -> Array:
-    """The array of nested lists, in the data type of the input. Raises Invalid, also where a value would change."""
+    """The array of nested lists, in the data type of the input. Raises Invalid, also if the conversion would change a
+    value.
+    """
     if not isinstance(value, list | tuple):
         raise Invalid(f"input '{name}' is a {type(value).__name__}; give a numpy array, or lists")
     dtype = None if spec is None else spec.dtype

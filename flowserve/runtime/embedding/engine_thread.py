@@ -1,8 +1,8 @@
 """An engine on a thread of its own, for programs that do not run on trio: blocking code, and asyncio.
 
-Decides that a private thread runs the engine's event loop, that the requests which other threads have made by one
-wake-up of that loop are begun together, that a caller which stops waiting withdraws its request, and that a blocking
-call on an event loop is refused. Does not know how requests run (engine/). Called by `authoring`.
+Decides that a private thread runs the engine's event loop, that all requests that other threads have submitted when the
+loop wakes up begin together, that a caller that stops waiting withdraws its request, and that a blocking call on an
+event loop is refused. Does not know how requests run (engine/). Called by `authoring`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 
 class Call:
-    """A request of another thread to the deployment `name` in `version`. That thread makes it and reads its `result`
-    after `on_end` was called, which happens on the engine's thread. `calls` contains it from `begin` to its end.
+    """A request of another thread to the deployment `name` in `version`. That thread creates it and reads its `result`
+    after `on_end` was called on the engine's thread. `calls` contains it from `begin` to its end.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Call:
         self._error: Exception | None = None
 
     def begin(self, engine: Engine) -> None:
-        """Submit it. An error of that is its result."""
+        """Submit the request. An error of that is its result."""
         if self._has_left:
             return
         self._engine = engine
@@ -75,8 +75,8 @@ class Call:
             flow.waiter = self._finished
 
     def leave(self) -> None:
-        """Its caller does not wait any more. No effect on one that is over. It may not have begun: trio calls what is
-        posted once before what `is_repeatable`.
+        """The caller no longer waits. No effect if the request is over. It may not have begun yet: trio runs functions
+        that are posted once before those that are `is_repeatable`.
         """
         self._has_left = True
         if self in self._calls and self._engine is not None and self._flow is not None:
@@ -84,7 +84,7 @@ class Call:
             self._engine.withdraw(self._flow)
 
     def end(self, error: Exception | None = None) -> None:
-        """It is over: notify its caller."""
+        """The request is over: notify its caller."""
         self._calls.discard(self)
         self._error = error
         self._on_end()
@@ -103,7 +103,7 @@ class Call:
 
     @property
     def is_large(self) -> bool:
-        """Whether `result` takes long."""
+        """Whether `result` has to decode large outputs, which takes long."""
         return any(isinstance(array, EncodedBytes) for array in self._outputs.values())
 
     def _finished(self, flow: Flow) -> None:
@@ -117,17 +117,19 @@ class Call:
 
 
 class EngineThread:
-    """The thread. `on_open` is called on it when all models are loaded, or could not be: then `error` is set."""
+    """The thread of an engine. `on_open` is called on it when all models are loaded, or when loading failed and `error`
+    is set.
+    """
 
     def __init__(self, embedding: AbstractAsyncContextManager[AsyncEngine], on_open: Callable[[], object]) -> None:
         self.error: BaseException | None = None
-        self.engine: AsyncEngine  # after `on_open`
+        self.engine: AsyncEngine  # set before `on_open` is called
         self.token: trio.lowlevel.TrioToken
         self._embedding = embedding
         self._on_open = on_open
         self._scope = trio.CancelScope()
-        self._new_calls: deque[Call] = deque()  # made by any threads
-        self._calls: set[Call] = set()  # begun; on this thread
+        self._new_calls: deque[Call] = deque()  # calls of other threads that have not begun
+        self._calls: set[Call] = set()  # calls that have begun; used on this thread
         self._is_over = False
         begun = threading.Event()
         # A daemon thread, so that a program that does not close the engine can end.
@@ -154,8 +156,8 @@ class EngineThread:
         return call
 
     def post(self, function: Callable[..., object], *arguments: Any, is_repeatable: bool = False) -> None:
-        """Call it on the engine's thread. `is_repeatable`: once is enough for several. Raises Unavailable after the
-        end.
+        """Call a function on the engine's thread. `is_repeatable`: several posts of it may be executed once. Raises
+        Unavailable after the end.
         """
         try:
             self.token.run_sync_soon(function, *arguments, idempotent=is_repeatable)
@@ -163,7 +165,7 @@ class EngineThread:
             raise Unavailable("the engine is closed") from None
 
     def close(self) -> None:
-        """Begin to close: requests in flight fail. May be called again; `join` waits for the end."""
+        """Start closing: requests in flight fail. May be called again; `join` waits for the end."""
         with suppress(Unavailable):
             self.post(self._scope.cancel)
 
@@ -207,7 +209,7 @@ class EngineThread:
                     await trio.sleep_forever()
         finally:
             self._is_over = True
-            for call in [*self._calls]:  # of instances that did not end in time
+            for call in [*self._calls]:  # calls to instances that did not end in time
                 call.end(Unavailable("the engine is closed"))
 
 
@@ -304,8 +306,8 @@ class BlockingEngine:
 
 
 class AsyncioEngine:
-    """The engine of a program on asyncio: what `async with flowserve.Engine(...)` gives there. Its methods are those of
-    `AsyncEngine`, and may be called on any loop of asyncio. Cancelling a caller withdraws its request.
+    """The engine of a program on asyncio: the result of `async with flowserve.Engine(...)` there. Its methods are those
+    of `AsyncEngine`, and may be called on any loop of asyncio. Cancelling a caller withdraws its request.
     """
 
     def __init__(self, thread: EngineThread) -> None:
@@ -365,7 +367,7 @@ class AsyncioEngine:
             self._thread.post(function)
 
     async def _run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Await it on the engine's thread. Cancelling the caller cancels it."""
+        """Await a coroutine function on the engine's thread. Cancelling the caller cancels it."""
         ended, scope = _Notice(), trio.CancelScope()
         results: list[T] = []
         errors: list[BaseException] = []
@@ -376,7 +378,7 @@ class AsyncioEngine:
                     results.append(await work())
             except Exception as error:  # raised in the caller's task
                 errors.append(error)
-            finally:  # also where the engine's loop ends
+            finally:  # also if the engine's loop ends
                 ended.give()
 
         def start() -> None:
@@ -452,14 +454,14 @@ async def _next(stream: Stream) -> dict[str, Array] | None:
 
 
 class _Notice:
-    """Given once on any thread, awaited on the loop of asyncio on which it was made."""
+    """An event that is set once, on any thread, and awaited on the loop of asyncio on which it was created."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.taken: asyncio.Future[None] = self._loop.create_future()
 
     def give(self) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nothing waits any more
+        with suppress(RuntimeError):  # the loop is closed: no task waits
             self._loop.call_soon_threadsafe(self._take)
 
     def _take(self) -> None:

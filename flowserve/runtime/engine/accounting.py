@@ -25,8 +25,8 @@ from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.spaces import SpaceFlow, skipped
 from flowserve.scheduling.streaming.iterations import StreamFlow
 
-# Why a queue gave a ticket up: no room or no time, the instance that had its sequence died, a request before it in its
-# sequence left. Anything else: the request did not fit, such as one that begins no sequence.
+# Why a queue refused or dropped a ticket: no room or no time, the instance with its sequence died, or an earlier
+# request of its sequence was cancelled. Other errors: the request was invalid, such as one that belongs to no sequence.
 _REASONS: Final = ((InstanceDied, BACKEND), (Unavailable, REJECTED), (Cancelled, CANCELED))
 
 
@@ -62,7 +62,7 @@ def record_batch(
         or (count > 1 and [ticket.queued_ns for ticket in tickets].count(queued_ns) != count)
     ):
         _record_each(statistics, batch, present, outcome, now_ns)
-    else:  # they became ready in one moment, as most batches do
+    else:  # all became ready at the same time, as in most batches
         statistics.ran(
             batch.rows or 1,
             count,
@@ -97,14 +97,14 @@ def record_batch(
 def record_stages(
     batch: Batch, made: Sequence[Results], has_failed: bool, now_ns: int, regathered: Sequence[int]
 ) -> None:
-    """Record what the stages of a batch's route made, one after the other. `has_failed`: the stage after them failed.
+    """Record the stages of a batch's route that have results, in order. `has_failed`: the stage after them failed.
     `regathered`: of the first stage.
     """
     route, rows = batch.route, batch.rows
     assert route is not None
     owner, count = batch.tickets[0].flow.owner, len(batch.tickets)
     last = len(made) - 1
-    inputs_ns = infers_ns = outputs_ns = 0  # of the stages that are recorded here
+    inputs_ns = infers_ns = outputs_ns = 0  # sums over the stages that are recorded here
     since_ns = made[0].computed_ns
     for i in range(1, last + 1):
         results = made[i]
@@ -134,9 +134,7 @@ def record_stages(
 
 
 def record_finished(flows: Sequence[Flow], now_ns: int) -> None:
-    """Record requests of ensembles that are over. What requests that stayed together have in common is recorded
-    once.
-    """
+    """Record requests of ensembles that are over. Requests that stayed in the same batches are recorded together."""
     owner: Any = None
     took = TOOK_NOTHING
     rows = 0
@@ -148,13 +146,13 @@ def record_finished(flows: Sequence[Flow], now_ns: int) -> None:
         if isinstance(flow, SpaceFlow):
             key = (flow.owner, flow.plan, *flow.spreads)
             spread[key] = spread.get(key, 0) + 1
-        elif isinstance(flow, StreamFlow) and flow.has_answers and not flow.is_answered:  # its first are its last
+        elif isinstance(flow, StreamFlow) and flow.has_answers and not flow.is_answered:  # the first is the last
             statistics.first_answered(total_ns)
         if flow.error is not None:
-            # Of a failed step, its model has counted the reason.
+            # The model of a failed step has counted the reason.
             statistics.failed(1, total_ns, REJECTED if isinstance(flow.error, DeadlineExceeded) else OTHER)
             continue
-        # How many inferences the request counts for.
+        # The number of inferences that the request counts as.
         here = len(next(iter(flow.request.inputs.values()), ())) or 1 if flow.plan.graph.max_batch_size else 1
         if flow.owner is not owner or flow.took is not took or here != rows:
             if totals:
@@ -168,7 +166,7 @@ def record_finished(flows: Sequence[Flow], now_ns: int) -> None:
 
 
 def _record_spaces(owner: Any, plan: Plan, spreads: Sequence[Any], requests: int) -> None:
-    """Record which rows the spaces of so many requests had, and which steps were skipped."""
+    """Record the rows of the spaces and the skipped steps of `requests` equal requests."""
     for n in skipped(plan, spreads):
         owner.traffic[n].skipped += requests
     for traffic, spread in zip(owner.space_traffic, spreads[1:], strict=True):
@@ -184,7 +182,7 @@ def _record_totals(owner: Any, rows: int, totals: Sequence[int], took: Sequence[
 
 
 def record_late(flow: Flow, *, is_running: bool, scheduler: Scheduler, now_ns: int) -> None:
-    """Record a request of a plain model whose deadline passed; its batch leaves it out if it `is_running`."""
+    """Record a request of a plain model whose deadline passed; if it `is_running`, its batch does not count it."""
     statistics: Statistics = flow.owner.statistics
     if not (is_running and leave_batch(flow, statistics, scheduler)):
         statistics.failed(1, now_ns - flow.arrived_ns, REJECTED)
@@ -197,8 +195,8 @@ def record_refused(statistics: Statistics, ticket: Ticket, error: FlowserveError
 
 
 def leave_batch(flow: Flow, statistics: Statistics, scheduler: Scheduler) -> bool:
-    """The caller of a request to a model, with these statistics, left after the request had left its queue. Returns
-    whether it is counted already; where it runs, its batch leaves it out.
+    """The caller of a model's request left after the request had left its queue. `statistics`: the model's. Returns
+    whether the request is counted already; if it is running, its batch does not count it.
     """
     queue = flow.queues[0]
     if queue.order is not None and queue.order.holds(flow):
@@ -209,7 +207,7 @@ def leave_batch(flow: Flow, statistics: Statistics, scheduler: Scheduler) -> boo
 
 
 def present_tickets(statistics: Statistics, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
-    """The tickets of a batch that is over whose callers are still there. The others are counted already."""
+    """The tickets of a completed batch whose callers still wait. The others are counted already."""
     left = statistics.left
     gone = left.intersection([ticket.flow for ticket in tickets])
     left -= gone
@@ -219,7 +217,7 @@ def present_tickets(statistics: Statistics, tickets: Sequence[Ticket]) -> Sequen
 def _record_each(
     statistics: Statistics, batch: Batch, present: Sequence[Ticket], outcome: Results, now_ns: int
 ) -> None:
-    """Record a batch whose members failed in part, or left, or waited for different times."""
+    """Record a batch of which some members failed or left, or whose members waited for different times."""
     durations = (
         outcome.gathered_ns - batch.started_ns,
         outcome.computed_ns - outcome.gathered_ns,
@@ -252,13 +250,13 @@ def _share_out(batch: Batch, results: Results) -> None:
         node.ran(batch.rows, share(results.placed, rows, batch.rows))
         taken, copied = share(results.taken, rows, batch.rows), share(results.copied, rows, batch.rows)
         for edge in node.edges:
-            nbytes = rows * edge.row_bytes or taken[edge.input]  # the tensors are not in the flows any more
+            nbytes = rows * edge.row_bytes or taken[edge.input]  # the flows no longer have the tensors
             edge.carried(nbytes, copied[edge.input] if copied else 0, out_of_one=False)
 
 
 def find_regathered(batch: Batch, copied: Sequence[int]) -> Sequence[int]:
-    """The inputs that came from one batch of another node, and were copied all the same. Called before the inputs of
-    the batch are released. `copied`: the copied bytes of each input.
+    """The inputs that came from one batch of another node, but were copied. Called before the inputs of the batch are
+    released. `copied`: the copied bytes of each input.
     """
     tickets = batch.tickets
     node: NodeTraffic = tickets[0].flow.owner.traffic[tickets[0].node.index]
@@ -281,7 +279,7 @@ def _came_out_of_one_batch(edge: EdgeTraffic, tickets: Sequence[Ticket]) -> bool
 
 
 def _tensors(tickets: Sequence[Ticket], i: int) -> list[Tensor]:
-    """The model's i-th input of these tickets. A request whose caller left has no tensors any more."""
+    """The model's i-th input of these tickets. A request whose caller left has none."""
     return [
         tensor
         for ticket in tickets

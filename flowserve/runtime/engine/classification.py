@@ -1,7 +1,7 @@
 """The classification extension: an output as its largest values, each with its index and its label.
 
-Decided here: how "value:index:label" reads, which data types can be ranked, and how ties fall (the lower index first).
-Labels are the deployment's; which output a client wants ranked, and how deep, the front ends read.
+Decides the text "value:index:label", which data types can be ranked, and the order of equal values (the lower index
+first). The deployment has the labels; the front ends read which outputs a client wants ranked, and how many classes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from flowserve.errors import Invalid
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.values import BY_NUMPY, Array, DType, Response
 
-ELEMENTS_MAX: Final = 1_000_000  # of one row, and classes of all: ranking is work for the loop
+ELEMENTS_MAX: Final = 1_000_000  # limit of one row, and of all classes: ranking runs on the event loop
 _UNRANKED: Final = frozenset({DType.BOOL, DType.BYTES, DType.FP16, DType.BF16})
 
 
 def check_classifiable(name: str, dtype: DType) -> None:
-    """Raises `Invalid` where an output of this type has no largest values."""
+    """Raises `Invalid` if values of this type have no order."""
     if dtype in _UNRANKED:
         raise Invalid(
             f"class result not available for output due to unsupported type '{dtype}' (output '{name}'); "
@@ -68,15 +68,15 @@ def classify(name: str, array: Array, count: int, labels: Sequence[str], *, batc
 
 
 def _largest(values: Array, depth: int) -> Array:
-    """Indices of the `depth` largest values, in order. Stable, so that equal ones come in theirs."""
-    # NaN stays NaN, which is sorted last. Integers with their bits turned over are in the opposite order, and nothing
-    # overflows, signed or not.
+    """Indices of the `depth` largest values, largest first. Stable: equal values keep their order."""
+    # NaN stays NaN, which is sorted last. Inverting the bits of integers reverses their order, and does not overflow,
+    # signed or not.
     keys = -values if values.dtype.kind == "f" else ~values
     return np.argsort(keys, kind="stable")[:depth]
 
 
 def _class(value: object, index: int, labels: Sequence[str]) -> bytes:
-    # As C++ prints it: six decimals for fractions, none for integers.
+    # As C++ prints numbers: six decimals for floats, none for integers.
     number = f"{value:f}" if isinstance(value, float) else str(value)
     label = f":{labels[index]}" if index < len(labels) and labels[index] else ""
     return f"{number}:{index}{label}".encode()

@@ -53,7 +53,7 @@ from flowserve.scheduling.streaming.iterations import InflightSlots, StreamFlow,
 from flowserve.values import BY_NUMPY, Array, Request, TensorSpec, fits, shape_text
 
 _PLANS_MAX: Final = 64
-# Triton's text, as its HTTP endpoint begins it.
+# Triton's text, the beginning of its HTTP endpoint's error.
 ONE_ANSWER: Final = "HTTP end point doesn't support models with decoupled transaction policy"
 MakeFlow = Callable[..., Flow]
 NO_LABELS: Final[Mapping[str, Sequence[str]]] = {}
@@ -77,14 +77,14 @@ class Deployments:
         self._supervisor = supervisor
         self.entries: dict[str, Entry] = {}
         self.is_draining = False
-        self.is_leaving = False  # not ready, because a drain follows
+        self.is_leaving = False  # not ready, because a drain is about to begin
         self.not_loaded: Collection[str] = ()  # models in the repository that can be loaded
         self.is_loaded = False  # True: loading is over, and the state of each entry decides readiness
         self._statistics: dict[ModelKey, Statistics] = {}
         self._make_statistics = summarising(clock) if options.summaries else Statistics
         self._cache: ResponseCache | None = None if options.cache_bytes is None else LruCache(options.cache_bytes)
 
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ queries
 
     @property
     def is_live(self) -> bool:
@@ -105,8 +105,8 @@ class Deployments:
         )
 
     def outage(self, deployment: Deployment) -> str:
-        """Why a loaded deployment cannot serve just now, or "": no instance of a model it needs lives or can work, or
-        it is on a GPU that is lost.
+        """Why a loaded deployment cannot serve at present, or "": no instance of a model that it needs is available, or
+        it is on a lost GPU.
         """
         why = lost()
         if why and any(worker.is_on_gpu for queue in deployment.queues for worker in queue.instances):
@@ -158,8 +158,9 @@ class Deployments:
         return meant(name, (name for name, entry in self.entries.items() if entry.ready))
 
     def index(self, ready_only: bool = False) -> list[dict[str, str]]:
-        """Rows of the repository index: one per version that serves, or that did before its name was withdrawn,
-        and one per name that never served."""
+        """Rows of the repository index: one per version that is served, or was served before its name was withdrawn,
+        and one per name that was never served.
+        """
         rows: list[dict[str, str]] = []
         for name, entry in sorted(self.entries.items()):
             reason = {"reason": entry.reason} if entry.reason else {}
@@ -175,11 +176,11 @@ class Deployments:
         return rows
 
     def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
-        """Rows of the statistics extension: of one name, one version, or of everything that is ready."""
+        """Rows of the statistics extension: for one name, one version, or all that are ready."""
         return [self._with_others(row) for row in self._rows(name, version)]
 
     def _with_others(self, row: dict[str, Any]) -> dict[str, Any]:
-        """A row with what another server counted, where the model runs there."""
+        """A row with the other server's counters, if the model runs on one."""
         entry = self.entries.get(row["name"])
         deployment = None if entry is None else entry.ready.get(int(row["version"]))
         if deployment is not None and not deployment.graph.is_ensemble:
@@ -228,7 +229,7 @@ class Deployments:
         deployment = entry.ready.get(key.version) if entry is not None else None
         return (deployment.graph.max_batch_size if deployment is not None else 0) or 1
 
-    # ------------------------------------------------------------------ changing
+    # ------------------------------------------------------------------ changes
 
     def statistics_of(self, key: ModelKey) -> Statistics:
         """The statistics of a model version or ensemble; new if there are none under that name."""
@@ -241,8 +242,8 @@ class Deployments:
         return StepCache(self._cache, served_by(key), self.statistics_of(key), self._scheduler, self._clock)
 
     def announce(self, config: ModelConfig, *graphs: Graph, labels: Mapping[str, Sequence[str]] = NO_LABELS) -> None:
-        """From now on requests for this name run on these graphs, one for each version, and on no others. The models
-        they need were added before. `labels` are those of the graphs' outputs.
+        """Serve this name with these graphs from now on, one for each version. The models that they need were added
+        before. `labels` are those of the graphs' outputs.
         """
         entry = self.entries.setdefault(config.name, Entry(config.name))
         versions = sorted(graph.version for graph in graphs)
@@ -268,7 +269,7 @@ class Deployments:
         deployment.arena = _arena_of(graph, queues)
         _share_outputs(graph, queues)
         options = admission_options(config.parameters, answers_at_timeout=self._options.answers_at_timeout)
-        # A response of a sequence depends on the requests before.
+        # A response of a sequence depends on earlier requests.
         may_cache = deployment.plan.nesting is None and not deployment.sequences
         cache = self._cache if config.response_cache and may_cache else None
         if cache is not None or not options.is_unlimited:
@@ -286,7 +287,7 @@ class Deployments:
         return deployment
 
     def withdraw_name(self, name: str, reason: str) -> None:
-        """From now on requests for this name are refused, with the reason. Those in flight finish."""
+        """Refuse requests for this name from now on, with this reason. Those in flight finish."""
         entry = self.entries.setdefault(name, Entry(name))
         self._forget_statistics(entry, ())
         entry.former = entry.versions or entry.former
@@ -304,7 +305,7 @@ def _is_version(text: str) -> bool:
 
 
 def _share_outputs(graph: Graph, queues: Sequence[ModelQueue]) -> None:
-    """From now on, outputs that models in processes read are placed where they can read them."""
+    """From now on, outputs that models in processes read are placed in memory that these can read."""
     for edge in graph.edges:
         if GRAPH in (edge.producer, edge.consumer):
             continue
@@ -317,7 +318,7 @@ def _share_outputs(graph: Graph, queues: Sequence[ModelQueue]) -> None:
 
 
 def _arena_of(graph: Graph, queues: Sequence[ModelQueue]) -> Arena | None:
-    """The memory that one model in processes reads, where no other model reads the request: its body is received
+    """The memory of the model in processes that reads the request, if no other model does: large bodies are received
     there.
     """
     readers = {edge.consumer for edge in graph.edges if edge.producer == GRAPH}
@@ -345,34 +346,35 @@ class Deployment:
         self.config = _as_it_responds(config, graph)
         self.graph = graph
         self.plan: Plan = make_plan(graph)
-        self._plans: dict[tuple[str, ...], tuple[Plan, tuple[str, ...]]] = {}  # by the requested outputs
-        self.queues = queues  # of each node's model
+        self._plans: dict[tuple[str, ...], tuple[Plan, tuple[str, ...]]] = {}  # plans by requested outputs
+        self.queues = queues  # the queue of each node's model
         self.keeps_order = any(queue.order is not None for queue in queues)
-        self.pins = pins  # keep what those queues run on (generations.py) for as long as this deployment is referenced
+        self.pins = pins  # keep the generations of these queues open while this deployment is referenced
         self.validator = Validator(graph)
         self.is_decoupled = graph.is_decoupled
         self.sequences = tuple(queue.bound for queue in queues if isinstance(queue.bound, Sequences))
-        self.predecessor: Deployment | None = None  # that it replaced, while sequences that began there go on
-        self.successor: ref[Deployment] | None = None  # that has this one as its predecessor
-        # The requests that begin a sequence, until they are over: a sequence is open in its batcher only when its first
-        # request is queued there, after the steps before it.
+        self.predecessor: Deployment | None = None  # the replaced deployment, while its sequences continue
+        self.successor: ref[Deployment] | None = None  # has this one as predecessor
+        # The requests that begin a sequence, until they are over: the batcher of a sequence knows it only when its
+        # first request is queued there, after earlier steps.
         self.beginning: dict[int | str, Flow] = {}
-        self.admission: AdmissionController | None = None  # where requests are limited or cached
-        # Where a large request is best received: the memory of the process that reads it. None: anywhere.
+        self.admission: AdmissionController | None = None  # None without limits and cache
+        # The memory in which a large request is received: that of the process that reads it. None: any memory.
         self.arena: Arena | None = None
         self.statistics = statistics
         self.traffic: tuple[NodeTraffic, ...] = node_traffics(graph)
-        # How a request becomes a flow, by what its graph needs. `make_flow` is for one response, `make_stream` for any.
+        # The functions that make a request's flow, by the kind of its graph. `make_flow` is for one response,
+        # `make_stream` for any number.
         self.make_flow, self.make_stream = _flow_makers(graph, self.plan, self.traffic)
         self.space_traffic = statistics.spaces = tuple(map(SpaceTraffic, graph.spaces))
-        statistics.nodes = self.traffic  # of the newest graph; requests on an older one finish on that one's
+        statistics.nodes = self.traffic  # of the newest graph; requests on an older graph use its own counters
         self.platform = config.platform or config.backend
         self.versions = versions  # all ready versions of the name, shared between its deployments
         self.inputs: Mapping[str, TensorSpec] = {spec.name: spec for spec in graph.inputs}
         self.outputs: Mapping[str, TensorSpec] = {spec.name: spec for spec in graph.outputs}
-        self.labels = labels  # of outputs that have some: what each index of the output means
+        self.labels = labels  # by output: the labels of its indices
         self.output_slot = {spec.name: self.plan.output_slots[i] for i, spec in enumerate(graph.outputs)}
-        # Of the outputs whose shape the client sees otherwise than their producer; mostly none.
+        # Conversions of outputs whose shape differs between client and producer; usually none.
         self.output_conversions = {
             graph.outputs[edge.input].name: edge.conversion
             for edge in graph.edges
@@ -380,7 +382,7 @@ class Deployment:
         }
 
     def deployment_of(self, request: Request) -> Deployment:
-        """Where a request runs: that of a sequence where the sequence began, every other one here."""
+        """The deployment that runs a request: the one where its sequence began, else this one."""
         if request.sequence_id and not request.sequence_start:
             place: Deployment | None = self
             while place is not None:
@@ -390,7 +392,7 @@ class Deployment:
         return self
 
     def record_invalid(self, error: FlowserveError) -> None:
-        """Count a request that does not fit."""
+        """Count an invalid request."""
         self.statistics.failed(1, 0, OTHER)
         self.statistics.note_error(str(error), wall_clock_ms())
 
@@ -417,14 +419,14 @@ class Deployment:
                 _look_again(self.successor)
 
     def replaces(self, predecessor: Deployment | None) -> None:
-        """From now on requests come here; sequences that have begun there, or in what that replaced, go on until the
-        last of them has ended.
+        """This deployment gets the requests from now on; sequences that began in `predecessor`, or in its predecessors,
+        continue there until the last of them has ended.
         """
         while predecessor is not None and (predecessor.queues == self.queues or not predecessor.has_sequences):
             predecessor = predecessor.predecessor
         self.predecessor = predecessor
         if predecessor is not None:
-            predecessor.successor = ref(self)  # which may be replaced itself by then
+            predecessor.successor = ref(self)  # which may itself have been replaced by now
             for sequences in predecessor.sequences:
                 sequences.on_quiet.append(partial(_look_again, ref(self)))
 
@@ -434,7 +436,7 @@ class Deployment:
         """
         found = self._plans.get(outputs)
         if found is None:
-            if len(self._plans) >= _PLANS_MAX:  # clients choose outputs in any order and number
+            if len(self._plans) >= _PLANS_MAX:  # clients may request outputs in any order and number
                 self._plans.clear()
             wanted = tuple([name for name in self.validator.outputs if name in outputs])
             is_part = self.graph.is_ensemble and len(wanted) < len(self.graph.outputs)
@@ -471,7 +473,7 @@ def _flow_makers(graph: Graph, plan: Plan, gauges: Sequence[NodeTraffic]) -> tup
 
 
 def _look_again(place: ref[Deployment]) -> None:
-    """Sequences that a deployment kept its predecessor for have ended."""
+    """Drop predecessors that were kept for sequences, once these have ended."""
     deployment = place()
     if deployment is not None:
         deployment.replaces(deployment.predecessor)
@@ -481,8 +483,8 @@ def _look_again(place: ref[Deployment]) -> None:
 class Entry:
     """The entry of one name: its ready versions, or why it has none. `state` is its state in the repository index.
 
-    A `reason` beside ready versions is why they could not be replaced. `is_wanted`: the server is not ready without it.
-    `former`: the versions that served last, while none does.
+    With ready versions, `reason` is why they could not be replaced. `is_wanted`: the server is not ready without it.
+    `former`: the versions that were served last, if none is now.
     """
 
     name: str
@@ -509,7 +511,7 @@ class Validator:
         self._required = sum(not spec.optional for spec in graph.inputs)
         self._output_names = frozenset(spec.name for spec in graph.outputs)
         self.outputs = tuple(spec.name for spec in graph.outputs)
-        # Compared per input: numpy dtype, dims where all are fixed (else None), dims, whether all are -1.
+        # For each input: numpy dtype, dims if all are fixed (else None), dims, whether all are -1.
         self._wanted: list[tuple[Any, tuple[int, ...] | None, tuple[int, ...], bool]] = [
             (spec.dtype.numpy, None if spec.is_variable else spec.dims, spec.dims, set(spec.dims) == {-1})
             for spec in graph.inputs
@@ -542,7 +544,7 @@ class Validator:
                     rows = here
                 shape = shape[1:]
             found = array.dtype
-            # Comparing two types costs as much as everything else here, and mostly they are one object.
+            # Types are usually the same object; comparing two by value costs as much as all other checks here.
             if (found is not dtype and found != dtype) or (
                 shape != fixed if fixed is not None else len(shape) != len(dims) or not (takes_any or fits(shape, dims))
             ):
@@ -557,7 +559,7 @@ class Validator:
         return tensors
 
     def _explain(self, request: Request) -> NoReturn:
-        """Triton's order: outputs, number of inputs, names, batch, type, shape."""
+        """Triton's order of checks: outputs, number of inputs, names, batch, type, shape."""
         name = self._graph.name
         for output in request.outputs or ():
             if output not in self._output_names:
@@ -574,7 +576,7 @@ class Validator:
                 hint = hint or f" (its inputs are [{_names(list(self._index))}])"
                 _refuse(request, f"unexpected inference input '{unknown}' for model '{name}'{hint}")
         if self._missing(request):
-            # Triton only counts, so that an optional input can hide a required one that is missing.
+            # Triton only counts inputs, so that an optional one can hide a missing required one.
             self._refuse_missing(request, f"expected {self._required} required inputs")
         if self._graph.max_batch_size:
             self._check_batch(request)

@@ -2,10 +2,10 @@
 
 Decides how a request becomes a flow and a finished flow a response, how a request is cancelled, and in which order the
 engine shuts down. Every request runs through `step`: the engine processes completed batches, asks the scheduler for
-decisions (scheduling/), executes them in order, and notifies the callers when no decision is left. Also how a caller
-takes the responses of a stream (`ResponseIterator`), at which points observers are called (`Observer`), and on which
-tasks an engine lives (`open_engine`). Which deployments there are is decided in deployments.py, loading in loading/,
-running in workers/. Does not know HTTP. Used on the event loop's thread only.
+decisions (scheduling/), executes them in order, and notifies the callers when no decision is left. Also decides how a
+caller takes the responses of a stream (`ResponseIterator`), at which points observers are called (`Observer`), and on
+which tasks an engine runs (`open_engine`). deployments.py decides which deployments exist, loading/ how models are
+loaded, workers/ how batches run. Does not know HTTP. Used on the event loop's thread only.
 """
 
 from __future__ import annotations
@@ -95,15 +95,15 @@ log = logging.getLogger("flowserve.runtime")
 STOPPING: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 # Unfinished requests fail this long before the exit timeout, so that their callers still receive the error.
 FAILURE_MARGIN_S: Final = 0.5
-TRACES_S_MAX: Final = 5.0  # traces that are not written by then are lost
+TRACES_S_MAX: Final = 5.0  # limit for writing traces; the rest are lost
 # A step yields to the event loop after this time.
 STEP_NS_MAX: Final = 2_000_000
 _DELIVERED_AT_ONCE: Final = 4  # callers that are notified before the time is read again
 
 
 class Observer(Protocol):
-    """Called on the event loop, in the middle of a step, such as tracing. An observer changes no result of a batch, nor
-    does its exception, which is logged. Observers are in a list of the engine, which is empty without tracing.
+    """Called on the event loop during a step; tracing is one. Neither an observer nor its exception, which is logged,
+    changes the result of a batch. The engine's list of observers is empty without tracing.
     """
 
     def queued(self, flow: Flow) -> None:
@@ -113,10 +113,10 @@ class Observer(Protocol):
         """A batch was formed, and is about to start. `batch.contexts` may be set here."""
 
     def started(self, batch: Batch) -> None:
-        """A batch was given to its worker, and may have run there already."""
+        """A batch was passed to its worker, and may already have run."""
 
     def computed(self, batch: Batch, outcome: Outcome, now_ns: int) -> None:
-        """A batch is back; the scheduler does not know it yet."""
+        """A batch has returned; the scheduler is notified afterwards."""
 
     def finished(self, flow: Flow) -> None:
         """A request has finished with all its outputs; its caller has not been notified yet."""
@@ -137,12 +137,12 @@ class Engine:
         self.limiter = None if options.rate_limit is None else Limiter(options.rate_limit)
         self.scheduler = Scheduler(self.limiter)
         self.loop = StepLoop(self.step, self.clock)
-        # Around events that are taken in together, without waiting.
+        # Called around events that are processed together, without waiting.
         self.begin_events, self.end_events = self.loop.begin_events, self.loop.end_events
         token = trio.lowlevel.current_trio_token()
         self.completions = Completions(token, self._step_now)
         self.streams = ResponseStreams(token, self.scheduler, self.clock, self.loop.wake)
-        self.post = self.streams.post  # runs a function on the event loop, after all earlier posts; on any thread
+        self.post = self.streams.post  # runs a function on the event loop, after earlier posts; any thread
         self.server_requests = ServerRequests(self._is_served)
         self.calls = Calls(self, self.server_requests)
         self.context = WorkerContext(
@@ -158,13 +158,13 @@ class Engine:
         self._recent = RecentRequests(self.tracing.is_traced, self.clock)
         self.traces = Traces(options.trace, self.tracing, self._recent)
         self.group: Group | None = None  # the other servers behind the same port
-        self.stopping = trio.Event()  # for tasks that would go on for as long as a client listens
+        self.stopping = trio.Event()  # for tasks that otherwise run as long as a client listens
         # Tasks that wait for responses that keep an order, to be woken one after the other.
         self._wake_in_order, self._ordered = trio.open_memory_channel[Task](math.inf)
-        self._announced = 0  # requests that arrived and are not submitted yet
-        self._records: list[Callable[[], object]] = []  # what happened in the step, to be counted at its end
+        self._announced = 0  # requests that arrived and are not yet submitted
+        self._records: list[Callable[[], object]] = []  # functions that count the step's events, called at its end
         self._waiting: deque[Flow] = deque()  # flows whose caller is to be notified at the end of a step
-        # A number that grows; drawn while a request is parsed, it orders the requests of one loop iteration.
+        # An increasing number, drawn when a request is parsed: it orders the requests of one loop iteration.
         self.next_stamp: Callable[[], int] = count(1).__next__
 
     # ------------------------------------------------------------------ the step
@@ -206,7 +206,7 @@ class Engine:
         self.loop.end_events()
 
     def _run(self, batch: Batch) -> None:
-        """Start a batch. Where its worker runs it on the spot, it is back afterwards."""
+        """Start a batch. If its worker runs it inline, it is complete afterwards."""
         worker: Worker = batch.instance
         if self.observers:
             self._observe("batched", batch, self.clock())
@@ -220,7 +220,7 @@ class Engine:
             self.completions.waiting.append((batch, outcome))
 
     def _complete(self, batch: Batch, outcome: Outcome) -> None:
-        """A batch is back. A fault of the server while it is taken in fails the members that are not finished."""
+        """Process a completed batch. An internal error meanwhile fails its unfinished members."""
         try:
             worker: Worker = batch.instance
             again: Sequence[Ticket] = ()
@@ -237,7 +237,7 @@ class Engine:
                 self.streams.returned(batch, outcome)
                 return
             error: FlowserveError | None = None
-            made: Sequence[Results] = ()  # of the stages of its route, one without a route
+            made: Sequence[Results] = ()  # results of the stages of its route; one without a route
             if isinstance(outcome, Results):
                 made = (outcome,)
             elif isinstance(outcome, Passed):
@@ -247,8 +247,8 @@ class Engine:
             if made:
                 regathered: Sequence[int] = ()
                 first = batch.tickets[0]
-                if made[0].copied and first.flow.plan.missing[first.node.index]:  # it reads what other nodes made
-                    regathered = find_regathered(batch, made[0].copied)  # while the flows have it
+                if made[0].copied and first.flow.plan.missing[first.node.index]:  # it reads outputs of other nodes
+                    regathered = find_regathered(batch, made[0].copied)  # while the flows have the tensors
                 if batch.route is None:
                     record = partial(record_batch, batch.queue.statistics, batch, made[0], now_ns, (), regathered)
                 else:
@@ -256,7 +256,7 @@ class Engine:
                 self._records.append(record)
                 last = made[-1]
                 if last.parameters or last.notes is not None:
-                    self._account()  # before they add errors
+                    self._account()  # before errors are added below
                     stage = batch.stage(len(made) - 1)
                     last.errors = take_parameters(stage, last.parameters, last.errors)
                     if last.notes is not None:
@@ -275,14 +275,14 @@ class Engine:
             self._break_off(batch, fault)
 
     def _fail(self, batch: Batch, made: Sequence[Results], error: FlowserveError, now_ns: int) -> None:
-        """A batch failed, in the stage of its route after those that are `made`."""
+        """A batch failed in the stage after those of `made`."""
         stage = batch.stage(len(made))
         if made:
             self._account()
             stage.begin_at(made[-1].computed_ns)
         statistics = stage.queue.statistics
         if self.scheduler.complete(batch, made, error, now_ns):
-            present_tickets(statistics, stage.tickets)  # parts of it are tried again
+            present_tickets(statistics, stage.tickets)  # parts of it are retried
             return
         record_batch(statistics, stage, error, now_ns)
         log_unnoticed(error, stage)
@@ -314,7 +314,7 @@ class Engine:
                 notice.sender.withdraw()
             elif isinstance(notice, Recall):
                 notice.batch.instance.recall(notice.batch)
-        except Exception:  # it concerns one request; the others go on
+        except Exception:  # it concerns one request; the others continue
             log.exception("%s could not be carried out", type(notice).__name__)
 
     def _has_responses(self, flow: StreamFlow) -> None:
@@ -367,8 +367,8 @@ class Engine:
             self.calls.sweep()
 
     def _deliver(self) -> None:
-        """Tell the callers: after free instances got their next batches, since writing responses takes time. Those of
-        a large batch are told in several steps, between which the rest of the server runs.
+        """Notify the callers, after free instances got their next batches, because writing responses takes time. The
+        callers of a large batch are notified in several steps, between which the rest of the server runs.
         """
         waiting = self._waiting
         began_ns = self.clock() if len(waiting) > _DELIVERED_AT_ONCE else 0
@@ -377,7 +377,7 @@ class Engine:
                 break
             flow = waiting.popleft()
             waiter, flow.waiter = flow.waiter, None
-            if waiter is not None:  # its caller may have left in between
+            if waiter is not None:  # the caller may have left meanwhile
                 try:
                     waiter(flow)
                 except Exception:  # it concerns one caller; the others are notified
@@ -391,7 +391,7 @@ class Engine:
         for record in records:
             try:
                 record()
-            except Exception:  # nothing but a figure depends on it
+            except Exception:  # only statistics depend on it
                 log.exception("accounting for a batch failed")
 
     def _observe(self, point: str, *arguments: Any) -> None:
@@ -410,9 +410,9 @@ class Engine:
 
     @contextmanager
     def announced(self) -> Iterator[bool]:
-        """A request has arrived, and threads decode it in this block: a drain waits for the end of the block. Gives
-        whether the request is accepted, also where a drain begins meanwhile; it is submitted without a wait after the
-        block.
+        """A request has arrived, and threads decode it in this block: a drain waits for the end of the block. Yields
+        whether the request is accepted, which holds even if a drain begins meanwhile; the request is submitted right
+        after the block, without waiting.
         """
         self._announced += 1
         try:
@@ -423,7 +423,7 @@ class Engine:
     async def infer(
         self, deployment: Deployment, request: Request, make: MakeFlow | None = None, *, is_accepted: bool = False
     ) -> Response:
-        """Run one request. Arrays of the answer include the batch dimension where the deployment batches. `make` and
+        """Run one request. Arrays of the response include the batch dimension if the deployment batches. `make` and
         `is_accepted` are as in `submit`.
 
         Raises Invalid for a request that does not fit the deployment, and the errors of its steps. If the
@@ -442,7 +442,7 @@ class Engine:
                 loop.wake()
         if takes_part:
             try:
-                await loop.take_part()  # if its models compute on the event loop, it is done afterwards
+                await loop.take_part()  # the request is then done if its models run on the event loop
             except BaseException:
                 if not flow.done:
                     self.withdraw(flow)
@@ -453,7 +453,7 @@ class Engine:
             flow.waiter = lambda _: wake(task)
 
             def leave(_: RaiseCancelT) -> Abort:
-                if flow.waiter is None:  # already notified; its wake-up is queued
+                if flow.waiter is None:  # already notified: its wake-up is queued
                     return Abort.FAILED
                 self.withdraw(flow)
                 return Abort.SUCCEEDED
@@ -464,15 +464,15 @@ class Engine:
     def stream(
         self, deployment: Deployment, request: Request, watch: Watch | None = None, *, is_accepted: bool = False
     ) -> ResponseIterator:
-        """Begin one request whose responses are taken one by one, however many there are. Raises as `submit` does.
-        `watch`: where it is traced; closed when no more responses are taken. `is_accepted` is as in `submit`.
+        """Begin one request with any number of responses, which are taken one by one. Raises as `submit` does. `watch`:
+        records its trace; closed when no more responses are taken. `is_accepted` is as in `submit`.
         """
         make = deployment.make_stream if watch is None else watch.make(deployment.make_stream)
         return ResponseIterator(self, self.submit(deployment, request, make, is_accepted=is_accepted), watch)
 
     def call(self, batch: Batch | None, deployment: Deployment, request: Request, *, is_stream: bool) -> Called:
-        """Begin a request that a model makes, in the execution of `batch` if in any. As `submit`, but also while the
-        server drains, and without waiting for admission. Raises Unavailable where it could never be answered.
+        """Begin a request of a model, made during the execution of `batch` if that is not None. As `submit`, but also
+        while the server drains, and without waiting for admission. Raises Unavailable if it could never be answered.
         """
         # If steps share slots, responses are taken one by one for `run` and `stream` alike.
         nested = deployment.make_stream if is_stream or not deployment.is_decoupled else deployment.make_flow
@@ -491,11 +491,11 @@ class Engine:
         try:
             flow = self.submit(deployment, request, make, partial(self.scheduler.call, batch))
         except FlowserveError:
-            for one in made:  # it is valid, and too large to be admitted, or could never be answered
+            for one in made:  # it is valid, but too large to be admitted, or could never be answered
                 self.tracing.end(one)
                 one.owner.statistics.failed(1, 0, REJECTED)
             raise
-        if flow.done:  # a cached response goes no further
+        if flow.done:  # answered from the cache: it is not queued
             self.tracing.end(flow)
         return flow  # type: ignore[return-value]  # the type that `make` returns
 
@@ -508,9 +508,9 @@ class Engine:
         *,
         is_accepted: bool = False,
     ) -> Flow:
-        """Begin one request without waiting for it. It may be done at once; otherwise `flow.waiter`, where it is set,
-        is called with the flow when it is. `enqueue` queues it; the server's own requests pass their own, which is
-        accepted during a drain too, as a request is that `is_accepted` since before it (`announced`).
+        """Begin one request without waiting for it. It may be done at once; otherwise `flow.waiter`, if set, is called
+        with the flow when it is done. `enqueue` queues it. The server's own requests pass another `enqueue`, and are
+        accepted during a drain too, as are requests that were accepted before it (`is_accepted`, `announced`).
 
         Raises Invalid for a request that does not fit the deployment, TooLarge and Unavailable for one that is not
         admitted, and Unsupported for a deployment that may respond any number of times, unless `make` is its
@@ -566,7 +566,7 @@ class Engine:
         return flow
 
     def check(self, deployment: Deployment, request: Request) -> None:
-        """Raises `Invalid` where `submit` would. The inputs may be stand-ins, whose data is still to be read."""
+        """Raises `Invalid` if `submit` would. The inputs may be placeholders whose data is not read yet."""
         if deployment.predecessor is not None:
             deployment = deployment.deployment_of(request)
         try:
@@ -587,7 +587,7 @@ class Engine:
         was_over, has_begun = flow.done, flow.open > 0
         is_counted = was_over
         if isinstance(flow, StreamFlow) and flow.is_over and not flow.plan.graph.is_ensemble:
-            is_counted = True  # its last response came just before
+            is_counted = True  # its last response was just counted
         left = self.scheduler.cancel(flow)
         if flow.owner.beginning:
             flow.owner.ended(flow)
@@ -595,7 +595,7 @@ class Engine:
             is_counted = leave_batch(flow, flow.owner.statistics, self.scheduler)
         if not is_counted:
             flow.owner.statistics.failed(1, self.clock() - flow.arrived_ns, CANCELED)
-        if flow.owner.admission is not None and not was_over:  # one that is over leaves by itself
+        if flow.owner.admission is not None and not was_over:  # a finished one leaves by itself
             flow.owner.admission.leave(flow, is_answered=False)
         if self.calls:
             self.calls.sweep()
@@ -608,7 +608,7 @@ class Engine:
         return self.response_from(flow)
 
     def response_from(self, flow: Flow) -> Response:
-        """The response of a flow that is done and did not fail, or one of several (`StreamFlow.take`)."""
+        """The response of a flow that finished without error, or one of several (`StreamFlow.take`)."""
         deployment: Deployment = flow.owner
         slots = flow.tensors
         outputs = {}
@@ -623,11 +623,11 @@ class Engine:
         return Response(deployment.name, deployment.version, outputs, request.id, parameters)
 
     def taken(self) -> None:
-        """A caller took a response: models that wait for that may go on."""
+        """A caller took a response: models that wait for that may continue."""
         if self.scheduler.streams.is_due:
             self.loop.wake()
 
-    # ------------------------------------------------------------------ beginning and ending
+    # ------------------------------------------------------------------ start and end
 
     def add_model(
         self,
@@ -644,13 +644,13 @@ class Engine:
         execution_timeout_ns: int = 0,
         warm_up: WarmUp | None = None,
     ) -> None:
-        """Give a model version its queue; graphs announced from now on run on it where they name `key`.
+        """Add the queue of a model version; graphs that are announced from now on use it for `key`.
 
-        The `passive` instances are closed in the end as the others are, but get no work. `files` is held until then.
-        `needs` are those of each worker at the rate limiter, where there is one. `keeps_order`: responses leave in the
-        order in which requests came. `is_cached`: its responses are, where the server has a response cache.
-        `execution_timeout_ns`: a process whose batch runs longer is killed; 0: none is.
-        `warm_up`: runs on a restarted instance before it serves.
+        `passive` instances get no work, and are closed with the others. `files` is held until then. `needs` are the
+        resources of each worker, if there is a rate limiter. `keeps_order`: responses leave in the order of their
+        requests. `is_cached`: responses are cached, if the server has a response cache. `execution_timeout_ns`: a
+        process whose batch runs longer is killed; 0: no limit. `warm_up`: runs on a restarted instance before it
+        serves.
         """
         groups = {} if execution_timeout_ns else {worker: worker.route_group for worker in workers}
         queue = ModelQueue(
@@ -671,7 +671,7 @@ class Engine:
         self.supervisor.watch(queue, elsewhere, execution_timeout_ns, warm_up)
 
     def _forget(self, queue: ModelQueue) -> None:
-        """Nothing reaches the queue any more; its instances are about to be closed."""
+        """Remove a queue that gets no more work; its instances are about to be closed."""
         self.scheduler.remove(queue)
         self.supervisor.release(queue)
 
@@ -679,7 +679,7 @@ class Engine:
         return not self.deployments.outage(self.deployments.find(name, version))
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Everything that goes on in the background, for ever. Ends only by cancellation."""
+        """Run the background tasks. Ends only by cancellation."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.loop.run, name="steps")
             nursery.start_soon(self._wake_ordered, name="ordered wake-up")
@@ -698,7 +698,7 @@ class Engine:
             reschedule(task)
 
     def refuse_new(self) -> None:
-        """From now on requests are refused, but for those of sequences that are open. Not ready any more."""
+        """Refuse requests from now on, except those of open sequences. The server is no longer ready."""
         self.deployments.is_draining = True
         self.stopping.set()
 
@@ -707,8 +707,8 @@ class Engine:
         await _poll(lambda: not self.scheduler.open_sequences, deadline)
 
     async def drain(self, deadline: float) -> list[str]:
-        """Refuse new requests, wait until none is in flight or the loop's time reaches `deadline`. A moment before that
-        requests that wait in queues, and streams, are ended with an error.
+        """Refuse new requests, wait until none is in flight or the loop's time reaches `deadline`. Shortly before the
+        deadline, waiting requests and streams are failed.
 
         Returns a text about the unfinished work: the instances that still run, or the number of requests in flight.
         """
@@ -726,13 +726,11 @@ class Engine:
         return running or ["requests that wait in queues, or are answered many times"]
 
     def busy(self) -> list[str]:
-        """The instances that compute elsewhere than on the event loop, also those whose callers have all left."""
+        """The instances that compute outside of the event loop, including those whose callers have all left."""
         return [worker.name for worker in self.generations.workers() if worker.running is not None]
 
     async def close(self, deadline: float) -> list[str]:
-        """Close every instance, those that still run last and only until `deadline`. Returns the ones that did not
-        close.
-        """
+        """Close every instance, running ones last and only until `deadline`. Returns those that did not close."""
         self.refuse_new()
         self.supervisor.stop()
         self.scheduler.fail_all(STOPPING)
@@ -741,8 +739,8 @@ class Engine:
 
 
 async def _poll(is_over: Callable[[], bool], deadline: float) -> bool:
-    """Wait until `is_over`, or the loop's time reaches `deadline`. Returns the last answer. Polled, because the hot
-    path should pay for no event "the last one left", and this happens once in a life.
+    """Wait until `is_over`, or the loop's time reaches `deadline`. Returns the last result of `is_over`. Polled, so
+    that the request path does not have to report its last request; this runs once per server.
     """
     with trio.move_on_at(deadline):
         while not is_over():  # noqa: ASYNC110
@@ -751,11 +749,13 @@ async def _poll(is_over: Callable[[], bool], deadline: float) -> bool:
 
 
 def _own(error: FlowserveError, flow: Flow) -> FlowserveError:
-    """An error of the caller's own: one failure may be raised in many tasks, and tracebacks must not pile up on it."""
+    """A copy of the error for one caller: one error may be raised in many tasks, each of which would extend its
+    traceback.
+    """
     deployment: Deployment = flow.owner
     text = f"in ensemble '{deployment.name}', {error}{error.lineage}" if deployment.graph.is_ensemble else str(error)
     deployment.statistics.note_error(text, wall_clock_ms())
-    if isinstance(error, Internal):  # the server's side has to act, and the client may not be its operator's
+    if isinstance(error, Internal):  # the operator has to act, and the client may be someone else's
         extra = of_request(flow.request, model=deployment.name)
         log_failure("a request to '%s' failed: %s", deployment.name, text, error=error, extra=extra)
     return type(error)(text)
@@ -765,16 +765,16 @@ class ResponseIterator:
     """The responses to one request, one after the other, as its caller takes them: an async iterator, and a context
     manager: leaving it withdraws a request that is not over.
 
-    Raises the error of the request after the responses before it. For one task. A response that is not taken is
-    backpressure: a decoupled model waits in its send once enough of them are not taken. A request to a deployment that
-    responds once has one response.
+    Raises the error of the request after the earlier responses. For one task. Untaken responses cause backpressure: a
+    decoupled model waits in send() once there are too many. A request to a deployment that responds once has one
+    response.
     """
 
     def __init__(self, engine: Engine, flow: Flow, watch: Watch | None = None) -> None:
         self._engine = engine
         self._flow = flow
-        self._watch = watch  # where the request is traced
-        self._is_taken = False  # the response of a flow that has one only
+        self._watch = watch  # records the trace of the request, if it is traced
+        self._is_taken = False  # whether the response of a flow with only one was taken
 
     async def __aenter__(self) -> Self:
         return self
@@ -783,11 +783,11 @@ class ResponseIterator:
         self.leave()
 
     def leave(self) -> None:
-        """No more responses are wanted. Harmless at the end."""
+        """Withdraw the request. No effect after the last response."""
         if not self._flow.done:
             self._engine.withdraw(self._flow)
         else:
-            self._engine.scheduler.cancel(self._flow)  # the responses that were not taken are dropped
+            self._engine.scheduler.cancel(self._flow)  # untaken responses are dropped
         if self._watch is not None:
             self._watch.close()
 
@@ -830,9 +830,9 @@ async def open_engine(
     exit_timeout_s: float = 30.0,
     deadline: Callable[[], float] = lambda: math.inf,
 ) -> AsyncIterator[Engine]:
-    """An engine that runs, empty until something is loaded into it. Leaving the block closes every instance, for
-    `exit_timeout_s` at most, and not past `deadline()`, read at that time on the loop's clock: a server that has
-    drained requests before has less time left.
+    """A running engine without models. Leaving the block closes every instance, within `exit_timeout_s` at most, and
+    not past `deadline()` on the loop's clock, which is called at that time: a server that has drained requests before
+    has less time left.
     """
     async with _machinery() as machinery:
         engine = Engine(options)
@@ -854,8 +854,8 @@ async def open_engine(
 
 @asynccontextmanager
 async def _machinery() -> AsyncIterator[trio.Nursery]:
-    """A nursery for tasks that go on until the block ends, also where it is cancelled from outside: closing needs
-    them. An exception of one of them still ends the block.
+    """A nursery for tasks that run until the block ends, even if the block is cancelled from outside, because closing
+    needs them. An exception of one of them still ends the block.
     """
 
     async def work(task_status: trio.TaskStatus[trio.Nursery]) -> None:

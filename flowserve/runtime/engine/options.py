@@ -28,7 +28,7 @@ class EngineOptions:
     `cache_bytes`: the size limit of the response cache, None for no cache.
     `summaries`: compute quantiles of the last minute's durations.
     `model_config_name`: the named configuration that is used for models that have it.
-    `answers_at_timeout`: of deployments whose parameters do not say, as `AdmissionOptions` describes it.
+    `answers_at_timeout`: the default for deployments, see `AdmissionOptions`.
     `server_name`: the name in server metadata.
     `strict_outputs`: an output of a `model.py` that differs from its configuration, or is missing, is an error.
     `cluster`: starts instances on other machines; `places`: the models that run there, by name.

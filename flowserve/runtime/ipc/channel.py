@@ -1,18 +1,18 @@
 """The sockets of worker processes, and which shared memory each side knows.
 
-Decides how the engine learns that a worker process sent something (`Readiness`): all sockets are in one epoll set, and
+Decides how the engine is notified of messages of worker processes (`Readiness`): all sockets are in one epoll set, and
 trio waits for that set. A wait of trio's own for each socket would cost a task switch and two system calls for each
-message; here one wait serves all sockets that became ready, in that order, as one batch of events, and a few times over
-the sockets that became ready meanwhile.
+message; here one wait serves all sockets that became ready, in that order, as one batch of events, and then a few more
+batches of sockets that became ready meanwhile.
 
 Decides that messages leave in their order: at once, or as soon as the process reads again (`Outbox`).
 
-Decides how messages are sent and read, when memory is announced to the process, and when a block is free again: one of
-the process's own when its last reader is gone (the process learns that with its next batch, without an extra message),
-one that the process reads when its batch is back or, where its model holds an input, when the model has let go of it. A
-`Channel` lives as long as its process; an instance that is started again gets a new one.
+Decides how messages are sent and read, when memory is announced to the process, and when a block is free again: a block
+of the process's own memory when its last reader is gone (the process is notified with its next batch, without an extra
+message), a block that the process reads when its batch has returned or, if its model keeps an input, when the model has
+released it. A `Channel` exists as long as its process; a restarted instance gets a new one.
 
-Does not know what a batch is, nor what the end of a process means. Used by workers/, and `Readiness` and `Outbox` by
+Does not know batches, nor the consequences of a process's end. Used by workers/, and `Readiness` and `Outbox` by
 model_calls/, on the event loop, except that leases may end on any thread.
 """
 
@@ -46,15 +46,16 @@ from flowserve.runtime.ipc.tensors import NO_DESCRIPTOR, InputPacker, Packed
 from flowserve.runtime.loop import StepLoop
 
 log = logging.getLogger("flowserve.runtime")
-# Taken at once; the rest follows in the next iteration. Without a limit epoll allocates room for a thousand each time.
+# Events that are taken at once; the rest follow in the next round. Without a limit epoll allocates room for a thousand
+# each time.
 _EVENTS_MAX: Final = 64
-# Descriptors that became ready while others were read are served in the same iteration, so many times; then the rest of
-# the server runs.
+# Descriptors that became ready while others were read are served in the same loop iteration, in this many rounds; then
+# the rest of the server runs.
 _ROUNDS_MAX: Final = 4
 _EARLY_MAX: Final = 1000
-_BLOCKS_MAX: Final = 1000  # that a RELEASE names: it fits into a message
+_BLOCKS_MAX: Final = 1000  # of one RELEASE, so that it fits into a message
 _MSG_CTRUNC: Final = int(socket.MSG_CTRUNC)  # an operation on the enumeration's member takes microseconds
-# A message: its kind, its words (the first of which is not for the reader), its text.
+# A message: its kind, its words (the first is the head), its text.
 Message = tuple[int, Sequence[int], bytes]
 _NO_UPDATE: Final = (0, 0)
 
@@ -69,9 +70,9 @@ class Readiness:
         self._writable: dict[int, Callable[[], None]] = {}
 
     def watch(self, descriptor: int, ready: Callable[[], None], broke: Callable[[Exception], None]) -> None:
-        """From now on `ready()` is called whenever `descriptor` is readable or at its end. Raises OSError where no more
-        can be watched. `broke` is called with an exception of `ready`, or of a callback of `when_writable`; after that
-        nothing is called for this descriptor any more.
+        """Call `ready()` from now on whenever `descriptor` is readable or at its end. Raises OSError if no more can be
+        watched. `broke` is called with an exception of `ready`, or of a callback of `when_writable`; after that the
+        descriptor is not watched.
         """
         self._epoll.register(descriptor, select.EPOLLIN)
         self._ready[descriptor] = ready, broke
@@ -82,13 +83,15 @@ class Readiness:
         self._epoll.modify(descriptor, select.EPOLLIN | select.EPOLLOUT)
 
     def forget(self, descriptor: int) -> None:
-        """Before the descriptor is closed. Harmless where it is not watched, and when `run` has ended."""
+        """Stop watching a descriptor; called before it is closed. No effect if it is not watched, or after `run` has
+        ended.
+        """
         self._writable.pop(descriptor, None)
         if self._ready.pop(descriptor, None) is not None and not self._epoll.closed:
             self._epoll.unregister(descriptor)
 
     async def run(self) -> None:
-        """Wait and call, for ever. Ends only by cancellation."""
+        """Wait for events and call the callbacks. Ends only by cancellation."""
         try:
             while True:
                 await wait_readable(self._epoll.fileno())
@@ -98,7 +101,7 @@ class Readiness:
                         break
                     self._loop.begin_events()
                     for number, event in events:
-                        watched = self._ready.get(number)  # one before it may have had it forgotten
+                        watched = self._ready.get(number)  # an earlier event may have ended the watch
                         if watched is None:
                             continue
                         ready, broke = watched
@@ -126,8 +129,8 @@ class Outbox:
         self._unsent: deque[tuple[bytes, int]] = deque()
 
     def send(self, message: bytes, fd: int = -1) -> None:
-        """Send this, with a descriptor where one is given, which is closed then. Dropped where the process has closed
-        its end: the reader of the socket learns of that.
+        """Send a message, with a descriptor if one is given, which is closed afterwards. Dropped if the process has
+        closed its end, which the reader of the socket detects.
         """
         if self._unsent:
             self._unsent.append((message, fd))
@@ -177,30 +180,30 @@ class Outbox:
 
 
 class Unseen(Exception):
-    """Outputs are in memory whose descriptor the server could not take when the process sent it."""
+    """Outputs are in memory whose descriptor the server could not receive when the process sent it."""
 
 
 class Channel:
     """One worker process's socket and memory.
 
-    `number`: the process's own, which also numbers its memory (`Job.number`). `free_blocks`: its blocks that have no
-    reader any more. `attached`: the numbers of the segments that it has mapped.
+    `number`: the process's own, which also numbers its memory (`Job.number`). `free_blocks`: its blocks without a
+    reader. `attached`: the numbers of the segments that it has mapped.
     """
 
     def __init__(self, sock: socket.socket, number: int, model: str, readiness: Readiness) -> None:
         self.number = number
         self.free_blocks: deque[BlockAddress] = deque()
         self.is_closed = False
-        self.on_calls: Callable[[int], None] | None = None  # takes the socket on which the model calls others
+        self.on_calls: Callable[[int], None] | None = None  # receives the socket for the model's calls of other models
         self._socket = sock
         self._model = model
         self._outbox = Outbox(sock, readiness)
         self.attached: set[int] = set()
-        self._ended: deque[int] = deque()  # of those, the ones that are no more
+        self._ended: deque[int] = deque()  # attached segments that were closed since the last update
         self._segments: dict[int, Segment] = {}  # the process's own
-        self._unseen: set[int] = set()  # ... and those whose descriptor is missing
-        self._held: dict[int, Sequence[Any]] = {}  # by batch: memory that the model goes on reading
-        self._let_go: set[int] = set()  # batches whose memory it read no more before they were back
+        self._unseen: set[int] = set()  # ... and those with a missing descriptor
+        self._held: dict[int, Sequence[Any]] = {}  # by batch: memory that the model keeps reading
+        self._let_go: set[int] = set()  # batches whose memory it released before they returned
         self._peers: dict[int, Channel] = {}  # the processes whose sockets it has, by number
 
     # ------------------------------------------------------------------ to the process
@@ -218,7 +221,7 @@ class Channel:
         self._outbox.send(message)
 
     def tell(self, message: bytes, fd: int = -1) -> None:
-        """Send a message, with a descriptor where one is given, which is closed then. Dropped where the process has
+        """Send a message, with a descriptor if one is given, which is closed afterwards. Dropped if the process has
         ended.
         """
         if not self.is_closed:
@@ -227,19 +230,19 @@ class Channel:
             os.close(fd)
 
     def end(self) -> None:
-        """Ask the process to finalise its model and leave. On any thread, when nothing else is sent any more."""
+        """Ask the process to finalise its model and exit. On any thread, after all other messages."""
         self._socket.send(pack(protocol.END, ()))
 
     def take_update(self) -> Sequence[int]:
-        """What the process learns about memory with its next batch, as words of a RUN message. Requests missing
-        descriptors again.
+        """The updates about memory for the process, as words of its next RUN message. Requests missing descriptors
+        again.
         """
         for number in self._unseen:
             self.tell(pack(protocol.SHOW, (number,)))
         if not self.free_blocks and not self._ended:
             return _NO_UPDATE
         words = [0, 0]
-        while self.free_blocks:  # on other threads more may be added meanwhile
+        while self.free_blocks:  # other threads may add more meanwhile
             words += self.free_blocks.popleft()
             words[0] += 1
         while self._ended:
@@ -256,13 +259,13 @@ class Channel:
         self.tell(pack(protocol.RELEASE, [int(is_quiet), len(blocks), *chain.from_iterable(blocks), *ended]))
 
     def restore_update(self, update: Sequence[int]) -> None:
-        """It was not sent to the process: the next batch takes it."""
+        """Undo `take_update`: the update was not sent, and is sent with the next batch."""
         ended_at = 2 + 2 * update[0]
         self.free_blocks.extend(zip(update[2:ended_at:2], update[3:ended_at:2], strict=True))
         self._ended.extend(update[ended_at:])
 
     def introduce(self, peer: Channel) -> None:
-        """Give the process the server's end of another process's socket, once. It closes those of processes that have
+        """Send the process the server's end of another process's socket, once. It closes those of processes that have
         ended.
         """
         if peer.number not in self._peers:
@@ -274,7 +277,7 @@ class Channel:
             self._peers[peer.number] = peer
 
     def has_attached(self, segment: Segment) -> None:
-        """The process has mapped this segment, or will before it reads anything else."""
+        """Record that the process has mapped this segment, or will before it reads another message."""
         if segment.number not in self.attached:
             self.attached.add(segment.number)
             segment.on_end.append(self._ended.append)
@@ -282,7 +285,7 @@ class Channel:
     # ------------------------------------------------------------------ from the process
 
     def read(self) -> Message | None:
-        """The next message that is not about memory. None: there is none now. Raises Garbled, and EOFError where the
+        """The next message that is not about memory; None if there is none now. Raises Garbled, and EOFError if the
         other end is closed.
         """
         while True:
@@ -308,11 +311,11 @@ class Channel:
                     return message
             except Garbled:
                 raise
-            except Exception as error:  # whatever comes of a message, it concerns this process only
+            except Exception as error:  # an error about a message concerns this process only
                 raise Garbled(f"{type(error).__name__}: {error}") from None
 
     def block(self, number: int, offset: int, nbytes: int) -> Lease | None:
-        """A block of the process's own memory; None where it has no bytes. It is free again with its last view. Raises
+        """A block of the process's own memory; None if it has no bytes. It is free again after its last view. Raises
         Unseen, Garbled, and KeyError for memory that the process did not announce.
         """
         if not nbytes:
@@ -333,16 +336,14 @@ class Channel:
         return number in self._segments or number in self._unseen
 
     def hold(self, batch: int, memory: Sequence[Any]) -> None:
-        """The model goes on reading this memory until the process sends GONE for that batch."""
+        """Keep this memory, which the model still reads, until the process sends GONE for that batch."""
         if batch in self._let_go:
             self._let_go.discard(batch)
         else:
             self._held[batch] = memory
 
     def close(self) -> None:
-        """Nothing is sent or read any more. The process's outputs can still be read: a batch that it has handed on may
-        return early.
-        """
+        """Close the socket. The process's outputs can still be read: a batch that it has handed on may return early."""
         self.is_closed = True
         self._outbox.clear()
         self._socket.close()
@@ -350,7 +351,7 @@ class Channel:
         self._peers.clear()
 
     def _take_descriptor(self, message: Message, fds: Sequence[int]) -> None:
-        """A message with a descriptor, or one whose descriptor is lost: the server has as many open as it may."""
+        """Process a message with a descriptor, or one whose descriptor is lost because the server has too many open."""
         kind, words, _ = message
         taken = [*fds]
         try:
@@ -396,7 +397,9 @@ class Channel:
 
 
 def descriptor(make: Callable[[], int], what: str) -> int:
-    """A new descriptor for a process. Raises MemoryError if there is none: that is no error of the process's socket."""
+    """A new descriptor for a process. Raises MemoryError if there is none, because an OSError would mean the process's
+    socket.
+    """
     try:
         return make()
     except OSError as error:

@@ -1,10 +1,10 @@
 """The tensors of batches on their way to and from a worker process: `InputPacker` and `OutputReader`.
 
-Decides which inputs are passed by reference, and where all others are copied. A column whose members are
-neighbours in one block of memory that the process may read costs nothing but its place in a message; all others are
-copied contiguously, once, into the arena of the process's own model. A tensor that is in shared memory already is
-the output of another worker process, or of a model whose outputs are placed there for this one: a graph joins the two.
-So a process reads the arena of its own model and the outputs of the models before it, never the inputs of others.
+Decides which inputs are passed by reference, and where all others are copied. A column whose members are neighbours in
+one block of memory that the process may read is passed by its place in a message; all others are copied contiguously,
+once, into the arena of the process's own model. A tensor in shared memory is the output of another worker process, or
+of a model whose outputs are placed there for this one, because a graph connects the two. So a process reads the arena
+of its own model and the outputs of the models before it, never the inputs of others.
 
 Decides that nothing in a message of a process is trusted: every offset, length and shape must lie within a block of the
 process's own memory before a view of it is made, and every data type and shape must match the configuration or belong
@@ -61,17 +61,17 @@ class Packed(NamedTuple):
     facts: Sequence[Any] | None
 
 
-# Without the call of Python that a constructor is.
+# Faster than the constructor, which is a Python function.
 _make_packed: Callable[[Sequence[Any]], Packed] = partial(tuple.__new__, Packed)
 
 # One output, or input, of a batch: a tensor for each member, None for a member without one.
 Members = Sequence[Tensor | None]
-# Arrays that will be contiguous in the batch's block: of which input, and of which member (-1: of all).
+# Arrays that will be contiguous in the batch's block, with their input and member (-1: all members).
 _Copy = tuple[int, int, list[Array]]
 
 
 class InputPacker:
-    """Packs the batches of one model version; its instances share it. Touched on the event loop only.
+    """Packs the batches of one model version; its instances share it. Used on the event loop only.
 
     `outputs` are the names of the model's outputs, in order.
     """
@@ -79,7 +79,7 @@ class InputPacker:
     def __init__(self, specs: Sequence[TensorSpec], outputs: Sequence[str]) -> None:
         self._specs = [(i, spec.dtype is DType.BYTES, spec.ragged) for i, spec in enumerate(specs)]
         numbers = {name: j for j, name in enumerate(outputs)}
-        # The numbers of these outputs. Clients choose outputs in any order and number.
+        # The numbers of requested outputs. Clients may request outputs in any order and number.
         self.indices = lru_cache(100)(lambda names: tuple([numbers[name] for name in names]))
         self.arena = Arena()
 
@@ -87,7 +87,7 @@ class InputPacker:
         """A batch with its inputs in shared memory."""
         names, requests = work.wanted, work.requests
         wanted = [self.indices(names[0])] if names.count(names[0]) == len(names) else [*map(self.indices, names)]
-        are_plain = not any(map(any, map(request_facts, requests)))  # as nearly all: PLAIN_FACTS, or equivalent
+        are_plain = not any(map(any, map(request_facts, requests)))  # as in nearly all batches
         packed = _make_packed(([], [], [], [], [], wanted, None if are_plain else [*map(_facts, requests)]))
         copies: list[_Copy] = []
         in_place: list[tuple[Lease, int, int]] = []
@@ -100,7 +100,7 @@ class InputPacker:
                 copies += [(i, m, [one.array]) for m, one in enumerate(column) if one is not None]
                 continue
             block = column.block
-            if block is None and column.lacks_some:  # then no member has it: the members of a batch are of one kind
+            if block is None and column.lacks_some:  # no member has it: all have the same inputs
                 packed.columns.append(None)
                 continue
             place: ColumnPlace = None
@@ -119,7 +119,9 @@ class InputPacker:
         return packed
 
     def spill(self, message: bytes, packed: Packed) -> tuple[int, int, int]:
-        """Write a message that is too long for a datagram beside its batch. Its segment, offset and length."""
+        """Write a message that is too long for a datagram into shared memory. Returns its segment, its offset and its
+        length.
+        """
         lease = self.arena.lease(len(message))
         lease.view()[:] = np.frombuffer(message, np.uint8)
         packed.held.append(lease)
@@ -129,7 +131,9 @@ class InputPacker:
     def _place_of(
         self, block: Array, shape: tuple[int, ...], packed: Packed, in_place: list[tuple[Lease, int, int]]
     ) -> ColumnPlace:
-        """Where the rows of a column of this shape are, if the model's process may read them there; else None."""
+        """The place of a column of this shape, if its rows are contiguous in memory that the model's process may read;
+        else None.
+        """
         nbytes = block.nbytes
         found = locate(block)
         if found is None:
@@ -147,7 +151,7 @@ class InputPacker:
         return lease.segment.number, offset, nbytes, shape
 
     def _write(self, packed: Packed, copies: Sequence[_Copy]) -> None:
-        """All that is copied goes into one block."""
+        """Copy these arrays into one block."""
         size = 0
         pieces = []
         for i, _, arrays in copies:
@@ -225,14 +229,14 @@ class OutputReader:
                 columns.append(column)
         except IndexError:
             raise Garbled("the message ends within an output") from None
-        except ValueError as error:  # a shape that numpy does not have
+        except ValueError as error:  # a shape that numpy does not support
             raise Garbled(str(error)) from None
         if at != len(words):
             raise Garbled(f"the message has {len(words) - at} words too many")
         return columns, placed
 
     def read_stage(self, stage: Stage, block: Lease | None, rows: Sequence[int]) -> list[Members]:
-        """The outputs that a stage of a route made. Raises Garbled."""
+        """The outputs of a stage of a route. Raises Garbled."""
         memory = _NO_MEMORY if block is None else block
         columns: list[Members] = []
         try:
@@ -317,7 +321,7 @@ class OutputReader:
 
     def _strings(self, spec: TensorSpec, encoded: Array, shape: tuple[int, ...]) -> Array:
         count = prod(shape)
-        if count * 4 > len(encoded):  # before room for so many is made
+        if count * 4 > len(encoded):  # checked before memory is allocated for them
             raise Garbled(f"output '{spec.name}' of shape {[*shape]} is said to have {len(encoded)} bytes")
         if len(encoded) > raw.ENCODED_BYTES_MIN:
             late: Array = EncodedBytes.of(encoded.data, spec.name, self.model, shape, is_output=True)
@@ -330,7 +334,7 @@ class OutputReader:
 
 
 def _facts(request: Request) -> tuple[Any, ...]:
-    """With parameters as a message takes them: a caller from Python may give numpy's numbers."""
+    """The facts with parameters that a message can hold: a caller in Python may pass numpy numbers."""
     *facts, parameters = request_facts(request)
     if parameters:
         parameters = {name: one.item() if isinstance(one, np.generic) else one for name, one in parameters.items()}

@@ -65,7 +65,7 @@ class Completer:
             return self._with_default_batch(config, complete(config, folder, version))
         files = _files(folder, version)
         try:
-            environment_of(config, folder.path)  # report its problems even if it is not needed yet
+            environment_of(config, folder.path)  # reports its problems, even if it is not needed yet
         except Problems as wrong:
             raise Problems([*wrong.problems, *problems_of_files(backend, config, folder, version)]) from None
 

@@ -233,7 +233,7 @@ class Control:
         return found
 
     def _names(self, found: FoundModels) -> list[str]:
-        """Of the models that can be loaded: in folders, and in stores."""
+        """The names of models that can be loaded, from folders and from stores."""
         return sorted({folder.name for folder in found.folders} | self._operations.in_stores)
 
     def _must_be_explicit(self) -> None:
@@ -294,7 +294,7 @@ class Control:
             if group is not None and not group.leads:
                 follows = True
                 continue
-            if follows:  # the server that led has ended: what changed meanwhile is found again
+            if follows:  # the leading server has ended: find the changes since then again
                 follows, watch = False, FolderWatch()
                 watch.mark_seen(dict.fromkeys(self._engine.deployments.entries, ()))
             try:
@@ -335,7 +335,7 @@ class Control:
             self._nursery.start_soon(self._carry_on, partial(take_out, gone))
 
     async def follow_here(self, changed: Sequence[str], gone: Sequence[str], agree: Agree) -> None:
-        """Load what changed and unload what is gone, in this server only, and with the others' agreement."""
+        """Load changed models and unload removed ones in this server, with the others' agreement."""
         self._operations.give_up(changed)
         await self._to_the_end(lambda: self._operations.bring_up(dict.fromkeys(changed), agree=agree))
         await self._take_out_gone(gone)

@@ -1,7 +1,7 @@
 """Reads and loads one model: from its folder to open instances.
 
-Decides which work blocks and runs on threads, that a model is loaded with all its versions or not at all, and what a
-load depends on from models that are loaded with it, which share the cores and the rate limiter's resources.
+Decides which work blocks and runs on threads, that a model is loaded with all its versions or not at all, and which
+facts about models that are loaded with it, and share the cores and the rate limiter's resources, a load depends on.
 `operations.py` and `registry.py` decide which models are loaded and when they are put in force. Does not know how files
 are read (repository/), nor how models compute (backends/).
 
@@ -70,7 +70,7 @@ class LoadThreads:
         """
         await self._slots.acquire()
         slot = ExitStack()
-        slot.callback(self._slots.release)  # once, however often the slot is closed
+        slot.callback(self._slots.release)  # called once, even if the slot is closed several times
         values: list[T] = []
         raised: Exception | None = None
 
@@ -311,7 +311,7 @@ class Loader:
 
 
 class LoadContext(NamedTuple):
-    """What the load of a model depends on from the others, computed once for all that are loaded together.
+    """The facts about other models that a load depends on, computed once for all models that are loaded together.
 
     `runs_at_once`: the number of instances of each backend, which share the cores. `claiming`: the configurations that
     use resources of the rate limiter.

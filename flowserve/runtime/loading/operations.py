@@ -54,7 +54,7 @@ class NameLocks:
 
     def __init__(self) -> None:
         self._queue: list[NameLock] = []
-        self._moved = ParkingLot()  # of the operations that wait
+        self._moved = ParkingLot()  # the operations that wait
 
     @asynccontextmanager
     async def take(
@@ -171,7 +171,7 @@ class Operations:
         return replace(found, duplicates={**{n: p for n, p in problems.items() if n not in here}, **found.duplicates})
 
     def _update_mirrors(self, only: Collection[str] | None) -> None:
-        """Models that clients load are fetched when they are loaded."""
+        """Fetch the models of stores. Models that clients load are fetched when they are loaded."""
         for mirror in self._mirrors:
             mirror.update(only, is_listed_only=only is None and self._takes_steps)
 
@@ -190,8 +190,8 @@ class Operations:
         self, wanted: Wanted, *, within: str = "", agree: Agree | None = None
     ) -> dict[str, FlowserveError]:
         """Load these names and their steps. Returns the errors by name. `within`: the model whose own load makes this
-        call. With `agree`, nothing is put in force before other servers have prepared the same, and nothing that failed
-        in one of them. Raises Unavailable if the two loads would wait for each other.
+        call. With `agree`, a model is put in force only after all servers have prepared it without an error. Raises
+        Unavailable if the two loads would wait for each other.
         """
         names = set(wanted)
         while True:
@@ -356,7 +356,7 @@ class Operations:
         if vote is not None:
             failed = await vote.result_for(group)
             for built in together:
-                del vote.built[built.known.read.config.name]  # from now on the registry's, or dropped
+                del vote.built[built.known.read.config.name]  # the registry owns it from now on, or it is dropped
                 if built.known.read.config.name in failed:
                     await self._drop(built)
             together = [built for built in together if built.known.read.config.name not in failed]
@@ -417,8 +417,8 @@ class Operations:
 
 
 class _Vote:
-    """Several servers load the same models: each waits here, with everything prepared, for the others. `built`: what
-    is prepared and not put in force, by name. `errors`: this server's.
+    """Several servers load the same models: each waits here for the others when everything is prepared. `built`: the
+    prepared models that are not in force, by name. `errors`: this server's.
     """
 
     def __init__(self, groups: Sequence[Collection[str]], errors: dict[str, FlowserveError], agree: Agree) -> None:
@@ -433,7 +433,7 @@ class _Vote:
             self._all_here.set()
 
     async def take(self) -> None:
-        """Wait for every group, and then for the other servers. What `agree` raises is the error of every model."""
+        """Wait for every group, and then for the other servers. An error of `agree` is the error of every model."""
         await self._all_here.wait()
         try:
             self._failed = await self._agree(dict(self._errors))

@@ -1,10 +1,10 @@
 """BLS calls on the event loop: how a model's call of another model becomes a request, and what ends it early.
 
 Decides that a call is a request like any other. It is accepted while the server drains. It does not wait for admission,
-since it might wait for its own caller, but has the deployment's deadline and response cache. It is withdrawn when all
-requests of its caller's batch are over, or its caller has ended. `scheduling/call_graph.py` decides which calls could
-never finish. Calls of models on threads arrive through `ThreadCaller`, calls of processes through process_calls.py;
-other requests of models are in server_requests.py.
+because it might wait for its own caller, but the deployment's deadline and response cache apply. It is withdrawn when
+all requests of its caller's batch are over, or its caller has ended. `scheduling/call_graph.py` decides which calls
+could never finish. Calls of models on threads arrive through `ThreadCaller`, calls of processes through
+process_calls.py; other requests of models are in server_requests.py.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CallableEngine(Protocol):
     def response_from(self, flow: Flow) -> Response: ...
     def taken(self) -> None: ...
     def post(self, what: Callable[[], None]) -> None:
-        """Do this on the event loop, after what was posted before. On any thread."""
+        """Run a function on the event loop, after earlier posts. On any thread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +94,7 @@ class Calls:
         self.post = engine.post
         self._engine = engine
         self._pending: dict[Flow, PendingCall] = {}
-        self._by_batch: dict[Batch, dict[PendingCall, None]] = {}  # of those, the calls of each batch
+        self._by_batch: dict[Batch, dict[PendingCall, None]] = {}  # the same calls by batch
 
     def __bool__(self) -> bool:
         return bool(self._pending)
@@ -151,7 +151,7 @@ class Calls:
     def _withdraw_all(self, calls: deque[PendingCall]) -> None:
         for _ in range(min(len(calls), _AT_ONCE)):
             self.cancel(calls.popleft(), "was withdrawn: the requests of its caller are over")
-        if calls:  # the rest of the server runs before the next
+        if calls:  # the rest of the server runs before the next calls
             self.post(partial(self._withdraw_all, calls))
 
     def _notify(self, flow: Flow) -> None:
@@ -164,7 +164,7 @@ class Calls:
                 self._broke(pending, error)
 
     def _broke(self, pending: PendingCall, error: Exception) -> None:
-        """A call failed by a fault of the server, or for lack of memory for its response."""
+        """A call failed by an internal error, or for lack of memory for its response."""
         extra = of_request(pending.flow.request if pending.flow else None, model=pending.call.model)
         log.error("a call of model '%s' failed", pending.call.model, exc_info=error, extra=extra)
         self.leave(pending)
@@ -280,7 +280,7 @@ class ThreadCaller:
             self.drop(family)
 
     def wait(self, is_there: Callable[[], bool]) -> None:
-        """The caller waits at its queue."""
+        """Not used: the caller waits at its own queue."""
         self._check_process("wait for a call")
 
     def awaited_on(self, loop: asyncio.AbstractEventLoop) -> AbstractContextManager[None]:

@@ -266,7 +266,7 @@ class ProcessCalls:
         elif answer is not None:
             try:
                 token, columns = self._columns(answer.outputs)
-            except MemoryError as none:  # within the engine's step, which must go on for other requests
+            except MemoryError as none:  # within the engine's step, which must continue for other requests
                 error = encode_error(
                     Internal(f"the answer of model '{pending.call.model}' cannot be handed on: {none}")
                 )
@@ -283,8 +283,8 @@ class ProcessCalls:
         self._send(message)
 
     def _free_blocks(self) -> list[BlockAddress]:
-        """Blocks of the process that have no reader any more, at most as many as a message has room for beside its
-        other contents; on other threads more may be added meanwhile.
+        """Blocks of the process without a reader, at most as many as fit into a message with its other contents; other
+        threads may add more meanwhile.
         """
         return [self._come_home.popleft() for _ in range(min(len(self._come_home), _BLOCKS_MAX))]
 

@@ -4,7 +4,7 @@ Decides the text for how a process ended; when its output is read, and how much 
 and that an incomplete result of a task fails with how the process ended. Only its pidfd reports the end of a process: a
 process that it forked may keep its socket open, and a slow response is not an end. `forkservers.py` starts the
 processes that fork and reap; `printed.py` splits the output into records and limits them; `backends/worker/main.py` is
-the code of a task's process. Does not know what runs in a child, nor what its end means for requests. Linux only.
+the code of a task's process. Does not know what runs in a child, nor the effect of its end on requests. Linux only.
 """
 
 from __future__ import annotations

@@ -35,6 +35,6 @@ def share_log_level() -> int:
 
 
 def tell_log_level() -> None:
-    """From now on worker processes have the level of the logger `flowserve`. Without effect where there are none."""
+    """Set the level of worker processes to that of the logger `flowserve`. No effect without worker processes."""
     if sys.platform == "linux":
         _shared().memory[0] = min(logging.getLogger("flowserve").getEffectiveLevel(), _LEVEL_MAX)

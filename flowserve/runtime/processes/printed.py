@@ -192,7 +192,7 @@ class Tracebacks:
     def printed(self, text: str) -> Iterator[Record]:
         """Add a line without a severity. Returns the records that are complete."""
         if self._at is _At.RECORD:
-            yield logging.INFO, text  # of another thread; the record goes on
+            yield logging.INFO, text  # printed by another thread; the record continues
             return
         found = self._next(text)
         if found is None:

@@ -1,9 +1,9 @@
 """The last requests to each deployment, while a page shows them.
 
-Decides which requests are kept, how many, and for how long after the page's last poll. Failed requests are kept, and of
-all requests as many traced ones a second as a reader can follow: the rest costs the check of a counter. The poll renews
-a lease; the first request after its end stops the recording, so that a server without a viewer does not trace for
-it. Kept is text of bounded length, no tensor and no trace.
+Decides which requests are kept, how many, and for how long after the page's last poll. Failed requests are kept, and as
+many traced requests a second as a reader can follow; for all others a counter is checked. The poll renews a lease; the
+first request after its end stops the recording, so that a server without a viewer does not trace for it. The record of
+a request is text of bounded length, without tensors or traces.
 
 Callers: `traces`, which passes the traces, the engine for failed requests without one, and the live page.
 """
@@ -24,7 +24,7 @@ from flowserve.runtime.clock import SECOND_NS, ClockNs, wall_clock_ms
 from flowserve.scheduling.flow import Flow
 
 KEPT_MAX: Final = 50  # of each deployment
-DEPLOYMENTS_MAX: Final = 64  # further ones take the place of the one whose last request is the oldest
+DEPLOYMENTS_MAX: Final = 64  # a further one replaces the one whose last request is the oldest
 TRACED_PER_S: Final = 50
 LEASE_NS: Final = 5 * SECOND_NS
 
@@ -64,10 +64,10 @@ class RecentRequests:
         self.is_open = False
         self._is_traced = is_traced
         self._clock = clock
-        self._kept: dict[ModelKey, deque[RecentRequest]] = {}  # the one with the newest request is last
+        self._kept: dict[ModelKey, deque[RecentRequest]] = {}  # ordered by the time of the newest request
         self._numbers = count(1)
         self._wanted_until_ns = 0
-        self._second_ns = -SECOND_NS  # the beginning of the second in which `_left` may be traced
+        self._second_ns = -SECOND_NS  # the beginning of the second for which `_left` counts
         self._left = 0
 
     def since(self, key: ModelKey, after: int) -> list[RecentRequest]:
@@ -77,7 +77,7 @@ class RecentRequests:
         return [one for one in self._kept.get(key, ()) if one.number > after]
 
     def wants_trace(self) -> bool:
-        """Whether the request that begins now is to be traced; closes the recording if the lease has ended."""
+        """Whether to trace the request that begins now; closes the recording if the lease has ended."""
         now_ns = self._clock()
         if now_ns > self._wanted_until_ns:
             self.is_open = False
@@ -95,7 +95,7 @@ class RecentRequests:
         self._keep(key, took_ns, trace.rows, trace.request_id, trace.error, server_timing(trace))
 
     def failed(self, flow: Flow) -> None:
-        """Keep a request that has failed, unless its trace is to come."""
+        """Keep a failed request, unless its trace will follow."""
         if not self._is_traced(flow):
             key = ModelKey(flow.owner.name, flow.owner.version)
             self._keep(key, self._clock() - flow.arrived_ns, None, flow.request.id, str(flow.error), "")

@@ -1,9 +1,9 @@
 """Records the steps of traced requests, and why each waited before its batch was formed.
 
-Decides what a trace contains of each step, which tensors are copied into it, and the reason for the time in which only
-the rules of its queue kept a ticket waiting (observe/trace.py has the texts). While a flow made through a `Watch` is in
-flight, this is one of the engine's observers and sees every batch begin and end; otherwise requests cost nothing here.
-observe/trace.py defines a trace. Changes nothing that runs, except the trace contexts of batches.
+Decides what a trace contains of each step, which tensors are copied into it, and the reason for the time in which a
+ticket waited only because of its queue's rules (observe/trace.py has the texts). While a flow made through a `Watch` is
+in flight, this is one of the engine's observers and sees every batch begin and end; otherwise this module does no work.
+observe/trace.py defines a trace. Changes no request or batch, except the trace contexts of batches.
 
 A front end requests a `Watch`, makes the request's flow through it, marks the points that the request reaches in the
 front end, and closes it in any case. Tensors in device memory are recorded without their data, since a trace must not
@@ -126,7 +126,7 @@ class _Live:
     """
 
     trace: Trace
-    would_wait: bool  # for admission
+    would_wait: bool  # whether the request would wait for admission
     has_tensors: bool
     attempts: dict[Ticket, TracedStep] = field(default_factory=dict)
     held: list[TracedStep] = field(default_factory=list)  # steps whose responses waited for earlier requests

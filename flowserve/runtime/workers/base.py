@@ -1,8 +1,8 @@
 """The interface of a worker: one instance of a model in its execution place.
 
 Decides nothing; this is the contract between the engine and the kinds of workers (local.py, gpu.py, process.py,
-cluster.py), the records that travel between them, and the outcomes of batches. A worker runs one batch at a time,
-unless it says otherwise (`RunsElsewhere`). It does not know queues, flows' other steps or callers.
+cluster.py), the records that they exchange, and the outcomes of batches. A worker runs one batch at a time, unless it
+says otherwise (`RunsElsewhere`). It does not know queues, flows' other steps or callers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StateAdapter:
         the tensors that it may write to are marked. No tensor is copied.
         """
         node = tickets[0].node
-        is_alike = True  # of one node, as nearly every batch
+        is_alike = True  # of one node, as in nearly every batch
         rows: list[int] = []
         slots: list[list[Any]] = []
         requests: list[Request] = []
@@ -103,7 +103,7 @@ class StateAdapter:
         return outputs
 
     def restart(self, tickets: Sequence[Ticket]) -> None:
-        """Forget the state of sequences that begin anew with these."""
+        """Discard the state of sequences that begin again with these tickets."""
 
 
 def works() -> str:
@@ -123,7 +123,7 @@ class Worker(Protocol):
     is_on_gpu: bool  # whether it computes on a GPU in the server's own process
     route_group: object  # workers of one group hand batches to each other; None: this one does not
     computes_apart: bool  # whether it computes at the same time as other workers of its group
-    outage: Callable[[], str]  # why it cannot work just now, or ""; the end of a process is the supervisor's concern
+    outage: Callable[[], str]  # why it cannot work at present, or ""; the supervisor handles the end of a process
     state: StateAdapter
     has_state: bool  # whether `finish` has something to do
 
@@ -131,7 +131,7 @@ class Worker(Protocol):
         """Open the instance where it will run. Blocks; called on a loader's thread. Raises the model's exception."""
 
     def run(self, batch: Batch) -> Outcome | None:
-        """Run a batch now and return its outcome, or None where that comes later through `Completions`."""
+        """Run a batch now and return its outcome, or None if that arrives later through `Completions`."""
 
     def finish(self, batch: Batch, outcome: Outcome) -> tuple[Outcome, Sequence[Ticket]]:
         """Remove states of sequences and padding rows from an outcome; the scheduler does not use them. Returns the
@@ -140,7 +140,7 @@ class Worker(Protocol):
         """
 
     def recall(self, batch: Batch) -> None:
-        """A batch that is on its route is to return as early as it can."""
+        """Return a batch from its route as early as possible."""
 
     def close(self) -> None:
         """Close the instance after its running batch. Blocks; called on a thread."""
@@ -157,17 +157,17 @@ class RunsElsewhere(Worker, Protocol):
     ended: str
     has_answered: bool
     on_end: Callable[[], None] | None
-    depth: int  # the batches that it takes at once; it is so many times in its queue
+    depth: int  # the batches that it takes at once; its queue has an entry for each
 
     def kill(self, why: str) -> None:
-        """End its instance at once, for this reason. Harmless if there is none."""
+        """End its instance immediately, for this reason. No effect if there is none."""
 
     def give_up(self, why: str) -> None:
         """Abort a pending `open`. On any thread; no effect once it is open."""
 
 
 def slots_of(workers: Sequence[Worker]) -> list[Worker]:
-    """The workers of a model, each as often as it takes batches at once."""
+    """The workers of a model, each once for every batch that it takes at a time."""
     return [one for one in workers for _ in range(one.depth if isinstance(one, RunsElsewhere) else 1)]
 
 
@@ -182,7 +182,7 @@ class Completions:
         self.waiting: deque[tuple[Batch, Outcome]] = deque()
 
     def add(self, batch: Batch, outcome: Outcome) -> None:
-        """A batch is back. On any thread; a step follows."""
+        """Add a completed batch. On any thread; a step follows."""
         self.waiting.append((batch, outcome))
         try:
             self._token.run_sync_soon(self._step_now, idempotent=True)
@@ -219,8 +219,8 @@ def log_failure(text: str, *arguments: object, error: FlowserveError, extra: Map
 
 
 def log_unnoticed(error: FlowserveError, batch: Batch) -> None:
-    """Log a model's exception where no request of its batch fails by it: their callers have left, or have had their
-    last responses. Otherwise the line about the first such request has its traceback.
+    """Log a model's exception if no request of its batch fails because of it: the callers have left, or have received
+    their last responses. Otherwise the log line about the first failed request has the traceback.
     """
     raised = error.raised
     failed = (ticket.flow.whole.error for ticket in batch.tickets)
@@ -230,7 +230,7 @@ def log_unnoticed(error: FlowserveError, batch: Batch) -> None:
 
 def cannot_start(worker: Worker, batch: Batch, error: Exception) -> FlowserveError:
     """The outcome of a batch that could not be started, for lack of memory or descriptors, or by an internal error; if
-    the exception propagated, it would stop the server. Called in the exception's handler.
+    the exception propagated, it would stop the server. Called in the handler of the exception.
     """
     where = f"model '{batch.queue.key.name}', instance '{worker.name}': a batch cannot be started"
     if isinstance(error, MemoryError):

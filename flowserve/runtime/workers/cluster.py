@@ -1,21 +1,21 @@
-"""A worker whose instance runs on another machine, in an actor (cluster/) that is reached by a connection.
+"""A worker whose instance runs on another machine, in an actor (cluster/) to which the server has a connection.
 
 An actor (`ClusterActor`) has the instance of one worker, or one of each model of a segment: then workers share it, and
-a batch on a route passes it as one message and one reply, with only the outputs of the last stage.
+a batch on a route is one message and one reply, with only the outputs of the last stage.
 
-Decides that whole batches cross, and that an instance is given up to `DEPTH` of them: while one computes there, the
-next is on its way, and the instance is that many times in its queue (`base.slots_of`). A small batch is sent on the
-event loop; a larger one is packed and sent by a thread of the connection, so that the loop is not held. The tensors are
-sent from where they are. Another thread reads the replies into memory of the pool, or into shared memory where a model
-in a process reads them next, and hands them to the engine.
+Decides that whole batches are sent, and that an instance has up to `DEPTH` of them: while one computes, the next is
+being sent, and the queue has an entry of the instance for each (`base.slots_of`). A small batch is sent on the event
+loop; a larger one is packed and sent by a thread of the connection, so that the loop is not blocked. Tensors are sent
+without a copy. Another thread reads the replies into memory of the pool, or into shared memory if a model in a process
+reads them next, and passes them to the engine.
 
-Decides when an actor is lost: its connection has ended, or it has been silent for some seconds, although it was pinged
-every second. Then the instances in it end together, its batches fail and are not run again, since one of them may be
-the reason (`InstanceDied`); only if the machine as a whole is lost, the scheduler may run them once more
-(`MachineLost`). supervisor.py decides when the next actor is started.
+Decides when an actor is lost: its connection has ended, or it has not answered pings for some seconds. Then its
+instances end together, and its batches fail and are not run again, because one of them may be the cause
+(`InstanceDied`); only if the whole machine is lost may the scheduler run them once more (`MachineLost`). supervisor.py
+decides when the next actor is started.
 
-cluster/ decides the form of what travels, and how actors are started. Does not know queues or callers. Made by
-loading/, driven by the engine on the event loop.
+cluster/ decides the form of messages, and how actors are started. Does not know queues or callers. Made by loading/,
+driven by the engine on the event loop.
 """
 
 from __future__ import annotations
@@ -72,20 +72,20 @@ from flowserve.scheduling.flow import Ticket
 log = logging.getLogger("flowserve.runtime")
 
 DEPTH: Final = 2
-# A batch of at most so many bytes is sent on the event loop, which takes some 20 us.
+# A batch of at most this size is sent on the event loop, which takes about 20 us.
 SENT_ON_LOOP_BYTES_MAX: Final = 64 * 1024
-SILENCES_MAX: Final = 3  # seconds without a sign of an instance that is open
-OPENING_SILENCES_MAX: Final = 120  # a model that is loaded may keep its interpreter from answering
+SILENCES_MAX: Final = 3  # seconds without a byte from an actor whose instances are open
+OPENING_SILENCES_MAX: Final = 120  # loading a model may keep the interpreter from answering
 CONNECT_S: Final = 5.0
 CLOSE_S_MAX: Final = 600.0
-END_S: Final = 10.0  # for an actor without instances to end
+END_S: Final = 10.0  # limit for an actor without instances to end
 _NONE: Final[Mapping[int, Any]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """A server's cluster. `give_up_s`: how long an instance may wait for a machine that has what it needs. `traffic` is
-    that of each machine, by its name.
+    """A server's cluster. `give_up_s`: how long an instance may wait for a machine that has what it needs. `traffic`:
+    the traffic of each machine, by its name.
     """
 
     engine: ClusterEngine
@@ -102,31 +102,31 @@ class ClusterModel:
     may_run_inline = False
 
     def __init__(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str], *, is_alone: bool) -> None:
-        """Reads all files, for their digest; blocks."""
+        """Reads all files to compute their digest; blocks."""
         self.config = config
-        self.is_pure = False  # told by the first instance that is open
+        self.is_pure = False  # known when the first instance is open
         self._files = files
         self._options = options
         self._is_alone = is_alone
         self._digest = digest_of(files)
 
     def job(self, number: int, name: str, group: InstanceGroup) -> InstanceJob:
-        """What an actor opens as its instance with that number."""
+        """The job of an actor's instance with that number."""
         if group.kind == "KIND_GPU":
             group = replace(group, gpus=group.gpus or (0,))  # the engine shows an actor its own GPUs only
         files, digest, options = self._files, self._digest, self._options
         return InstanceJob(number, name, self.config, group, files, digest, options, self._is_alone)
 
     def instance(self, name: str, group: InstanceGroup) -> Any:
-        raise NotImplementedError  # its instances are elsewhere
+        raise NotImplementedError  # its instances are in actors
 
     def close(self) -> None:
-        """Nothing is held here."""
+        """No effect: there is nothing to release."""
 
 
 class ClusterActor:
-    """One actor, for one worker or for one of each model of a segment. It is started when the first of them opens its
-    instance, and ends when the last is closed; when it has ended otherwise, the next that opens starts it again.
+    """One actor, for one worker or for one of each model of a segment. It is started when the first worker opens its
+    instance, and ends when the last is closed; if it ends before, the next worker that opens starts it again.
     """
 
     def __init__(self, name: str, needs: MachineNeeds, cluster: ClusterOptions, clock: ClockNs) -> None:
@@ -134,14 +134,16 @@ class ClusterActor:
         self.cluster = cluster
         self.clock = clock
         self._needs = needs
-        self._lock = threading.Lock()  # while it is started, and while an instance is added or leaves
+        self._lock = threading.Lock()  # held while it is started, and while an instance is added or removed
         self._connection: _Connection | None = None
-        self._arena: Arena | None = None  # where processes read outputs; used on the reading thread only
+        self._arena: Arena | None = None  # memory for outputs that processes read; used on the reading thread only
 
     # ------------------------------------------------------------------ blocking, on other threads
 
     def join(self, worker: ClusterWorker, context: WorkerContext) -> tuple[_Connection, int]:
-        """Have it open a worker's instance: its connection, and the instance's number there. Raises Unavailable."""
+        """Start opening a worker's instance. Returns the connection, and the instance's number there. Raises
+        Unavailable.
+        """
         with self._lock:
             connection = self._connection
             if connection is None or connection.is_over:
@@ -161,7 +163,7 @@ class ClusterActor:
             raise
 
     def leave(self, connection: _Connection, number: int) -> None:
-        """An instance is closed, or was not opened. The actor ends with its last one."""
+        """Remove an instance that is closed, or was not opened. The actor ends with its last one."""
         with self._lock:
             connection.instances.pop(number, None)
             if connection.instances:
@@ -173,7 +175,7 @@ class ClusterActor:
     # ------------------------------------------------------------------ its memory
 
     def share(self) -> None:
-        """From now on processes read its outputs."""
+        """Place outputs in shared memory from now on, because processes read them."""
         if self._arena is None:
             self._arena = Arena()
 
@@ -184,10 +186,10 @@ class ClusterActor:
 
 class ClusterWorker:
     """One instance on another machine, in an actor. While there is none, `ended` is how the last one ended. `on_end`:
-    as of a `ProcessWorker`. `machine`: where it is, or was last.
+    as for a `ProcessWorker`. `machine`: the machine that has it, or had it last.
     """
 
-    _context: WorkerContext  # of the last `open`
+    _context: WorkerContext  # set by the last `open`
 
     def __init__(
         self, name: str, model: ClusterModel, group: InstanceGroup, actor: ClusterActor, *, depth: int = DEPTH
@@ -213,19 +215,19 @@ class ClusterWorker:
         self._actor = actor
         self._numbers = {spec.name: j for j, spec in enumerate(config.outputs)}
         self._connection: _Connection | None = None
-        self._number = 0  # of its instance there
-        self._opening: _Connection | None = None  # while its instance is not open yet
+        self._number = 0  # the number of its instance in the actor
+        self._opening: _Connection | None = None  # set while its instance is being opened
         self._is_closed = False
         self._given_up = ""
 
     @property
     def running(self) -> Batch | None:
-        """The batch that has been there for the longest time."""
+        """The oldest of its batches."""
         return next(iter(self.batches), None)
 
     @property
     def batches(self) -> list[Batch]:
-        """All batches that are under way there, as this worker's stage has them."""
+        """All its batches in the actor; of a batch on a route, this worker's stage."""
         connection = self._connection
         runs = [] if connection is None else [*connection.runs.values()]
         return [run.batch.stage(run.workers.index(self)) for run in runs if self in run.workers]
@@ -259,21 +261,21 @@ class ClusterWorker:
         self._connection, self.ended = connection, ""
         if self._is_closed:  # checked last: `close` sets it before it looks for a connection
             self.close()
-        elif connection.is_over:  # which may have been told before
+        elif connection.is_over:  # its end may have been reported before
             connection.tell(self.lost, connection, connection.why)
 
     def job(self, number: int) -> InstanceJob:
-        """What its actor opens."""
+        """The job for its actor."""
         return self._model.job(number, self.name, self._group)
 
     def check_given_up(self) -> None:
-        """Raises Unavailable once its opening was given up."""
+        """Raises Unavailable if its opening was given up."""
         if self._given_up:
             raise Unavailable(self._given_up)
 
     def give_up(self, why: str) -> None:
-        """As `RunsElsewhere.give_up`. One that still waits for a machine goes on waiting, as long as that may take. An
-        actor that has other instances goes on.
+        """As `RunsElsewhere.give_up`. A worker that still waits for a machine continues to wait, for as long as that
+        takes. An actor with other instances continues.
         """
         self._given_up = f"its process was ended: {why}"
         connection = self._opening
@@ -281,7 +283,7 @@ class ClusterWorker:
             connection.give_up(self, self._given_up)
 
     def close(self) -> None:
-        """End the instance after its running batches, and with the last one its actor. Blocks; called on a thread."""
+        """End the instance after its running batches; the last one also ends its actor. Blocks; called on a thread."""
         self._is_closed = True
         connection = self._connection
         if connection is not None:
@@ -291,7 +293,7 @@ class ClusterWorker:
     # ------------------------------------------------------------------ batches, on the event loop
 
     def run(self, batch: Batch) -> Outcome | None:
-        """Send a batch. Returns None where its outcome comes later."""
+        """Send a batch. Returns None if its outcome arrives later."""
         connection = self._connection
         if connection is None:
             return Unavailable(f"instance '{self.name}' is not running")
@@ -300,7 +302,7 @@ class ClusterWorker:
         workers: Sequence[ClusterWorker] = (self,)
         if batch.route is not None:
             if batch.wants_outputs or any(one._connection is not connection for one in batch.instances):
-                self._context.release(batch, range(1, len(batch.route)))  # it returns after each step
+                self._context.release(batch, range(1, len(batch.route)))  # it does not take its route
             else:
                 workers = batch.instances
         number = next(connection.numbers)
@@ -314,11 +316,11 @@ class ClusterWorker:
                 connection.traffic.count(run, nbytes)
                 message, block = self._packed(number, run, work)
                 connection.send_soon(self._number, message, block)
-            else:  # behind what announces its route
+            else:  # after the messages that announce its route
                 send = partial(self._send, connection, number, run, work)
                 connection.traffic.admit(run, nbytes, partial(connection.later, send))
         except OSError:
-            return None  # the connection has ended, which its reading thread is about to tell
+            return None  # the connection has ended, and its reading thread is about to report that
         except Exception:
             connection.remove(number)
             raise
@@ -329,23 +331,23 @@ class ClusterWorker:
         return outcome, ()
 
     def recall(self, batch: Batch) -> None:
-        """The batch is to return from its route after its current stage."""
+        """Return a batch from its route after its current stage."""
         connection = self._connection
         if connection is None:
             return
         for number in [*connection.runs]:
-            run = connection.runs.get(number)  # it may come back at this moment
+            run = connection.runs.get(number)  # it may return at this moment
             if run is not None and run.batch is batch:
                 connection.later(partial(connection.link.send, 0, pack(protocol.CANCEL, (number,))))
 
     def kill(self, why: str) -> None:
-        """End its actor at once, for this reason."""
+        """End its actor immediately, for this reason."""
         connection = self._connection
         if connection is not None:
             connection.kill(why)
 
     def _announce(self, connection: _Connection, run: _Run) -> bool:
-        """Whether the actor knows the route of this batch. If not, it is about to be told."""
+        """Whether the actor knows the route of this batch. If not, the announcement is queued to be sent."""
         route, workers = run.batch.route, run.workers
         assert route is not None
         if route in connection.routes:
@@ -374,13 +376,13 @@ class ClusterWorker:
         text = b""
         if facts is not None or run.batch.contexts:
             about, text = encode_about(facts, run.batch.contexts)
-        updates = (0, 0) * len(run.workers)  # none, for each stage
+        updates = (0, 0) * len(run.workers)  # no updates, for each stage
         return encode_run(number, run.route, 0, work.rows, wanted, updates, places, (), about, text), block
 
     def _send(self, connection: _Connection, number: int, run: _Run, work: Work) -> None:
         """Pack and send a batch, on the sending thread."""
         try:
-            run.batch.started_ns = self._actor.clock()  # until now it waited in the server
+            run.batch.started_ns = self._actor.clock()  # it waited in the server until now
             message, block = self._packed(number, run, work)
             del work
             connection.link.send(self._number, message, block.finish(block.nbytes), block.nbytes)
@@ -394,8 +396,8 @@ class ClusterWorker:
     # ------------------------------------------------------------------ the end of its actor, on the event loop
 
     def lost(self, connection: _Connection, why: str) -> None:
-        """Its connection has ended: it takes no batches until it is opened again. Those that it has fail when it is
-        known how the actor ended (`_Connection.fail`).
+        """Its connection has ended: it takes no batches until it is opened again. Its current batches fail when the
+        cause of the actor's end is known (`_Connection._fail`).
         """
         if self._connection is not connection:
             return
@@ -407,7 +409,9 @@ class ClusterWorker:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """A batch that was sent, or is being sent, and the workers of its stages. `route`: its number there, 0 for none."""
+    """A batch that was sent, or is being sent, and the workers of its stages. `route`: its number in the actor, 0 for
+    none.
+    """
 
     batch: Batch
     rows: Sequence[int]
@@ -416,7 +420,7 @@ class _Run:
     route: int = 0
 
     def results(self, passed: Sequence[Stage], words: Sequence[int], at: int, text: bytes, block: Any) -> Results:
-        """Those of the last stage that ran the batch, from DONE. Raises Garbled."""
+        """The results of the last stage that ran the batch, from DONE. Raises Garbled."""
         if len(words) < at + 6:
             raise Garbled("a reply that is cut off")
         _, gathered_ns, computed_ns, segment, offset, nbytes = words[at : at + 6]
@@ -448,14 +452,14 @@ class _Run:
 
 class _Connection:
     """The connection to one actor, with its two threads. `runs`: its batches, by number, in order. `instances`: the
-    workers whose instances it has, or is to open, by their numbers. `routes`: those that it knows, with their numbers.
-    `why`: how it has ended, once it `is_over`.
+    workers whose instances are open or being opened, by number. `routes`: the numbers of the routes that the actor
+    knows. `why`: how the connection ended, if it `is_over`.
     """
 
     def __init__(self, actor: ClusterActor, started: Started, job: ActorJob, context: WorkerContext) -> None:
         """Connect to an actor. Blocks. Raises Unavailable."""
         self.runs: dict[int, _Run] = {}
-        self.numbers = count(1)  # of batches and routes; drawn on the event loop
+        self.numbers = count(1)  # numbers of batches and routes; taken on the event loop
         self.instances: dict[int, ClusterWorker] = {}
         self.routes: WeakKeyDictionary[Route, int] = WeakKeyDictionary()
         self.machine = started.machine
@@ -469,7 +473,7 @@ class _Connection:
         self._instance_numbers = count(1)
         self._opening: dict[int, SimpleQueue[bool | FlowserveError]] = {}
         self._closing: dict[int, threading.Event] = {}
-        self._refused: FlowserveError | None = None  # why the actor opens nothing
+        self._refused: FlowserveError | None = None  # why the actor opens no instance
         self._killed = ""  # the server's own reason for the end
         self._silences = 0
         self._sent = 0
@@ -504,12 +508,12 @@ class _Connection:
             self._engine.add(self._started, worker.job(number))
         except Unavailable as error:
             self._opening[number].put(error)
-        if self.is_over or self._refused is not None:  # perhaps before the instance was known
+        if self.is_over or self._refused is not None:  # perhaps before the instance was added
             self._opening[number].put(self._refused or Unavailable(self.why))
         return number
 
     def wait_until_open(self, number: int) -> bool:
-        """Whether the model of that instance is pure, once it is open. Raises why it is not."""
+        """Wait until that instance is open. Returns whether its model is pure. Raises the error of opening."""
         answer = self._opening[number].get()
         del self._opening[number]
         if isinstance(answer, FlowserveError):
@@ -517,7 +521,7 @@ class _Connection:
         return answer
 
     def give_up(self, worker: ClusterWorker, why: str) -> None:
-        """The opening of a worker's instance is given up: the actor ends, or goes on if it has others."""
+        """Give up opening a worker's instance: the actor ends, unless it has other instances."""
         if [*self.instances.values()] == [worker]:
             self.kill(why)
             return
@@ -527,14 +531,14 @@ class _Connection:
                 self._opening[number].put(Unavailable(why))
 
     def close(self, number: int) -> None:
-        """Have an instance end after its batches, and wait for that."""
+        """End an instance after its batches, and wait for that."""
         self._outgoing.put(partial(self.link.send, number, pack(protocol.END, ())))
         closed = self._closing.get(number)
         if closed is not None and not closed.wait(CLOSE_S_MAX):
             self.link.close()
 
     def end(self) -> None:
-        """Have the actor end, none of whose instances is used any more, and wait for that."""
+        """End the actor, whose instances are all unused, and wait for that."""
         self._killed = self._killed or "it was closed"
         self._outgoing.put(partial(self.link.send, 0, pack(protocol.END, ())))
         if not self._ended.wait(END_S):
@@ -543,7 +547,7 @@ class _Connection:
             self._ended.wait()
 
     def kill(self, why: str) -> None:
-        """End it at once, for this reason. On any thread."""
+        """End it immediately, for this reason. On any thread."""
         self._killed = why
         self._engine.kill(self._started)
         self.link.close()
@@ -557,11 +561,11 @@ class _Connection:
             self.later(partial(self.link.send, *frame))
 
     def later(self, send: Send) -> None:
-        """Have the sending thread do it."""
+        """Run a function on the sending thread."""
         self._outgoing.put(send)
 
     def remove(self, number: int) -> _Run | None:
-        """A batch is not under way any more. None if it was not."""
+        """Remove a batch that is no longer under way. None if it is unknown."""
         run = self.runs.pop(number, None)
         if run is not None:
             self.traffic.leave(run)
@@ -588,7 +592,7 @@ class _Connection:
                 del block
         except EOFError as error:
             ended = error
-        except Exception as error:  # whatever a message leads to, it concerns this actor only
+        except Exception as error:  # an error about a message concerns this actor only
             what = str(error) if isinstance(error, (Garbled, FlowserveError)) else f"{type(error).__name__}: {error}"
             self._engine.kill(self._started)
             self._killed = self._killed or f"its process sent an invalid message ({what}); it was ended"
@@ -608,7 +612,7 @@ class _Connection:
         self.tell(self._fail, end)
 
     def _take(self, number: int, kind: int, words: Sequence[int], text: bytes, block: Any) -> None:
-        """One message, on the reading thread. Raises Garbled."""
+        """Process one message, on the reading thread. Raises Garbled."""
         if kind in (protocol.DONE, protocol.FAILED):
             self._reply(number, kind, words, text, block)
         elif kind == protocol.READY and len(words) == 2:
@@ -616,7 +620,7 @@ class _Connection:
         elif kind == protocol.BROKEN:
             error = decode_error(json.loads(text))
             self._answer(number, error)
-            if not number:  # the actor as a whole, which ends now
+            if not number:  # the whole actor, which ends now
                 self._refused = error
         elif kind == frames.CLOSED and number in self._closing:
             self._closing[number].set()
@@ -626,26 +630,26 @@ class _Connection:
             raise Garbled(f"a message of kind {kind}")
 
     def _answer(self, number: int, answer: bool | FlowserveError) -> None:
-        """Tell how the opening of an instance went, unless it was given up."""
+        """Report the result of opening an instance, unless it was given up."""
         waiting = self._opening.get(number)
         if waiting is not None:
             waiting.put(answer)
 
     def tell(self, what: Callable[..., None], *about: object) -> None:
-        """Call it on the event loop, where there still is one."""
+        """Call a function on the event loop, if the loop still runs."""
         with suppress(trio.RunFinishedError):
             self._context.token.run_sync_soon(what, *about)
 
     def _how_it_ended(self, error: EOFError | None) -> ActorEnd:
         end = self._engine.end_of(self._started)
-        self._engine.kill(self._started)  # an actor that lives without its connection is of no use
+        self._engine.kill(self._started)  # an actor without its connection is useless
         if isinstance(error, _Silent) and not end.with_machine:
             end = ActorEnd(f"machine '{self.machine}' does not answer ({error})", with_machine=True)
         log.error("%s: %s", self._actor.name, end.text)
         return end
 
     def _on_silence(self) -> None:
-        if self.link.sent != self._sent:  # it takes what is sent: a large batch is on its way
+        if self.link.sent != self._sent:  # the other end still receives: a large batch is being sent
             self._sent = self.link.sent
             self._silences = 0
         self._silences += 1
@@ -655,7 +659,7 @@ class _Connection:
 
     def _ping(self) -> None:
         self.link.send(0, pack(frames.PING, ()))
-        self._sent = self.link.sent  # a ping that was taken by the kernel is no sign of the other end
+        self._sent = self.link.sent  # the ping itself does not count: only the kernel has taken it
 
     def _reply(self, instance: int, kind: int, words: Sequence[int], text: bytes, block: Any) -> None:
         """Complete a batch, on the reading thread. Raises Garbled."""
@@ -679,7 +683,7 @@ class _Connection:
             else:
                 error = decode_error(json.loads(text))
         except Exception:
-            self.runs[words[1]] = run  # it fails with the connection
+            self.runs[words[1]] = run  # so that it fails with the connection
             raise
         now_ns = self._actor.clock()
         _shift(made, run.batch.started_ns, now_ns)
@@ -688,7 +692,7 @@ class _Connection:
         for worker in run.workers[: k + 1]:
             worker.has_answered = True
         for following in [*self.runs.values()]:
-            if following.workers[0] is run.workers[0]:  # begins now; until now it waited there, as in a queue
+            if following.workers[0] is run.workers[0]:  # it begins now, and has waited in the actor until now
                 free_ns = made[0].computed_ns if len(run.workers) > 1 and made else now_ns
                 following.batch.started_ns = max(following.batch.started_ns, free_ns)
                 break
@@ -700,7 +704,7 @@ class _Connection:
     # ------------------------------------------------------------------ on the event loop
 
     def _release(self, number: int, stage: int) -> None:
-        """A batch that was recalled is at that stage of its route: the instances of all others are free."""
+        """A recalled batch returns after that stage: free the instances of all other stages."""
         run = self.runs.get(number)
         if run is not None and run.batch.route is not None:
             self._context.release(run.batch, [i for i in range(len(run.workers)) if i != stage])
@@ -710,7 +714,7 @@ class _Connection:
             worker.lost(self, self.why)
 
     def _fail(self, end: ActorEnd) -> None:
-        """Fail its batches, which it had when it ended."""
+        """Fail the batches that were under way when it ended."""
         kind = MachineLost if end.with_machine else InstanceDied
         runs, self.runs = self.runs, {}
         for run in runs.values():
@@ -729,7 +733,9 @@ def _part(block: Any, segment: int, offset: int, nbytes: int) -> Any:
 
 
 def _shift(made: Sequence[Results], started_ns: int, now_ns: int) -> None:
-    """The clocks of two machines differ: the computations are put at the end of the time that the batch was away."""
+    """Shift the times of computations to the server's clock, because clocks differ between machines: they are placed at
+    the end of the time between sending and reply.
+    """
     if not made:
         return
     by_ns = now_ns - made[-1].computed_ns
@@ -739,4 +745,4 @@ def _shift(made: Sequence[Results], started_ns: int, now_ns: int) -> None:
 
 
 class _Silent(EOFError):
-    """Nothing was heard for too long."""
+    """Nothing was received for too long."""

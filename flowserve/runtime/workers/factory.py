@@ -53,10 +53,10 @@ def worker_maker(
     clock: ClockNs,
     state: StateAdapter | None = None,
 ) -> MakeWorker:
-    """How each instance of one model version gets its worker, not yet open; called with its name and its group.
+    """A function that creates the worker of an instance, not yet open, from the instance's name and group.
 
-    `state`: of a model of sequences; then `config` and `model` are those with its controls and states (`inner`). Raises
-    Unsupported where the model cannot run in that place.
+    `state`: the adapter of a model of sequences; then `config` and `model` are those with its controls and states
+    (`inner`). Raises Unsupported if the model cannot run in that place.
     """
     sink = streams if config.decoupled else None
     if execution == PROCESS:
@@ -92,7 +92,8 @@ def worker_maker(
                 None if config.decoupled else len(config.outputs),
                 clock,
                 state=state,
-                # A decoupled model always runs on its thread: on the event loop, nothing could read its responses.
+                # A decoupled model always runs on its thread: while it ran on the event loop, no reader could take its
+                # responses.
                 streams=sink,
                 placement=None if config.decoupled else placement,
                 always_inline=execution == "inline" and not config.decoupled,
@@ -105,7 +106,9 @@ def worker_maker(
 
 
 def execution_timeout_ns(config: ModelConfig, workers: Sequence[Worker]) -> int:
-    """After how long a batch's process is killed, 0 for never: the parameter `execution_timeout`, in seconds."""
+    """The run time of a batch after which its process is killed, 0 for no limit: the parameter `execution_timeout`, in
+    seconds.
+    """
     seconds = float(config.parameters.get("execution_timeout", 0))
     if seconds and not all(isinstance(worker, RunsElsewhere) for worker in workers):
         log.warning(

@@ -1,10 +1,10 @@
 """A worker whose instance computes on a GPU of the server's process.
 
-Decides on which memory the tensors of such a batch are: outputs stay on the GPU where the next instance reads them
-there (decision 0024), and inputs that several GPU instances read get a place for copies. It always runs on a thread,
-since it may wait for the device. A batch with a route passes its stages on the first instance's thread, each on the
-stream of its own instance, so that between two stages there are a few calls instead of two hand-offs between threads.
-Where any of a reader's instances is on the host, the output is copied to the host.
+Decides in which memory the tensors of such a batch are: outputs stay on the GPU if the next instance reads them there
+(decision 0024), and inputs that several GPU instances read get a place for copies. It always runs on a thread, because
+it may wait for the device. A batch with a route passes its stages on the first instance's thread, each on the stream of
+its own instance, so that between two stages there are a few calls instead of two hand-offs between threads. If any of a
+reader's instances is on the host, the output is copied to the host.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class GpuWorker(LocalWorker):
         self.place = instance.place
         self.route_group = ("gpu", instance.place) if instance.is_of_any_thread else None
         self._outputs = output_count or 0
-        self.has_state = True  # after a route, the workers of its further stages run nothing any more
-        self._borrowed: threading.Lock | None = None  # held while another worker's thread runs a batch of this one
+        self.has_state = True  # after a route, `finish` sets `running` of the workers of later stages
+        self._borrowed: threading.Lock | None = None  # held while another worker's thread runs this instance
 
     def close(self) -> None:
-        """As that of any worker. All callers may have left a batch that still runs."""
+        """As `Worker.close`. A batch may still run whose callers have all left."""
         if self._borrowed is not None:
             with self._borrowed:
                 pass
@@ -67,7 +67,7 @@ class GpuWorker(LocalWorker):
         return super().finish(batch, outcome)
 
     def _readers_on_route(self, batch: Batch) -> list[list[int]]:
-        """Where each output of each stage is read; the same for all batches of a route."""
+        """The places where each output of each stage is read; the same for all batches of a route."""
         route = batch.route
         assert route is not None
         if route.worker_data is None:
@@ -77,7 +77,7 @@ class GpuWorker(LocalWorker):
         return found
 
     def _pass(self, batch: Batch, work: Work, read_at: list[list[int]], passing: threading.Lock) -> Outcome:
-        """Pass the stages of a route, on this thread, which lets go of `passing` in the end."""
+        """Pass the stages of a route on this thread, which releases `passing` at the end."""
         count = len(work.rows)
 
         def run_stage(batch: Batch, i: int, work: Work) -> Results | FlowserveError | None:
@@ -97,7 +97,7 @@ class GpuWorker(LocalWorker):
             passing.release()
 
     def _work_of(self, tickets: Sequence[Ticket]) -> DeviceWork:
-        crossings: dict[tuple[int, int], _Crossings] = {}  # most tickets of a batch are the same step of one graph
+        crossings: dict[tuple[int, int], _Crossings] = {}  # most batches have the same step of one graph
         outputs: list[list[int]] = [[] for _ in range(self._outputs)]
         for ticket in tickets:
             key = (id(ticket.flow.plan), ticket.node.index)
@@ -118,7 +118,7 @@ def _on_device(work: Work, read_at: Sequence[Sequence[int]]) -> DeviceWork:
 
 
 def _readers(flow: Flow, node: PlanNode) -> list[int]:
-    """Where each output of a step is read."""
+    """The places where each output of a step is read."""
     found = [0] * len(node.outputs)
     for j, slot, _ in node.writes:
         found[j] = _readers_of(flow, slot)
@@ -126,7 +126,7 @@ def _readers(flow: Flow, node: PlanNode) -> list[int]:
 
 
 def _readers_of(flow: Flow, slot: int) -> int:
-    """Where a tensor is read, also as rows of other tensors, which are copied where those are read."""
+    """The places where a tensor is read, also as rows of other tensors, which are copied where those are read."""
     plan, queues = flow.plan, flow.queues
     found = ON_HOST if slot in plan.output_slots else 0
     for consumer in plan.consumers[slot]:
@@ -169,7 +169,7 @@ class _Crossings:
 
 
 def _reads(queue: ModelQueue) -> int:
-    """Where the instances of a queue read their inputs."""
+    """The places where the instances of a queue read their inputs."""
     readers = 0
     for worker in queue.instances:
         readers |= ON_DEVICE if isinstance(worker, GpuWorker) else ON_HOST

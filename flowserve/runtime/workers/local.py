@@ -1,12 +1,12 @@
 """A worker in the server's own process: on a thread of its own, or on the event loop.
 
 Decides how a batch is run there: inline if configured or if measurements allow it, else on the worker's thread, which
-is fed by a queue and reports through `Completions`. A batch with a route passes its stages one after the other in this
-process, as far as each of them would run inline.
+takes batches from a queue and reports through `Completions`. A batch with a route passes its stages one after the other
+in this process, up to the first stage that would not run inline.
 
-`Placement` decides by measurement: a batch whose size class is measured to cost less than the hop to a thread (and no
-more than the loop can spare) runs inline; one that turns out slow goes back to the thread. A hop to a thread costs 50
-to 80 us when nothing else is in flight, and the loop hands the interpreter over twice.
+`Placement` decides by measurement: a batch whose size class is measured to cost less than a hop to a thread (and does
+not delay the loop for long) runs inline; a size class that becomes slow returns to the thread. A hop to a thread costs
+50 to 80 us if nothing else is in flight, and switches the interpreter between threads twice.
 
 Does not know queues or callers, nor how a model computes (backends/). Made by factory.py, driven by the engine.
 """
@@ -44,13 +44,14 @@ from flowserve.scheduling.flow import Ticket
 from flowserve.values import DType, TensorSpec
 
 log = logging.getLogger("flowserve.runtime")
-# A run this short is cheaper on the loop: the hop and the hand-over of the interpreter cost as much.
+# Runs up to this time are cheaper on the loop: the hop and the switch of threads cost as much.
 INLINE_BELOW_NS: Final = 150_000
-# And this long it keeps other connections waiting too long. Between the two a place is kept, so that it does not flap.
+# Runs above this time delay other connections too much. Between the two limits the place is kept, so that it does not
+# alternate.
 THREAD_ABOVE_NS: Final = 400_000
 # The first runs of a size allocate and warm caches; they are not representative.
 _FIRST_RUNS: Final = 3
-# A size that was sent back to the thread is looked at again only after that many runs there.
+# A size that returned to the thread is considered again only after this number of runs there.
 _RUNS_BEFORE_RETRY: Final = 200
 
 
@@ -58,11 +59,11 @@ class LocalWorker:
     """One instance in the server's own process.
 
     `output_count`: how many outputs each run must have; None for a decoupled model, whose responses go to `streams`.
-    `placement`: where measurements choose between the event loop and the thread. `always_inline`: on the event loop.
-    `may_write`: the model may write into inputs that nothing else reads.
+    `placement`: chooses between the event loop and the thread by measurement; None: no choice. `always_inline`: on the
+    event loop. `may_write`: the model may write into inputs that nothing else reads.
     """
 
-    _context: WorkerContext  # of `open`
+    _context: WorkerContext  # set by `open`
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class LocalWorker:
         self.has_state = streams is not None or type(self.state) is not StateAdapter
         self.always_inline = always_inline
         self.running: Batch | None = None  # the batch on its thread
-        self.is_on_gpu = False  # whether it computes on a GPU, wherever its tensors are
+        self.is_on_gpu = False  # whether it computes on a GPU, even if its tensors are on the host
         may_be_inline = always_inline or placement is not None
         self.route_group: object = "local" if may_be_inline and not self.has_state else None
         self.computes_apart = False  # a route stays on the event loop
@@ -95,9 +96,9 @@ class LocalWorker:
         self._placement = placement
         self._may_write = may_write
         self._shared_strings: Mapping[int, str] = {}  # names of the BYTES outputs that other processes read
-        self._caller: ThreadCaller | None = None  # where its model may call others
+        self._caller: ThreadCaller | None = None  # set if its model may call others
         self.outage = instance.outage if isinstance(instance, NeedsOthers) else works
-        # What another server counted, where the model runs there.
+        # The counters of another server, if the model runs there.
         self.counted_there = instance.statistics if isinstance(instance, NeedsOthers) else dict[str, Any]
         self._thread: threading.Thread | None = None
         self._work: queue.SimpleQueue[tuple[Batch, Callable[[], Outcome]] | None] = queue.SimpleQueue()
@@ -123,9 +124,9 @@ class LocalWorker:
             raise error
 
     def share(self, output: int, spec: TensorSpec) -> None:
-        """From now on other processes read this output, of that declaration."""
+        """Write this output, with this declaration, to shared memory from now on, because other processes read it."""
         if spec.dtype is DType.BYTES:
-            self._shared_strings = {**self._shared_strings, output: spec.name}  # its thread may read the former one
+            self._shared_strings = {**self._shared_strings, output: spec.name}  # its thread reads the old mapping
         if isinstance(self._instance, SharesOutputs):
             self._instance.share(output)
 
@@ -141,7 +142,7 @@ class LocalWorker:
     # ------------------------------------------------------------------ running, on the event loop
 
     def run(self, batch: Batch) -> Outcome | None:
-        """Run a batch now and return its outcome, or hand it to the thread and return None."""
+        """Run a batch now and return its outcome, or pass it to the thread and return None."""
         work = self._work_of(batch.tickets)
         if batch.contexts:
             work.contexts = batch.contexts[0]
@@ -157,12 +158,12 @@ class LocalWorker:
         return None
 
     def run_on_thread(self, batch: Batch, execute: Callable[[], Outcome]) -> None:
-        """Have its thread call `execute`, which does not raise, and report the outcome."""
+        """Call `execute`, which does not raise, on its thread, and report the outcome."""
         self.running = batch
         self._work.put((batch, execute))
 
     def is_inline(self, rows: int) -> bool:
-        """Whether a batch of so many rows would run on the event loop now."""
+        """Whether a batch of `rows` rows would run on the event loop now."""
         return self.always_inline or (self._placement is not None and self._placement.is_inline(rows))
 
     def finish(self, batch: Batch, outcome: Outcome) -> tuple[Outcome, Sequence[Ticket]]:
@@ -176,7 +177,7 @@ class LocalWorker:
         return self.running if threading.current_thread() is self._thread else None
 
     def recall(self, batch: Batch) -> None:
-        """Nothing to do: a batch that passes its route on the event loop has completed before any other event."""
+        """No effect: a batch on a route runs on the event loop, and completes before any other event."""
 
     def _work_of(self, tickets: Sequence[Ticket]) -> Work:
         return self.state.work(tickets, may_write=self._may_write)
@@ -197,11 +198,13 @@ class LocalWorker:
         return pass_stages(batch, work, outcome, self._next_stage)
 
     def _returned(self, batch: Batch, work: Work, outcome: Results | FlowserveError) -> Returned:
-        """The outcome of a decoupled model's run: over when `execute` returns, whatever is still to be sent."""
+        """The outcome of a decoupled model's run, which ends when `execute` returns, even if more responses will be
+        sent.
+        """
         if isinstance(outcome, Results):
             return Returned(outcome.gathered_ns, outcome.computed_ns, rescheduled=outcome.rescheduled)
         for sender in work.senders or ():
-            sender.fail(outcome)  # after its earlier responses; a sender that is finished does not fail
+            sender.fail(outcome)  # after its earlier responses; no effect on a finished sender
         return Returned(error=outcome)
 
     def _next_stage(self, batch: Batch, i: int, work: Work) -> Results | FlowserveError | None:
@@ -212,7 +215,7 @@ class LocalWorker:
         return worker.compute(work, batch.rows, self._clock(), inline=True)
 
     def compute(self, work: Work, rows: int, begun_ns: int, *, inline: bool) -> Results | FlowserveError:
-        """Run a batch of so many rows in place, on whatever thread this is."""
+        """Run a batch of `rows` rows on the calling thread."""
         if self.is_on_gpu and (why := lost()):
             return Unavailable(why)
         try:
@@ -220,7 +223,7 @@ class LocalWorker:
         except FlowserveError as error:
             check_for_loss()
             return _without_frames(error)
-        except BaseException as error:  # any kind: behind a dead thread requests would wait for ever
+        except BaseException as error:  # any kind: requests would wait for ever for a dead thread
             check_for_loss()
             return model_raised(f"model '{self._model}', instance '{self.name}' failed: {error}", error)
         taken = results.taken = []
@@ -258,9 +261,9 @@ class LocalWorker:
             batch, execute = item
             try:
                 outcome = execute()
-            except Exception as error:  # the server's own fault: behind a dead thread requests would wait for ever
+            except Exception as error:  # an internal error: requests would wait for ever for a dead thread
                 outcome = cannot_start(self, batch, error)
-            del item, execute  # releases its inputs before the engine gets the outcome
+            del item, execute  # releases the inputs before the engine gets the outcome
             self.running = None
             self._context.completions.add(batch, outcome)
             del batch, outcome
@@ -276,9 +279,9 @@ def pass_stages(
     first: Results,
     run_stage: Callable[[Batch, int, Work], Results | FlowserveError | None],
 ) -> Passed:
-    """Pass the stages of a batch's route after the first, which made `first` of `work`, until the batch must return: a
-    member failed, or its outputs cannot be passed on unchanged. `run_stage` returns None for a stage that does not
-    run.
+    """Pass the stages of a batch's route after the first, whose results for `work` are `first`, until the batch must
+    return: a member failed, or its outputs cannot be passed on unchanged. `run_stage` returns None for a stage that
+    does not run.
     """
     route = batch.route
     assert route is not None
@@ -292,7 +295,7 @@ def pass_stages(
             or last.raised
             or (last.notes is not None and (last.notes.unlike or last.notes.left_out))
         ):
-            break  # the scheduler and the callers come first
+            break  # the scheduler and the callers have precedence
         following = _following(route, i, work, made)
         if following is None:
             break
@@ -303,7 +306,7 @@ def pass_stages(
             break
         if not isinstance(results, Results):
             passed.error = results
-            del results  # its frames hold this one, and with it the batch
+            del results  # the frames of an exception in it reference this frame and the batch
             break
         made.append(results)
     return passed
@@ -329,7 +332,9 @@ def _following(route: Route, i: int, before: Work, made: Sequence[Results]) -> W
 
 
 def _encoded(column: Sequence[Tensor | None], name: str, model: str) -> Sequence[Tensor | None]:
-    """An output with its large blocks encoded, here on its thread: the event loop would encode them for the process."""
+    """An output with its large blocks encoded, on this thread, so that the event loop does not have to encode them for
+    the process.
+    """
     tensors = [*column]
     blocks: dict[int, Any] = {}
     for m, tensor in enumerate(tensors):
@@ -344,15 +349,15 @@ def _encoded(column: Sequence[Tensor | None], name: str, model: str) -> Sequence
 
 
 def _without_frames(error: FlowserveError) -> FlowserveError:
-    """The error without frames. The frames of the worker and of the engine hold the outcome of the batch: with them the
-    error would be in a cycle, and hold the tensors of the batch until the collector runs.
+    """The error without frames. The frames of the worker and of the engine reference the outcome of the batch: the
+    error would be in a reference cycle, and keep the tensors of the batch alive until the garbage collector runs.
     """
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
 
 class Placement:
-    """Chooses for one model, per size class of batches (powers of two of the row count)."""
+    """Chooses event loop or thread for one model, per size class of batches (powers of two of the row count)."""
 
     def __init__(self) -> None:
         self._classes: dict[int, _SizeClass] = {}
@@ -363,13 +368,13 @@ class Placement:
         return found is not None and found.inline
 
     def measured(self, rows: int, duration_ns: int, *, inline: bool) -> None:
-        """A batch took that long. Sizes that were never measured run on the thread."""
+        """Record the duration of a batch. Sizes that were never measured run on the thread."""
         size = self._classes.get(rows.bit_length())
         if size is None:
             size = self._classes[rows.bit_length()] = _SizeClass()
         size.runs += 1
         if inline:
-            # Clipped, so that one run during which the kernel preempted this process does not move the model.
+            # Clipped, so that one run during which the kernel preempted this process does not change the place.
             size.mean_ns += (min(duration_ns, 2 * THREAD_ABOVE_NS) - size.mean_ns) / 8
             if size.mean_ns > THREAD_ABOVE_NS:
                 size.inline = False
@@ -390,6 +395,6 @@ class Placement:
 @dataclass(slots=True, eq=False)
 class _SizeClass:
     inline: bool = False
-    runs: int = 0  # since the place last changed
-    best_ns: int = 1 << 62  # on the thread: the shortest run; contention only ever adds
+    runs: int = 0  # since the last change of place
+    best_ns: int = 1 << 62  # on the thread: the shortest run, because contention only adds time
     mean_ns: float = 0.0  # inline: moving average

@@ -1,9 +1,9 @@
-"""Outputs that are not as their model's configuration says.
+"""Outputs that differ from their model's configuration.
 
-Decides which steps take an output of another data type or shape (those whose own input has it), in which order the
+Decides which steps accept an output of another data type or shape (those whose own input has it), in which order the
 outputs of a plain model are returned (the model's), and what is logged and counted: one warning for each output of a
 model, and the number of missing outputs. A backend has noted the differences (`OutputNotes` in backends/base.py), and
-refuses the outputs that nothing could read.
+refuses the outputs that no reader could use.
 
 Does not know how a model ran. Called on the event loop: by the engine, and by streaming.py for decoupled models.
 """

@@ -79,7 +79,7 @@ def request_after(flow: Flow, model: str, parameters: Mapping[str, Any]) -> Requ
 
 
 def _can_travel(value: Parameter) -> bool:
-    """Whether both protocols have a way to write it."""
+    """Whether both protocols can represent the value."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -90,7 +90,7 @@ def _can_travel(value: Parameter) -> bool:
 
 
 def of_ensemble(request: Request) -> Mapping[str, Parameter]:
-    """The parameters of an ensemble's response: the sequence of its request, or of the last step that set it."""
+    """The parameters of an ensemble's response: the sequence of its request, or the one that the last step set."""
     if not (request.sequence_id or request.sequence_start or request.sequence_end):
         return STATELESS
     return {

@@ -1,4 +1,4 @@
-"""How the scheduler treats a model, by its configuration: its batcher and the resources that it needs.
+"""A model's batcher and the resources that it needs, derived from its configuration.
 
 Decides how the fields of a configuration become a batcher's policies. A model has only the cost of the features that it
 configures: the default scheduler without `dynamic_batching`, a plain queue without levels and queue policies.
@@ -37,7 +37,7 @@ from flowserve.scheduling.sequence.strategies import Direct, IterativeDirect, It
 
 
 def queue_for(config: ModelConfig, instances: Sequence[Any], *, is_limited: bool) -> Batcher:
-    """The queue of one version of a plain model whose instances that serve are these, in the configuration's order."""
+    """The queue of one version of a plain model with these serving instances, in the configuration's order."""
     queue = batcher_for(config)
     groups = [group for _, group in instances_of(config) if not group.passive]
     devices = [group.gpus[0] if group.gpus else NO_DEVICE for group in groups]
@@ -64,13 +64,15 @@ def _queue(config: ModelConfig) -> Queue:
 
 
 def keeps_order(config: ModelConfig) -> bool:
-    """Whether its answers leave in the order in which its requests came."""
+    """Whether its responses leave in the order of its requests."""
     batching = config.dynamic_batching
-    return batching is not None and batching.preserve_ordering and not config.decoupled  # those keep it per request
+    return batching is not None and batching.preserve_ordering and not config.decoupled  # decoupled: kept per request
 
 
 def _sequences(config: ModelConfig, sequence: SequenceBatching) -> Batcher:
-    """Slots of an instance are the rows of its batches, or for "oldest" the configured number."""
+    """The sequence batcher of a model. An instance has a slot for each row of its batches, or for "oldest" the
+    configured number.
+    """
     rows = max(1, config.max_batch_size)
     control = next((control for control in sequence.controls if control.kind == "CORRID"), None)
     delay_ns = sequence.max_queue_delay_us * 1000
@@ -91,7 +93,7 @@ def _sequences(config: ModelConfig, sequence: SequenceBatching) -> Batcher:
 
 
 def _batch_policy(config: ModelConfig, batching: DynamicBatching) -> BatchPolicy:
-    limit = config.max_batch_size or 1  # without a batch dimension requests run alone, and may queue all the same
+    limit = config.max_batch_size or 1  # without a batch dimension requests run alone, and can still wait
     return BatchPolicy(
         max_batch_size=limit,
         preferred=tuple(sorted(batching.preferred_batch_sizes)) or (limit,),
@@ -125,7 +127,7 @@ def _queue_policy(policy: QueuePolicy) -> LevelPolicy:
 
 
 def residence(tensor: Any) -> tuple[int, int]:
-    """The GPU that a tensor, or a copy of it, lies on, and its bytes."""
+    """The GPU that has a tensor, or a copy of it, and its bytes."""
     if tensor.place.is_gpu:
         return tensor.place.number, tensor.nbytes
     if isinstance(tensor, Mirror) and tensor.copies:
@@ -139,12 +141,12 @@ def needs_of(group: InstanceGroup) -> Needs:
 
 
 def asks_for_resources(config: ModelConfig) -> bool:
-    """Whether some instance of a model holds something while it runs."""
+    """Whether some instance of a model holds a resource while it runs."""
     return any(needs.amounts for _, needs in _needs_by_group(config))
 
 
 def refuse_what_never_runs(limiter: Limiter, config: ModelConfig, beside: Iterable[ModelConfig]) -> None:
-    """Raise Problems where the limiter could never let some instance of a model run.
+    """Raise Problems if the limiter could never let some instance of a model run.
 
     `beside`: the models loaded at the same time that need resources, with or without itself. Of two contradictory
     models the later one by name is refused, so that the result does not depend on the order of loading.

@@ -8,10 +8,10 @@ Decides the outcome of a batch (`ProcessRun`): the results of each stage of its 
 released, and whether it was lost with a process that ended. The process at which a batch returns sends the only reply.
 To return a batch early, or if a process has ended, the server sends CANCEL to every process of the route; each replies
 whether it ran the batch. A process that did not may no longer run it. The instance of each that has replied or ended is
-released. The batch was lost if the process after the last one that ran it has ended; else its reply is on the way.
+released. The batch was lost if the process after the last one that ran it has ended; else its reply will arrive.
 
 Decides when a route over processes is announced to them (once, with the first batch that takes it), and how often a
-process is told to release idle memory after its last batch.
+process is requested to release idle memory after its last batch.
 
 Decides that each process has a number of its own. `ProcessPool` holds the objects that all process workers share: the
 starter of processes, the poller of their sockets, and the batches in flight.
@@ -70,10 +70,10 @@ from flowserve.scheduling.batch import Batch, Route
 from flowserve.scheduling.flow import Ticket
 
 log = logging.getLogger("flowserve.runtime")
-# A model that is unloaded has this long to finish and to finalise; at the end of the server the exit timeout counts.
+# The time that an unloaded model has to finish and to finalise; at the end of the server the exit timeout applies.
 CLOSE_S_MAX: Final = 600.0
-# How often a process is told to release idle memory after its last batch. It is told every few seconds, and memory
-# counts as idle for it when it is told for the fifth time.
+# How often a process is requested to release idle memory after its last batch. A request is sent every few seconds, and
+# memory counts as idle at the fifth request.
 _RELEASES: Final = 6
 _REPLIES: Final = frozenset((protocol.DONE, protocol.FAILED, protocol.RETURNED))
 # The common case of a batch without facts about its members. Results are not modified.
@@ -83,14 +83,14 @@ _number_of = attrgetter("number")
 
 
 class ProcessWorker:
-    """One instance in a worker process. `child` is that process and `channel` the way to it while the instance is open
-    there; while there is no process, `ended` is how the last one ended. `has_answered`: a batch came back from it; the
+    """One instance in a worker process. `child` is that process and `channel` its channel while the instance is open
+    there; without a process, `ended` is how the last one ended. `has_answered`: a batch returned from it; the
     supervisor resets this when a process begins to serve.
 
-    `streams`: of a decoupled model. `on_end` is called on the event loop when a process ended, after its batch failed.
+    `streams`: for a decoupled model. `on_end` is called on the event loop when a process ended, after its batch failed.
     """
 
-    _context: WorkerContext  # of the last `open`
+    _context: WorkerContext  # set by the last `open`
 
     def __init__(
         self,
@@ -124,16 +124,16 @@ class ProcessWorker:
         self._job = Job(config.name, name, config.inputs, config.outputs, batches, remote, config.decoupled)
         self._pool = pool
         self._streams = streams
-        self._sink: ProcessSink | None = None  # of the process, where the model is decoupled
-        self._run: ProcessRun | None = None  # the batch that the process has, or that is on its way there
-        self._calls: ProcessCalls | None = None  # once its model has called another
+        self._sink: ProcessSink | None = None  # the process's sink, if the model is decoupled
+        self._run: ProcessRun | None = None  # the batch in the process, or sent to it
+        self._calls: ProcessCalls | None = None  # set once its model has called another
         self._is_closed = False
-        self._opening: Child | None = None  # while it is not open yet; its model may make calls already
+        self._opening: Child | None = None  # set while it is being opened; its model may already make calls
         self._given_up = ""
 
     @property
     def running(self) -> Batch | None:
-        """The batch that the process has, as this worker's stage has it."""
+        """The batch in the process; of a batch on a route, this worker's stage."""
         run = self._run
         return None if run is None else run.batch.stage(run.workers.index(self))
 
@@ -168,7 +168,7 @@ class ProcessWorker:
         context.token.run_sync_soon(self._carry_out, self._begin, (child,))
 
     def kill(self, why: str) -> None:
-        """End its process at once, for this reason. Harmless if there is none."""
+        """End its process immediately, for this reason. No effect if there is none."""
         if self.child is not None:
             self.child.kill(why=why)
 
@@ -187,7 +187,7 @@ class ProcessWorker:
         child, channel = self.child, self.channel
         if child is None or channel is None:
             return
-        with suppress(OSError):  # where it is gone already
+        with suppress(OSError):  # if it has already ended
             channel.end()
         if not child.wait(CLOSE_S_MAX):
             child.kill(why=f"its process was killed, because it had not ended {CLOSE_S_MAX:g} s after it was told to")
@@ -200,14 +200,14 @@ class ProcessWorker:
         self._post(self._end_calls)
 
     def _post(self, what: Callable[..., None], *arguments: Any) -> None:
-        """Do it on the event loop, where there still is one."""
+        """Call a function on the event loop, if the loop still runs."""
         with suppress(trio.RunFinishedError):
             self._context.token.run_sync_soon(self._carry_out, what, arguments)
 
     # ------------------------------------------------------------------ batches, on the event loop
 
     def run(self, batch: Batch) -> Outcome | None:
-        """Send a batch. Returns None where its outcome comes later."""
+        """Send a batch. Returns None if its outcome arrives later."""
         route = batch.route
         workers: Sequence[ProcessWorker] = (self,) if route is None else batch.instances
         channels: list[Any] = []
@@ -258,13 +258,13 @@ class ProcessWorker:
         return self.state.finish(batch, outcome)
 
     def recall(self, batch: Batch) -> None:
-        """The batch is to return from its route as early as it can."""
+        """Return a batch from its route as early as possible."""
         if self._run is not None and self._run.batch is batch:
             self._run.cancel()
 
     def release_idle(self) -> bool:
-        """Have its process release memory that it has not used for a while. Called every few seconds. Returns whether
-        it is to be called again, without a batch in between.
+        """Request its process to release memory that it has not used for a while. Called every few seconds. Returns
+        whether it must be called again even without a batch in between.
         """
         channel = self.channel
         if channel is None:
@@ -278,7 +278,7 @@ class ProcessWorker:
         return self._releases_due > 0
 
     def _end(self, run: ProcessRun) -> None:
-        """The batch is back: its workers have it no more."""
+        """A batch has returned: its workers no longer have it."""
         del self._pool.runs[run.number]
         for worker in run.workers:
             if worker._run is run:
@@ -316,15 +316,15 @@ class ProcessWorker:
                         run = self._pool.runs.get(words[1])  # of an earlier route
                         if run is None or self not in run.workers:
                             if kind == protocol.RETURNED:
-                                continue  # it was lost meanwhile
+                                continue  # the batch was lost meanwhile
                             raise Garbled(f"a reply to batch {words[1]}, which it does not have")
                     outcome = run.outcome(self, kind, words, text, self._pool.clock())
                     self.has_answered = True
                     self._complete(run, outcome)
-                    return  # after a reply a process sends nothing by itself
+                    return  # after a reply a process sends nothing unasked
                 if kind == protocol.CANCELLED:
                     run = self._pool.runs.get(words[1])
-                    if run is not None and self in run.workers:  # else it is back meanwhile
+                    if run is not None and self in run.workers:  # None if it has returned meanwhile
                         run.cancelled(self, words)
                         self._leave(run)
                 elif self._sink is not None:
@@ -336,7 +336,7 @@ class ProcessWorker:
             child.hung_up()
         except Garbled as error:
             self.kill_for(str(error))
-        except Exception as error:  # whatever a message leads to, it concerns this process only
+        except Exception as error:  # an error about a message concerns this process only
             self.kill_for(f"{type(error).__name__}: {error}")
 
     def _complete(self, run: ProcessRun, outcome: Outcome) -> None:
@@ -353,7 +353,7 @@ class ProcessWorker:
         self._context.completions.waiting.append((run.batch, outcome))
 
     def _leave(self, run: ProcessRun) -> None:
-        """This instance will not run the batch any more: release it before the other stages of the route are over, and
+        """This instance will no longer run the batch: release it before the other stages of the route are over, and
         complete the batch if it is lost.
         """
         if run.batch.route is not None:
@@ -373,7 +373,7 @@ class ProcessWorker:
         try:
             if sink is not None:
                 sink.fail(InstanceDied(child.ended))
-            for run in runs:  # also one on a route that this process has passed
+            for run in runs:  # also a batch that has passed this process on its route
                 run.died(self, child.ended)
                 self._leave(run)
         finally:
@@ -382,7 +382,7 @@ class ProcessWorker:
                 self.on_end()
 
     def _read_last(self) -> None:
-        """Its process has ended as it was asked to. Its last reply may have arrived since the event loop last read."""
+        """Its process has ended as requested. Its last reply may have arrived since the event loop last read."""
         self.read()
         self._disconnect()
         if self._context is not None:
@@ -416,7 +416,7 @@ class ProcessWorker:
     def _carry_out(self, what: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         try:
             what(*arguments)
-        except Exception as error:  # raised further it would end the server
+        except Exception as error:  # if it propagated, it would end the server
             log.exception("instance %s: what was to be done about its process failed", self.name)
             self._broke(error)
 
@@ -464,12 +464,12 @@ class ProcessRun:
     packed: Packed = field(init=False)
     rows: Sequence[int] = field(init=False)
     updates: list[Sequence[int]] = field(default_factory=list)
-    _owed: dict[int, int] = field(default_factory=dict)  # by stage: CANCELs that are not answered yet
+    _owed: dict[int, int] = field(default_factory=dict)  # by stage: unanswered CANCELs
     _acknowledged: dict[int, Stage] = field(default_factory=dict)
     _dead: dict[int, str] = field(default_factory=dict)  # stages whose process has ended, and how
 
     def restore_updates(self, first: int) -> None:
-        """The batch did not reach the stages from `first` on."""
+        """Restore the updates of the stages from `first` on, which the batch did not reach."""
         for channel, update in zip(self.channels[first:], self.updates[first:], strict=False):
             channel.restore_update(update)
 
@@ -505,7 +505,7 @@ class ProcessRun:
                 error = decode_error(json.loads(text))
             elif not passed:
                 raise Garbled("a batch that was sent to it was not run")
-        except Unseen as unseen:  # it has replied, and its outputs cannot be read
+        except Unseen as unseen:  # the process has replied, but its outputs cannot be read
             error = Internal(str(unseen))
         is_complete = results is not None and k == len(self.workers) - 1 and not text and not self.batch.wants_outputs
         leases: Sequence[Lease | FlowserveError | None] = ()
@@ -534,8 +534,8 @@ class ProcessRun:
         return outcome
 
     def _give_back(self, passed: Sequence[Stage], last: int) -> bool:
-        """Free the blocks of the passed stages, which the server does not read. False, and nothing is done, where a
-        model goes on reading one, or a later process is not known to have its segment.
+        """Free the blocks of the passed stages, which the server does not read. Does nothing and returns False if a
+        model keeps reading one, or if a later process may not have attached its segment.
         """
         for i, stage in enumerate(passed):
             if stage.kept:
@@ -549,14 +549,14 @@ class ProcessRun:
         return True
 
     def _leases(self, passed: Sequence[Stage], last: int) -> list[Lease | FlowserveError | None]:
-        """The block that each passed stage made, or why it cannot be read; it is free again with its lease. Stages up
-        to `last` have its memory attached.
+        """The output block of each passed stage, or why it cannot be read; it is free again when its lease ends. Stages
+        up to `last` have its memory attached.
         """
         leases: list[Lease | FlowserveError | None] = []
         for i, stage in enumerate(passed):
             nbytes = max([start + size for start, size, _ in stage.outputs], default=0)
             lease: Lease | FlowserveError | None
-            if nbytes and not self.channels[i].knows(stage.segment):  # announced on a socket that was not read yet
+            if nbytes and not self.channels[i].knows(stage.segment):  # announced on a socket that is not read yet
                 self.workers[i].read()
             try:
                 lease = self.channels[i].block(stage.segment, stage.offset, nbytes)
@@ -573,7 +573,7 @@ class ProcessRun:
         return leases
 
     def _hold(self, i: int, leases: Sequence[Any]) -> None:
-        """The model of stage i goes on reading its inputs."""
+        """Keep the inputs of stage i, which its model still reads."""
         self.channels[i].hold(self.number, leases if i else self.packed.held)
 
     def _made(
@@ -612,8 +612,8 @@ class ProcessRun:
         return Passed(made)
 
     def _invalid(self, i: int, error: Exception) -> InstanceDied:
-        """The error of stage i, whose process reported outputs that cannot be right: it is killed, unless it has ended
-        before it had announced their memory.
+        """The error of stage i, whose process reported invalid outputs: the process is killed, unless it ended before
+        it could announce their memory.
         """
         worker = self.workers[i]
         if i in self._dead:
@@ -633,7 +633,7 @@ class ProcessRun:
                 channel.tell(pack(protocol.CANCEL, (self.number,)))
 
     def cancelled(self, worker: ProcessWorker, words: Sequence[int]) -> None:
-        """A process answered CANCEL: its instance is free. Raises Garbled."""
+        """Process an answer to CANCEL: the instance is free. Raises Garbled."""
         i = self.workers.index(worker)
         passed, _ = read_passed(words, 3, words[2])
         if not self._owed.get(i):
@@ -643,13 +643,13 @@ class ProcessRun:
             self._acknowledged[i] = passed[0]
 
     def died(self, worker: ProcessWorker, how: str) -> None:
-        """The process of a worker has ended."""
+        """Record that the process of a worker has ended."""
         self._dead[self.workers.index(worker)] = how
         if self.batch.route is not None:
             self.cancel()
 
     def lost(self, now_ns: int) -> Outcome | None:
-        """The outcome, where it is known that the batch was in a process when that ended; else None."""
+        """The outcome, if it is known that the batch was in a process that ended; else None."""
         if not self._dead:
             return None
         if self.batch.route is None:
@@ -679,7 +679,7 @@ class ProcessPool:
         self.environments = Environments(self.children)
         self.spawn: SpawnChild = self.children.spawn
         self.readiness = Readiness(loop)
-        self.runs: dict[int, ProcessRun] = {}  # the batches that they have, by number
+        self.runs: dict[int, ProcessRun] = {}  # the batches in the processes, by number
         self.run_numbers = count(1)
         self.process_numbers = count(1)  # taken on any thread
 
@@ -691,13 +691,13 @@ class ProcessPool:
             task_status.started()
 
     def within(self, environment: Environment) -> ProcessPool:
-        """The same, for a model that runs in that environment."""
+        """A pool with the same parts, for a model that runs in that environment."""
         within = copy(self)
         within.spawn = environment.spawn
         return within
 
     async def close(self) -> None:
-        """End every process that still lives."""
+        """End every process that still runs."""
         await self.children.close()
         self.environments.close()
 
@@ -720,12 +720,14 @@ def _route_number(route: Route, channels: Sequence[Channel], workers: Sequence[P
             here.introduce(following)
             wanted = workers[i + 1].packer.indices(route.nodes[i + 1].wanted)
             here.tell(encode_route(found[0], RouteHop(following.number, wanted, read), gone))
-        known[key] = found  # not before: it raises where a socket cannot be shown
+        known[key] = found  # not earlier: the call raises if a socket cannot be sent
     return found[0]
 
 
 def _in_order(results: Results, begun_ns: int, now_ns: int) -> None:
-    """Another process's clock is the same clock, but the model's code may have written these times."""
+    """Limit the times of a process to their possible order. All processes have the same clock, but a model's code may
+    have written these times.
+    """
     results.gathered_ns = min(max(results.gathered_ns, begun_ns), now_ns)
     results.computed_ns = min(max(results.computed_ns, results.gathered_ns), now_ns)
 
@@ -735,7 +737,7 @@ def _garbled(what: str) -> str:
 
 
 def _await_open(child: Child, channel: Channel) -> None:
-    """Block until the instance is open. Raises why it is not."""
+    """Block until the instance is open. Raises the error of opening."""
     poll = select.poll()
     poll.register(child.socket, select.POLLIN)
     poll.register(child.pidfd, select.POLLIN)

@@ -2,7 +2,7 @@
 
 Decides the additional inputs of a model of sequences, and the state that is kept for the next request. To its backend
 such a model has more inputs and outputs (`inner`): its control inputs and its states are tensors like all others, so
-every backend and every kind of worker serves them. They are made when a batch starts, and the computed state is kept
+every backend and every kind of worker serves them. They are created when a batch starts, and the computed state is kept
 with the sequence (`memory`) as rows of the block it was computed in: a batch that stays together passes that block on
 unchanged. State ends with its sequence and is not visible to other sequences. A sequence begins with its
 `initial_state`, or with zeros without one.
@@ -48,7 +48,7 @@ Memory = Sequence[Tensor]
 class SequenceAdapter(StateAdapter):
     """The controls and the state of one version of a model. Blocks while it reads the files of initial states.
 
-    Raises Invalid where such a file cannot be read or does not hold what the state needs.
+    Raises Invalid if such a file cannot be read or does not contain enough data.
     """
 
     def __init__(self, config: ModelConfig, folder: Path) -> None:
@@ -66,7 +66,7 @@ class SequenceAdapter(StateAdapter):
         outputs = {spec.name: j for j, spec in enumerate(self.inner.outputs)}
         self._updated = [outputs[state.output] for state in sequence.states]
         states = tuple(state.output for state in sequence.states)
-        # Clients choose these names, in any order and number.
+        # By requested outputs, which clients choose in any order and number.
         self._asked = lru_cache(100)(lambda names: tuple(dict.fromkeys((*names, *states))))
 
     # ------------------------------------------------------------------ before a batch
@@ -92,7 +92,7 @@ class SequenceAdapter(StateAdapter):
         return work
 
     def _requests(self, tickets: Sequence[Ticket], requests: Sequence[Request]) -> Sequence[Request]:
-        """The facts about each ticket's request for the model."""
+        """The request of each ticket, as its model gets it."""
         return requests
 
     def _begins(self, ticket: Ticket) -> bool:
@@ -107,7 +107,7 @@ class SequenceAdapter(StateAdapter):
         return Column.whole(block.reshape(-1, 1), [1] * len(block))
 
     def _remembered(self, tickets: Sequence[Ticket], requests: Sequence[Request]) -> list[Column]:
-        """Each state as it was after the request before."""
+        """Each state as it was after the previous request."""
         memories: list[Memory] = [
             self._initial if request.sequence_start or ticket.sequence.memory is None else ticket.sequence.memory
             for ticket, request in zip(tickets, requests, strict=True)
@@ -115,7 +115,7 @@ class SequenceAdapter(StateAdapter):
         ones = [1] * len(tickets)
         return [Column.of([*column], ones) for column in zip(*memories, strict=True)]
 
-    # ------------------------------------------------------------------ after it
+    # ------------------------------------------------------------------ after a batch
 
     def finish(self, batch: Batch, outcome: Outcome) -> tuple[Outcome, Sequence[Ticket]]:
         tickets = batch.tickets
@@ -136,7 +136,7 @@ class SequenceAdapter(StateAdapter):
             self._forget_if_restarted(ticket)
 
     def take(self, ticket: Ticket, outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """As `StateAdapter.take`. Raises ModelFailed where an output is not the state of one request."""
+        """As `StateAdapter.take`. Raises ModelFailed if an output is not the state of one request."""
         if self._states:
             for state, j in zip(self._states, self._updated, strict=True):
                 tensor = outputs[j]
@@ -167,7 +167,7 @@ class SequenceAdapter(StateAdapter):
                 self._remember(ticket.sequence, updated)
 
     def _remember(self, sequence: RequestSequence, updated: Sequence[Tensor | None]) -> None:
-        """A model that leaves a state out leaves it as it was."""
+        """Keep the computed states. A state that the model left out is unchanged."""
         if None in updated:
             before = sequence.memory or self._initial
             updated = [old if new is None else new for old, new in zip(before, updated, strict=True)]
@@ -191,7 +191,7 @@ class SequenceAdapter(StateAdapter):
 class IterativeAdapter(SequenceAdapter):
     """For a model of iterative sequences. A request that runs again has the same inputs as before, which the model may
     not write to, the id of its sequence, and no START; its state is that of its last execution. Members that the model
-    gave back are queued again before anything else sees the batch, and are not among its results.
+    reschedules are queued again before the batch is processed further, and are not among its results.
     """
 
     def work(self, tickets: Sequence[Ticket], *, may_write: bool = False) -> Work:
@@ -228,7 +228,7 @@ class IterativeAdapter(SequenceAdapter):
         if batch.queue.bound is None or not isinstance(outcome, Results | Returned):
             return []  # a warm-up runs once
         again = [batch.tickets[m] for m in outcome.rescheduled]
-        # A decoupled model may have sent its final flag, too.
+        # A decoupled model may also have sent its final flag.
         return [one for one in again if one.sequence is not None and not (isinstance(one, Source) and one.is_over)]
 
 
@@ -250,7 +250,7 @@ def _with_padding(columns: Sequence[Column], is_real: Sequence[bool]) -> list[Co
     ones = [1] * len(is_real)
     found = []
     for column in columns:
-        like = column[0]  # the members of a batch are of one kind
+        like = column[0]  # all members of a batch have the same inputs
         padding = None if like is None else padding_like(like)
         found.append(Column.of(_spread(column, is_real, padding), ones))
     return found

@@ -1,12 +1,12 @@
 """Responses, waits and ends of decoupled models, from any thread or process.
 
-Decides how what a decoupled model does reaches the scheduler (scheduling/streaming/credits.py), and how a step of one
-is recorded in the statistics (`ResponseStreams`). What a model's thread reports is handed to the event loop in order; a
-thread that has credits never waits.
+Decides how the responses, waits and ends of a decoupled model are reported to the scheduler
+(scheduling/streaming/credits.py), and how its steps are recorded in the statistics (`ResponseStreams`). Reports of a
+model's thread are passed to the event loop in order; a thread with credits never waits.
 
-Decides which sender each request of a batch gets: a request that runs again has the one that it had, and a padding row
-has one that nothing listens to. A process of such a model has a `ProcessSink`, which decides which step a message is
-about, and that a response costs a credit that was granted; nothing in a message is trusted.
+Decides which sender each request of a batch gets: a request that runs again keeps its sender, and a padding row has one
+whose responses are ignored. A process of such a model has a `ProcessSink`, which decides which step a message concerns,
+and that each response uses one granted credit; nothing in a message is trusted.
 
 Does not know queues, nor how batches run. Called by local.py and process.py.
 """
@@ -42,8 +42,8 @@ from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.streaming.iterations import Source, StreamSender
 
 log = logging.getLogger("flowserve.runtime")
-_GOING_ON_MAX: Final = 1000  # members in one message
-_PORTION: Final = 64  # posts that are done at once
+_GOING_ON_MAX: Final = 1000  # members in one GOES_ON message
+_PORTION: Final = 64  # posts that are executed without a pause
 _NO_SENDER: Final = (0, 0)  # batches are numbered from 1
 
 
@@ -51,18 +51,18 @@ class StreamObserver(Protocol):
     """The observer of decoupled steps while one of them is traced."""
 
     def answered(self, source: Source, now_ns: int) -> None:
-        """It sent a response, and the scheduler knows it."""
+        """A step sent a response, of which the scheduler was notified."""
 
     def waits(self, source: Source) -> None:
-        """Its model waits in its send."""
+        """The model of a step is blocked in send()."""
 
     def over(self, source: Source, error: FlowserveError | None, now_ns: int) -> None:
-        """There are no more responses; the scheduler does not know it yet."""
+        """A step sends no more responses; the scheduler is notified afterwards."""
 
 
 class ResponseStreams:
-    """The decoupled steps of an engine. Everything but `post` is called on the event loop. `observer`: None while none
-    of them is traced.
+    """The decoupled steps of an engine. All methods except `post` are called on the event loop. `observer`: None while
+    no step is traced.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ResponseStreams:
         return self._streams.start(source, sender, source.last_ns)
 
     def answered(self, source: Source, sent: Sent) -> None:
-        """One response, for one credit."""
+        """Process one response, which uses one credit."""
         try:
             outputs = source.instance.state.take(source, sent.outputs)
         except FlowserveError as error:
@@ -109,7 +109,7 @@ class ResponseStreams:
                 return
             if sent.notes.orders:
                 stream.wanted = in_order(source, wanted, sent.notes.orders[0])
-        infer_ns = min(sent.infer_ns, now_ns - source.last_ns)  # the model's code may have written it
+        infer_ns = min(sent.infer_ns, now_ns - source.last_ns)  # the time may have been written by the model's code
         output_ns = min(sent.output_ns, now_ns - source.last_ns - infer_ns)
         statistics = _statistics(source)
         statistics.responses.answered(source.count, infer_ns, output_ns)
@@ -128,7 +128,7 @@ class ResponseStreams:
         source.started_ns = self._clock()
 
     def waits(self, source: Source, holder: Batch | None) -> None:
-        """A model waits in its send for a credit, and keeps the instance of `holder` meanwhile."""
+        """A model is blocked in send() without a credit, and keeps the instance of `holder` meanwhile."""
         self._streams.wait(source, holder)
         if self.observer is not None:
             self.observer.waits(source)
@@ -160,13 +160,13 @@ class ResponseStreams:
         self._wake()
 
     def cancelled(self, source: Source) -> None:
-        """Its responses are not wanted any more. Harmless when it is over."""
+        """The responses of a step are no longer needed. No effect if it is over."""
         if not source.is_counted:
             source.is_counted = True
             _statistics(source).responses.cancelled(source.count, self._clock() - source.last_ns)
 
     def returned(self, batch: Batch, outcome: Returned) -> None:
-        """A batch gave its instance back."""
+        """A batch freed its instance."""
         now_ns = self._clock()
         if outcome.error is not None:
             log_unnoticed(outcome.error, batch)
@@ -202,19 +202,19 @@ class ResponseStreams:
                     self.over(ticket)
 
     def _drain_portion(self) -> None:
-        """Do some of what was posted; the rest of the server runs before the next."""
+        """Run some of the posted functions; the rest of the server runs before the next ones."""
         self._drain(_PORTION)
         if self._posted:
             self._token.run_sync_soon(self._drain_portion, idempotent=True)
 
     def _drain(self, count: int | None = None) -> None:
-        """Do what was posted, or only `count` of it."""
+        """Run all posted functions, or `count` of them."""
         posted = self._posted
         for _ in range(len(posted) if count is None else min(count, len(posted))):
             work, source = posted.popleft()
             try:
                 work()
-            except Exception as error:  # raised further it would end the server
+            except Exception as error:  # if it propagated, it would end the server
                 extra = {} if source is None else of_request(source.flow.whole.request, model=source.node.model.name)
                 log.exception("a response of a model's thread cannot be processed", extra=extra)
                 if source is not None:
@@ -231,7 +231,7 @@ class ThreadSender(CreditSender):
 
     def __init__(self, source: Source | None, streams: ResponseStreams, execution: Callable[[], Batch | None]) -> None:
         super().__init__()
-        self._source = source  # None once it is over: a model may keep this sender for ever
+        self._source = source  # None once it is over, because a model may keep this sender
         self._streams = streams
         self._execution = execution
 
@@ -260,7 +260,7 @@ class ThreadSender(CreditSender):
 
 
 class ProcessSink:
-    """The responses of one process."""
+    """Reads the messages of one process about responses."""
 
     def __init__(self, channel: Channel, reader: OutputReader, streams: ResponseStreams) -> None:
         self.channel = channel
@@ -269,7 +269,9 @@ class ProcessSink:
         self._sources: dict[tuple[int, int], Source] = {}  # steps that have not ended
 
     def begin(self, number: int, batch: Batch) -> None:
-        """Before a batch is sent: report to the process the credits of each member, and the members that go on."""
+        """Called before a batch is sent: report to the process the credits of each member, and the members that run
+        again.
+        """
         going_on: list[int] = []
         for m, ticket in enumerate(batch.tickets):
             if not is_wanted(ticket):
@@ -289,7 +291,7 @@ class ProcessSink:
             self.channel.tell(pack(protocol.GOES_ON, [number, *going_on[first : first + 3 * _GOING_ON_MAX]]))
 
     def take(self, kind: int, words: Sequence[int], text: bytes, batch: Batch | None) -> None:
-        """Take a message about responses. `batch`: the one that the process has. Raises Garbled."""
+        """Process a message about responses. `batch`: the batch in the process. Raises Garbled."""
         if kind == protocol.ANSWER:
             self._take_response(words, text)
         elif kind == protocol.OVER:
@@ -306,7 +308,7 @@ class ProcessSink:
             raise Garbled(f"a message of kind {kind}")
 
     def fail(self, error: FlowserveError, tickets: Sequence[Ticket] | None = None) -> None:
-        """Steps that may still respond fail: all of them, or those of a batch."""
+        """Fail the steps that may still respond: all of them, or those of a batch."""
         for key, source in [*self._sources.items()]:
             if tickets is None or source in tickets:
                 del self._sources[key]
@@ -324,7 +326,7 @@ class ProcessSink:
             return
         source = self._sources.get(key)
         if source is None:
-            return  # it failed meanwhile
+            return  # the step failed meanwhile
         told = json.loads(text) if text else {}
         parameters, noted = told if isinstance(told, list) and len(told) == 2 else (told, None)
         notes = decode_notes(noted, self._reader.names, 1)

@@ -2,11 +2,11 @@
 
 Decides that the instance takes no work until a new process has loaded the model and run its warm-up, and that the delay
 before the next start grows with each early end, and stays short if the process was healthy before it ended (`BackOff`).
-A model none of whose instances lives is not ready, nor are the ensembles that need it. Requests that wait for it go on
-waiting while a start is near; else they are refused with the reason.
+A model without a running instance is not ready, nor are the ensembles that need it. Requests for it wait if the next
+start is near; else they are refused with the reason.
 
-The workers of such instances (process.py, cluster.py) notice the end and fail their batches. Used on the event loop,
-by the engine and by loading.
+The workers of such instances (process.py, cluster.py) detect the end and fail their batches. Used on the event loop, by
+the engine and by loading.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flowserve.scheduling.scheduler import Scheduler
 
 log = logging.getLogger("flowserve.runtime")
 
-# Requests wait for a start that is so near, and are refused else.
+# Requests wait for a start within this time, and are refused otherwise.
 NEAR_NS: Final = SECOND_NS
 
 WarmUp = Callable[[Any], Awaitable[None]]
@@ -38,8 +38,8 @@ class Delays:
     """Exponential back-off, in nanoseconds: the delay before a restart is `first_ns`, and doubles with each end in a
     row up to `longest_ns`.
 
-    Only processes that end immediately reach that: they are started at most once per `longest_ns`, which bounds the
-    cost of a model that cannot run. An end after a healthy period (`BackOff.ended`) is followed by at most
+    Only processes that end immediately reach `longest_ns`: they are started at most once per `longest_ns`, which bounds
+    the cost of a model that cannot run. An end after a healthy period (`BackOff.ended`) is followed by at most
     `after_health_ns`, and one after `calm_ns` by `first_ns`.
     """
 
@@ -81,7 +81,7 @@ class BackOff:
 
 
 class Supervisor:
-    """Watches over the worker processes of a server."""
+    """Supervises the worker processes of a server."""
 
     def __init__(self, scheduler: Scheduler, context: WorkerContext, delays: Delays) -> None:
         self._scheduler = scheduler
@@ -90,7 +90,7 @@ class Supervisor:
         self._delays = delays
         self._nursery: trio.Nursery | None = None
         self._watched: dict[ModelQueue, list[_Charge]] = {}
-        self._down: dict[ModelQueue, str] = {}  # those of which no instance lives, and why
+        self._down: dict[ModelQueue, str] = {}  # queues without a running instance, and why
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Restart processes that have ended, until cancelled."""
@@ -113,20 +113,20 @@ class Supervisor:
         self._watched[queue] = [_Charge(queue, worker, BackOff(self._delays), warm_up, now_ns) for worker in workers]
         for charge in self._watched[queue]:
             charge.worker.on_end = partial(self._ended, charge)
-            charge.worker.has_answered = False  # its warm-up does not count
+            charge.worker.has_answered = False  # batches of the warm-up do not count
             if charge.worker.ended:
                 self._ended(charge)
             if execution_timeout_ns:
                 self._start(charge, partial(end_overdue, charge.worker, execution_timeout_ns, self._clock))
 
     def release(self, queue: ModelQueue) -> None:
-        """Its instances are about to be closed, and their ends do not count any more. Harmless if unknown."""
+        """Stop supervising these workers, whose instances are about to be closed. No effect if unknown."""
         self._down.pop(queue, None)
         for charge in self._watched.pop(queue, ()):
             charge.release()
 
     def stop(self) -> None:
-        """The server ends: everything is released."""
+        """The server ends: stop supervising all workers."""
         for queue in [*self._watched]:
             self.release(queue)
 
@@ -134,7 +134,7 @@ class Supervisor:
         """Why deployments that use these queues are not ready, or ""."""
         return next((self._down[queue] for queue in queues if queue in self._down), "")
 
-    # ------------------------------------------------------------------ ends and beginnings
+    # ------------------------------------------------------------------ ends and starts
 
     def _ended(self, charge: _Charge) -> None:
         if charge.is_released or charge.is_away:
@@ -158,33 +158,33 @@ class Supervisor:
         log.info("instance %s runs again", worker.name)
         charge.is_away = False
         charge.since_ns = self._clock()
-        worker.has_answered = False  # its warm-up does not count
+        worker.has_answered = False  # batches of the warm-up do not count
         self._down.pop(charge.queue, None)
         for _ in range(worker.depth):
             self._scheduler.give_back(charge.queue, worker)
         self._context.wake()
 
     async def _open(self, worker: RunsElsewhere) -> str:
-        """Returns why it is not open, or ""."""
-        # A thread of its own: one that hangs in its initialize keeps no other from starting.
+        """Open the instance. Returns the reason if that fails, else ""."""
+        # On its own thread, so that a model that hangs in `initialize` does not prevent others from starting.
         limiter = trio.CapacityLimiter(1)
         try:
             await trio.to_thread.run_sync(worker.open, self._context, abandon_on_cancel=True, limiter=limiter)
         except FlowserveError as error:
             return str(error)
-        except Exception as error:  # a fault about one instance must not end the supervision of the others
+        except Exception as error:  # an error about one instance must not end the supervision of the others
             log.exception("starting instance %s failed", worker.name)
             return f"instance '{worker.name}': {type(error).__name__}: {error}"
         return worker.ended
 
     async def _warm_up(self, charge: _Charge) -> str:
-        """Returns why it cannot serve, or ""."""
+        """Warm the instance up. Returns the reason if it cannot serve, else ""."""
         if charge.warm_up is None:
             return ""
         try:
             await charge.warm_up(charge.worker)
         except Exception as error:
-            if not isinstance(error, FlowserveError):  # a fault of the server, as in `_open`
+            if not isinstance(error, FlowserveError):  # an internal error, as in `_open`
                 log.exception("warming up instance %s failed", charge.worker.name)
             charge.worker.kill(f"its process was killed: {error}")
             while not charge.worker.ended:  # noqa: ASYNC110 - it is about to end, and its worker is notified
@@ -193,7 +193,7 @@ class Supervisor:
         return charge.worker.ended
 
     def _wait_for_next(self, charge: _Charge, why: str, lived_ns: int, *, has_answered: bool) -> int:
-        """Make known that it is not there. Returns after how long it is started again."""
+        """Make the instance unavailable. Returns the delay until its restart."""
         delay_ns = charge.back_off.ended(lived_ns, has_answered=has_answered)
         ends = charge.back_off.ends
         often = f", {ends} times in a row" if ends > 1 else ""
@@ -205,7 +205,7 @@ class Supervisor:
             if delay_ns > NEAR_NS:
                 model = f"'{queue.key.name}' version {queue.key.version}"
                 self._scheduler.close(queue, f"Request for unknown model: {model} is not at ready state: {reason}")
-        self._context.wake()  # the requests that this refused, and those of its sequences, are answered now
+        self._context.wake()  # answer the requests that were refused, and those of its sequences, now
         return delay_ns
 
     def _start(self, charge: _Charge, task: Callable[[], Awaitable[None]]) -> None:
@@ -223,7 +223,7 @@ class Supervisor:
 
 
 async def end_overdue(worker: RunsElsewhere, timeout_ns: int, clock: ClockNs) -> None:
-    """End the instance when a batch runs longer than `timeout_ns`, for ever; ends only by cancellation.
+    """End the instance whenever a batch runs longer than `timeout_ns`. Ends only by cancellation.
 
     It checks the running batches when the earliest of them could be overdue, and does nothing per batch.
     """
@@ -239,7 +239,7 @@ async def end_overdue(worker: RunsElsewhere, timeout_ns: int, clock: ClockNs) ->
 
 @dataclass(slots=True, eq=False)
 class _Charge:
-    """One instance that is watched over. `since_ns`: when its process began to serve."""
+    """One supervised instance. `since_ns`: when its process began to serve."""
 
     queue: ModelQueue
     worker: RunsElsewhere
@@ -252,7 +252,7 @@ class _Charge:
 
     def release(self) -> None:
         self.is_released = True
-        # Opens the circle of worker and charge: the worker's memory goes as soon as it is closed.
+        # Breaks the reference cycle of worker and charge, so that the worker is freed as soon as it is closed.
         self.worker.on_end = None
         for scope in self.scopes:
             scope.cancel()

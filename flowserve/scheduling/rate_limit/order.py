@@ -110,7 +110,7 @@ class RateLimit:
         # Stable: at equal turns the queue that waits longest, and the instance that is idle longest.
         candidates.sort(key=itemgetter(0))
         skipped: dict[_Contender, Account] = {}
-        unready: list[_Contender] = []  # whose tickets, if any, are bound to other instances
+        unready: list[_Contender] = []  # contenders whose tickets, if any, are bound to other instances
         for _, contender, account, instance in candidates:
             if not self.limiter.has_room(account.needs, self._reserved(skipped, contender)):
                 if self._is_empty(contender.queue):

@@ -62,8 +62,8 @@ class Sequences:
         self._last_batch: dict[Any, list[RequestSequence]] = {}  # the sequences in the last batch of each instance
         self._retries: dict[Any, deque[list[Ticket]]] = {}  # parts of failed batches
         self._orphans: dict[Ticket, FlowserveError] = {}  # requests of ended sequences, each with its error
-        self._tickets = Tickets()  # that wait, for a batch or for a retry, and the orphans
-        self._endings: dict[SequenceId, str] = {}  # why the last `ENDINGS_MAX` sequences ended that ended early
+        self._tickets = Tickets()  # tickets that wait for a batch or for a retry, and the orphans
+        self._endings: dict[SequenceId, str] = {}  # the reasons of the last `ENDINGS_MAX` sequences that ended early
         self.on_quiet: list[Callable[[], None]] = []  # called once, when no sequence is live any more
         self._now_ns = 0  # the time of the last call
 
@@ -215,7 +215,7 @@ class Sequences:
         """End the idle sequences, and those whose timeout in the backlog passed. Their requests become `orphans`."""
         self._now_ns = now_ns
         for sequence in self._due.due(now_ns):
-            if sequence in self._due:  # it got the slot of one that ended before it in this loop
+            if sequence in self._due:  # it got the slot of a sequence that this loop ended, and a new deadline
                 continue
             if sequence.slot is None:
                 text = f"timeout of the corresponding sequence has been expired: no slot of model '{self.policy.model}'"

@@ -28,7 +28,7 @@ class BackpressureWaits:
 
     _can_start: Callable[[Any, Sequence[Any]], bool]
     waiting: dict[Source, None] = field(default_factory=dict)
-    _held: dict[Any, dict[Source, None]] = field(default_factory=dict)  # of these, by the batch whose instance is kept
+    _held: dict[Any, dict[Source, None]] = field(default_factory=dict)  # by the batch that holds the instance
 
     def begin(self, source: Source, holder: Any) -> None:
         """The model is blocked in send() and keeps the instance of the batch `holder`; None: it keeps none."""
@@ -135,7 +135,7 @@ class _DeadlockDetector:
                     yield self._step(iteration, n, path)
 
     def _parked_behind(self, slots: InflightSlots, n: int, path: tuple[object, ...]) -> Iterator[Explanation | None]:
-        """What the parked steps wait for that keep a slot of node n until they have their own."""
+        """What the parked steps that hold a slot of node n wait for; each frees it when it has its own slot."""
         behind = {
             (iteration.stream, following.index): None
             for followers in slots.parked

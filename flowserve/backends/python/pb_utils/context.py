@@ -1,8 +1,8 @@
 """The model whose code a thread executes.
 
-Decides what pb_utils knows of that model (its name, its folders, its connection to the server), when it is known, and
-which of its modules leave `sys.modules` afterwards. Log messages, imports and calls of other models read it. It does
-not import models (source.py) and does not talk to the server (`BlsClient` in base.py).
+Decides which facts of that model pb_utils knows (its name, its folders, its connection to the server) and when, and
+which of its modules are removed from `sys.modules` afterwards. Log messages, imports and calls of other models read it.
+It does not import models (source.py) and does not talk to the server (`BlsClient` in base.py).
 
 Callers: the python backend enters a `ModelScope` around every call into a model; the modules of pb_utils read `active`.
 """
@@ -66,7 +66,7 @@ def own_process(context: ModelContext) -> None:
 
 
 class ModelScope:
-    """Context manager around calls into a model: `active` is this model. May be entered again and again."""
+    """Context manager around calls into a model: `active` is this model. May be entered repeatedly."""
 
     __slots__ = ("_before", "_context")
 
@@ -88,8 +88,8 @@ class ModelScope:
 
 
 def caller_for(purpose: str) -> BlsClient:
-    """The connection of this thread's model to the server. Raises TritonModelException, naming `purpose`, where there
-    is none.
+    """The connection of this thread's model to the server. Raises TritonModelException, naming `purpose`, if there is
+    none.
     """
     context = active.context
     if context is None or context.caller is None:

@@ -1,13 +1,13 @@
 """Tensors, requests, responses and errors of Python models, and their calls of other models, with Triton's names.
 
 Decides which arrays a model may write to, and how tensors are exchanged with other libraries: a tensor in host memory
-is a numpy array; a tensor on a GPU stays there, where a model takes it by DLPack, and a response's tensor is copied to
-the host when the response is taken over, unless it may stay. Decides also what an InferenceRequest and an
-InferenceResponse may hold, what is refused before a request is sent to another model, how it becomes a `BlsCall`
-(Triton's BLS), and how the responses to a call look to the model: an error is a response with an error, as on Triton; a
-call that could not be sent raises. How a call reaches the server is decided by the `BlsClient` (base.py); the requests
-of a batch are in instance.py of the python backend, checks of responses in answers.py. It knows of a configuration only
-the specs of inputs.
+is a numpy array; a tensor on a GPU stays there, and a model reads it by DLPack; a response's tensor on a GPU is copied
+to the host when the response is taken over, unless it may stay. Decides also what an InferenceRequest and an
+InferenceResponse may hold, which requests to another model are refused before they are sent, how a request becomes a
+`BlsCall` (Triton's BLS), and how a model sees the responses to a call: an error is a response with an error, as on
+Triton; a call that could not be sent raises. How a call reaches the server is decided by the `BlsClient` (base.py); the
+requests of a batch are in instance.py of the python backend, checks of responses in answers.py. It knows of a
+configuration only the specs of inputs.
 
 Callers: models, and the python backend.
 """
@@ -79,7 +79,7 @@ class Tensor:
             if not isinstance(numpy_array, np.ndarray):
                 kind = type(numpy_array).__name__
                 raise TypeError(f"Tensor '{name}' wants a numpy array, got {kind}; np.array(VALUES, DTYPE) makes one")
-            numpy_array = np.asarray(numpy_array)  # the plain elements, of masked arrays too
+            numpy_array = np.asarray(numpy_array)  # plain elements, also for masked arrays
         self._name = name
         self._array: Array | None = numpy_array
 
@@ -145,7 +145,7 @@ class GpuTensor(Tensor):
         self._source = source
 
     def as_numpy(self) -> NoReturn:
-        """Raises TritonModelException: the tensor is not in host memory."""
+        """Raises TritonModelException, because the tensor is not in host memory."""
         raise OnGpu("Tensor is stored in GPU and cannot be converted to NumPy.")
 
     def dtype(self) -> np.dtype[Any]:
@@ -260,7 +260,7 @@ class TritonError:
 _KINDS: Final[Mapping[int, type[FlowserveError]]] = {
     TritonError.UNKNOWN: ModelUnknown,
     TritonError.NOT_FOUND: NotFound,
-    TritonError.ALREADY_EXISTS: AlreadyExists,  # before Invalid, of which it is a kind
+    TritonError.ALREADY_EXISTS: AlreadyExists,  # before Invalid, which is its base class
     TritonError.INVALID_ARG: Invalid,
     TritonError.UNAVAILABLE: Unavailable,
     TritonError.UNSUPPORTED: Unsupported,
@@ -493,7 +493,7 @@ class InferenceRequest:
         self._facts()["flags"] = flags
 
     def is_cancelled(self) -> bool:
-        """False: only its maker withdraws it."""
+        """Always False: only the model itself can cancel this request."""
         return False
 
     def _facts(self) -> dict[str, Any]:
@@ -520,7 +520,7 @@ class InferenceRequest:
         return _awaitable(responses) if decoupled else anext(responses)
 
     def _begin(self, is_stream: bool, loop: asyncio.AbstractEventLoop | None = None) -> ResponseIterator:
-        """Send the request. Raises TritonModelException where the model may not call other models."""
+        """Send the request. Raises TritonModelException if the model may not call other models."""
         context = active.context
         if context is None or context.caller is None or not context.may_call:
             raise TritonModelException(
@@ -634,7 +634,7 @@ def _take(
     if loop is not None:
         try:
             loop.call_soon_threadsafe(arrived.set)
-        except RuntimeError:  # the loop is closed: nothing awaits the response any more
+        except RuntimeError:  # the loop is closed: no task awaits the response
             return
 
 

@@ -5,8 +5,8 @@ inference.py. Here are the functions, the logger, the control of other models, t
 `auto_complete_config` completes, and metrics: which operations each kind allows, with Triton's error texts, and how
 long a metric is shown (as long as its family exists, whether or not the model keeps the metric). Counting writes to
 memory that the server reads when metrics are requested (`Cells` of base.py), and sends no message.
-docs/python-models.md lists every name, and the missing ones. It does not know the server: what a load means, when it is
-allowed, how the metrics of several instances are summed, and which names of metrics are allowed, is decided there.
+docs/python-models.md lists every name, and the missing ones. It does not know the server, which decides what a load
+does, when it is allowed, how the metrics of several instances are summed, and which names of metrics are allowed.
 
 Callers: models.
 """
@@ -174,7 +174,7 @@ class Metric:
         return self._cells
 
 
-_Metric = Metric  # the method MetricFamily.Metric hides the name in its class
+_Metric = Metric  # inside of MetricFamily, `Metric` is the method
 
 
 class MetricFamily:
