@@ -9,7 +9,7 @@ import pytest
 
 from flowserve.errors import Invalid
 from flowserve.graph.types import Graph
-from flowserve.runtime.engine.deployments import Validator
+from flowserve.runtime.engine.validation import Validator
 from flowserve.values import Array, DType, Request, TensorSpec
 
 

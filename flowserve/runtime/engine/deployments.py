@@ -1,13 +1,9 @@
-"""Deployments by name, with their states and counters, and whether a request fits one.
+"""Deployments by name, with their states and counters.
 
 A deployment is one servable version of one name: its configuration, its graph, its admission control and its counters.
 Decides how a name and a version are resolved to a deployment, the error if there is none, when a server is ready, which
 parts of a loaded model belong to its deployment (its queues, its admission control, its counters), and how a request
 becomes a flow there.
-
-Decides also the order and the texts of the checks of a request (Triton's), and how named arrays become the first slots
-of a flow (`Validator`). A request is checked once, so that all later code relies on it. Valid requests are checked in
-one pass without texts; one that fails is checked again, slowly, for the text of its error.
 
 Does not know how models are loaded, nor how requests run. Used on the event loop's thread, by the engine, loading and
 front ends.
@@ -18,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 from weakref import ref
 
 from flowserve.config.parameters import admission_options
@@ -30,7 +26,6 @@ from flowserve.graph.types import GRAPH, Graph, ModelKey
 from flowserve.memory import rows
 from flowserve.memory.arena import Arena
 from flowserve.memory.devices import lost
-from flowserve.memory.tensor import Tensor
 from flowserve.observe.combined import THERE
 from flowserve.observe.statistics import OTHER, Queued, Statistics, rows_as_json, summarising
 from flowserve.observe.traffic import NodeTraffic, SpaceTraffic, node_traffics
@@ -39,6 +34,7 @@ from flowserve.runtime.admission.steps import StepCache
 from flowserve.runtime.clock import ClockNs, wall_clock_ms, wall_clock_ns
 from flowserve.runtime.engine.generations import Generations
 from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.engine.validation import Validator
 from flowserve.runtime.workers.cluster import ClusterWorker
 from flowserve.runtime.workers.local import LocalWorker
 from flowserve.runtime.workers.policies import keeps_order, levels_of
@@ -50,7 +46,7 @@ from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.sequence.batcher import Sequences
 from flowserve.scheduling.spaces import SpaceFlow
 from flowserve.scheduling.streaming.iterations import InflightSlots, StreamFlow, WholeFlow
-from flowserve.values import BY_NUMPY, Array, Request, TensorSpec, fits, shape_text
+from flowserve.values import Request, TensorSpec
 
 _PLANS_MAX: Final = 64
 # Triton's text, the beginning of its HTTP endpoint's error.
@@ -357,7 +353,7 @@ class Deployment:
         self.successor: ref[Deployment] | None = None  # has this one as predecessor
         # The requests that begin a sequence, until they are over: the batcher of a sequence knows it only when its
         # first request is queued there, after earlier steps.
-        self.beginning: dict[int | str, Flow] = {}
+        self.opening_sequences: dict[int | str, Flow] = {}
         self.admission: AdmissionController | None = None  # None without limits and cache
         # The memory in which a large request is received: that of the process that reads it. None: any memory.
         self.arena: Arena | None = None
@@ -399,22 +395,23 @@ class Deployment:
     def continues_sequence(self, request: Request) -> bool:
         """Whether a request belongs to a sequence that is open here, or about to be."""
         return not request.sequence_start and (
-            request.sequence_id in self.beginning or any(one.is_live(request.sequence_id) for one in self.sequences)
+            request.sequence_id in self.opening_sequences
+            or any(one.is_live(request.sequence_id) for one in self.sequences)
         )
 
     @property
     def has_sequences(self) -> bool:
         """Whether a sequence is open here, or about to be."""
-        return bool(self.beginning) or any(one.live for one in self.sequences)
+        return bool(self.opening_sequences) or any(one.live for one in self.sequences)
 
-    def begins(self, flow: Flow) -> None:
+    def sequence_begins(self, flow: Flow) -> None:
         """A request that begins a sequence was submitted."""
-        self.beginning[flow.request.sequence_id] = flow
+        self.opening_sequences[flow.request.sequence_id] = flow
 
-    def ended(self, flow: Flow) -> None:
+    def sequence_request_over(self, flow: Flow) -> None:
         """A request that may have begun a sequence is over."""
-        if self.beginning.get(flow.request.sequence_id) is flow:
-            del self.beginning[flow.request.sequence_id]
+        if self.opening_sequences.get(flow.request.sequence_id) is flow:
+            del self.opening_sequences[flow.request.sequence_id]
             if self.successor is not None and not self.has_sequences:
                 _look_again(self.successor)
 
@@ -498,146 +495,6 @@ class Entry:
     @property
     def latest(self) -> Deployment | None:
         return self.ready[self.versions[-1]] if self.versions else None
-
-
-class Validator:
-    """Checks the requests of one graph. `outputs`: the names of all its outputs."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._specs = graph.inputs
-        self._index = {spec.name: i for i, spec in enumerate(graph.inputs)}
-        self._max_rows = graph.max_batch_size
-        self._required = sum(not spec.optional for spec in graph.inputs)
-        self._output_names = frozenset(spec.name for spec in graph.outputs)
-        self.outputs = tuple(spec.name for spec in graph.outputs)
-        # For each input: numpy dtype, dims if all are fixed (else None), dims, whether all are -1.
-        self._wanted: list[tuple[Any, tuple[int, ...] | None, tuple[int, ...], bool]] = [
-            (spec.dtype.numpy, None if spec.is_variable else spec.dims, spec.dims, set(spec.dims) == {-1})
-            for spec in graph.inputs
-        ]
-
-    def validate(self, request: Request) -> list[Tensor | None]:
-        """The request's inputs in the graph's order, None for an optional one left out. Raises `Invalid` with
-        Triton's text.
-        """
-        inputs = request.inputs
-        index = self._index
-        max_rows = self._max_rows
-        if len(inputs) != len(index) and (len(inputs) < self._required or len(inputs) > len(index)):
-            self._explain(request)
-        if request.outputs is not None and not self._output_names.issuperset(request.outputs):
-            self._explain(request)
-        tensors: list[Tensor | None] = [None] * len(index)
-        rows = -1
-        for name, array in inputs.items():
-            i = index.get(name, -1)
-            if i < 0:
-                self._explain(request)
-            dtype, fixed, dims, takes_any = self._wanted[i]
-            shape = array.shape
-            if max_rows:
-                here = shape[0] if shape else -1
-                if rows != here:
-                    if rows != -1 or here > max_rows:
-                        self._explain(request)
-                    rows = here
-                shape = shape[1:]
-            found = array.dtype
-            # Types are usually the same object; comparing two by value costs as much as all other checks here.
-            if (found is not dtype and found != dtype) or (
-                shape != fixed if fixed is not None else len(shape) != len(dims) or not (takes_any or fits(shape, dims))
-            ):
-                self._explain(request)
-            tensors[i] = Tensor(array, 0, rows) if max_rows else Tensor(array)
-        if rows < 0 and max_rows and inputs:
-            self._explain(request)
-        if len(inputs) != len(index):
-            for spec in self._specs:
-                if not spec.optional and spec.name not in inputs:
-                    self._explain(request)
-        return tensors
-
-    def _explain(self, request: Request) -> NoReturn:
-        """Triton's order of checks: outputs, number of inputs, names, batch, type, shape."""
-        name = self._graph.name
-        for output in request.outputs or ():
-            if output not in self._output_names:
-                hint = meant(output, self.outputs) or f" (its outputs are [{_names(list(self.outputs))}])"
-                _refuse(request, f"unexpected inference output '{output}' for model '{name}'{hint}")
-        total, given = len(self._specs), len(request.inputs)
-        if not self._required <= given <= total:
-            if self._required == total:
-                self._refuse_missing(request, f"expected {total} inputs")
-            self._refuse_missing(request, f"expected number of inputs between {self._required} and {total}")
-        for unknown in request.inputs:
-            if unknown not in self._index:
-                hint = meant(unknown, [one for one in self._index if one not in request.inputs])
-                hint = hint or f" (its inputs are [{_names(list(self._index))}])"
-                _refuse(request, f"unexpected inference input '{unknown}' for model '{name}'{hint}")
-        if self._missing(request):
-            # Triton only counts inputs, so that an optional one can hide a missing required one.
-            self._refuse_missing(request, f"expected {self._required} required inputs")
-        if self._graph.max_batch_size:
-            self._check_batch(request)
-        for one, array in request.inputs.items():
-            self._check_tensor(request, self._specs[self._index[one]], array)
-        raise AssertionError(f"a request for '{name}' was refused and nothing is wrong with it")
-
-    def _missing(self, request: Request) -> list[str]:
-        return [spec.name for spec in self._specs if not spec.optional and spec.name not in request.inputs]
-
-    def _refuse_missing(self, request: Request, wanted: str) -> NoReturn:
-        unknown = [name for name in request.inputs if name not in self._index]
-        also = f" It has no input(s) [{_names(unknown)}]." if unknown else ""
-        _refuse(
-            request,
-            f"{wanted} but got {len(request.inputs)} inputs for model '{self._graph.name}'. "
-            f"Got input(s) [{_names(list(request.inputs))}], but missing required input(s) "
-            f"[{_names(self._missing(request))}]. Please provide all required input(s).{also}",
-        )
-
-    def _check_batch(self, request: Request) -> None:
-        name, limit = self._graph.name, self._graph.max_batch_size
-        rows = -1
-        for given, array in request.inputs.items():
-            if array.ndim == 0:
-                self._check_tensor(request, self._specs[self._index[given]], array)
-            if rows not in (-1, array.shape[0]):
-                _refuse(request, f"input '{given}' batch size does not match other inputs for '{name}'")
-            rows = array.shape[0]
-        if rows > limit:
-            cause = f"input '{given}' has {rows} rows: send several requests, or raise its max_batch_size"
-            _refuse(request, f"inference request batch-size must be <= {limit} for '{name}' ({cause})")
-
-    def _check_tensor(self, request: Request, spec: TensorSpec, array: Array) -> None:
-        name = self._graph.name
-        dtype = BY_NUMPY.get(array.dtype)
-        if dtype is not spec.dtype:
-            _refuse(
-                request,
-                f"inference input '{spec.name}' data-type is '{dtype or array.dtype}', "
-                f"but model '{name}' expects '{spec.dtype}'",
-            )
-        batching = self._graph.max_batch_size > 0
-        shape = array.shape[1:] if batching else array.shape
-        if (batching and array.ndim == 0) or not fits(shape, spec.dims):
-            wanted = (-1, *spec.dims) if batching else spec.dims
-            has_batch = not batching or array.ndim == 1 + len(spec.dims)
-            note = "" if has_batch else "; the first dimension is the batch, since max_batch_size is above 0"
-            _refuse(
-                request,
-                f"unexpected shape for input '{spec.name}' for model '{name}'. "
-                f"Expected {shape_text(wanted)}, got {shape_text(array.shape)}{note}",
-            )
-
-
-def _refuse(request: Request, text: str) -> NoReturn:
-    raise Invalid(f"[request id: {request.id}] {text}" if request.id else text)
-
-
-def _names(names: Sequence[str]) -> str:
-    return ",".join(f"'{name}'" for name in names)
 
 
 def _load(waiting: int, busy: int, instances: int, rows: int) -> float:

@@ -163,7 +163,7 @@ class Engine:
         self._wake_in_order, self._ordered = trio.open_memory_channel[Task](math.inf)
         self._announced = 0  # requests that arrived and are not yet submitted
         self._records: list[Callable[[], object]] = []  # functions that count the step's events, called at its end
-        self._waiting: deque[Flow] = deque()  # flows whose caller is to be notified at the end of a step
+        self._to_notify: deque[Flow] = deque()  # flows whose caller is to be notified at the end of a step
         # An increasing number, drawn when a request is parsed: it orders the requests of one loop iteration.
         self.next_stamp: Callable[[], int] = count(1).__next__
 
@@ -195,11 +195,11 @@ class Engine:
             if at_ns != 0:
                 break
             now_ns = self.clock()
-        if self._waiting:
+        if self._to_notify:
             self._deliver()
         if self._records:
             self._account()
-        return 0 if self._waiting else at_ns
+        return 0 if self._to_notify else at_ns
 
     def _step_now(self) -> None:
         self.loop.begin_events()
@@ -323,10 +323,12 @@ class Engine:
             if flow.plan.graph.is_ensemble:
                 flow.owner.statistics.first_answered(self.clock() - flow.arrived_ns)
         if flow.waiter is not None:
-            self._waiting.append(flow)
+            self._to_notify.append(flow)
 
     def _finish(self, flows: Sequence[Flow]) -> None:
-        """Account for finished flows, and queue the notification of their callers."""
+        """Release what finished flows hold (a sequence, a place in admission control), report them to observers, and
+        queue the notification of their callers. Those that succeeded are counted at the end of the step (`_account`).
+        """
         now_ns = self.clock()
         uncounted: list[Flow] = []
         has_failed = False
@@ -334,7 +336,7 @@ class Engine:
         while pending:
             flow = pending.popleft()
             if flow.waiter is not None:
-                self._waiting.append(flow)
+                self._to_notify.append(flow)
             try:
                 if flow.error is not None:
                     has_failed = True
@@ -343,8 +345,8 @@ class Engine:
                 if self.observers:
                     self._observe("finished" if flow.error is None else "failed", flow)
                 owner: Deployment = flow.owner
-                if owner.beginning:
-                    owner.ended(flow)
+                if owner.opening_sequences:
+                    owner.sequence_request_over(flow)
                 admission = owner.admission
                 is_counted = False
                 if admission is not None:
@@ -370,7 +372,7 @@ class Engine:
         """Notify the callers, after free instances got their next batches, because writing responses takes time. The
         callers of a large batch are notified in several steps, between which the rest of the server runs.
         """
-        waiting = self._waiting
+        waiting = self._to_notify
         began_ns = self.clock() if len(waiting) > _DELIVERED_AT_ONCE else 0
         for n in range(len(waiting)):
             if n and not n % _DELIVERED_AT_ONCE and self.clock() - began_ns > STEP_NS_MAX:
@@ -509,7 +511,8 @@ class Engine:
         is_accepted: bool = False,
     ) -> Flow:
         """Begin one request without waiting for it. It may be done at once; otherwise `flow.waiter`, if set, is called
-        with the flow when it is done. `enqueue` queues it. The server's own requests pass another `enqueue`, and are
+        with the flow when it is done. `make` makes the flow, by default `deployment.make_flow`; `enqueue` queues it, by
+        default in the scheduler. The server's own requests pass another `enqueue`, and are
         accepted during a drain too, as are requests that were accepted before it (`is_accepted`, `announced`).
 
         Raises Invalid for a request that does not fit the deployment, TooLarge and Unavailable for one that is not
@@ -561,7 +564,7 @@ class Engine:
                 self._recent.refused(ModelKey(deployment.name, deployment.version), request.id, str(error))
             raise
         if request.sequence_start and deployment.sequences and not flow.done:
-            deployment.begins(flow)
+            deployment.sequence_begins(flow)
         self.loop.wake()
         return flow
 
@@ -589,8 +592,8 @@ class Engine:
         if isinstance(flow, StreamFlow) and flow.is_over and not flow.plan.graph.is_ensemble:
             is_counted = True  # its last response was just counted
         left = self.scheduler.cancel(flow)
-        if flow.owner.beginning:
-            flow.owner.ended(flow)
+        if flow.owner.opening_sequences:
+            flow.owner.sequence_request_over(flow)
         if has_begun and not left and not flow.plan.graph.is_ensemble and not isinstance(flow, StreamFlow):
             is_counted = leave_batch(flow, flow.owner.statistics, self.scheduler)
         if not is_counted:
@@ -715,7 +718,7 @@ class Engine:
         self.refuse_new()
         left_s = max(deadline - trio.current_time(), 0)
         if await _poll(
-            lambda: not (self.scheduler.in_flight or self._announced or self._waiting),
+            lambda: not (self.scheduler.in_flight or self._announced or self._to_notify),
             deadline - min(FAILURE_MARGIN_S, left_s / 5),
         ):
             return []
