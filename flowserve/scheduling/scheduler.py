@@ -36,24 +36,22 @@ from flowserve.errors import (
 from flowserve.graph.plan import PlanNode
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.batch import (
-    RECALL_NS,
     Batch,
     Decisions,
     Lookup,
-    ModelQueue,
     Notice,
     Recall,
-    Route,
     TicketRefused,
     Withdrawn,
-    find_route,
     make_decisions,
 )
 from flowserve.scheduling.call_graph import Called, CalledFlow, CallGraph
 from flowserve.scheduling.flow import Facts, Flow, Ticket
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BoundBatcher, ClosedQueue, Deadlines, Order, Queue
 from flowserve.scheduling.rate_limit.limiter import Limiter
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX, RateLimit
+from flowserve.scheduling.route import RECALL_NS, Route, find_route
 from flowserve.scheduling.sequence.batcher import Sequences
 from flowserve.scheduling.sequence.strategies import Iterative
 from flowserve.scheduling.spaces import Part, SpaceFlow
