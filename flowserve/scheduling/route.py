@@ -2,7 +2,7 @@
 
 Decides which nodes a route contains (`find_route`), given the runs of nodes that the plan allows (graph/plan.py) and
 the properties of their queues. `Scheduler._choose_route` decides whether a batch takes its route: if returning could
-not change the batch. Does not know batches, or how a worker runs a route.
+not change the batch. Does not know batches, or how a worker runs a route. Called by the scheduler.
 
 A worker may return a batch early, after any stage: if a member failed, if an output cannot be passed on as one tensor,
 or if the batch was recalled. The passed steps are then finished, and the flows continue on the general path.
