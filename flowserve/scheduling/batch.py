@@ -23,10 +23,13 @@ class Batch:
     A batch may have a `route`: then it holds an instance of every stage, `instances`, and `stage(i)` is the batch of
     stage i. `released` are the stages whose instance it has freed.
 
-    The runtime writes three attributes. `started_ns`: a worker in which the batch waited sets it to the time at which
-    its instance really began; the time until a recall counts from there. `contexts` and `wants_outputs`, set by
-    tracing: the trace contexts of its members at each stage, empty if none is traced, and whether an observer reads the
-    outputs of every stage.
+    The runtime writes some attributes:
+      * `started_ns`, when a worker in which the batch waited begins to run it. A recall counts from there. `begin_at`
+        sets that of a stage.
+      * `tickets` and `rows` of a batch of sequences that has run, to leave out fillers and steps that run again
+        (runtime/workers/state.py).
+      * `contexts`, the trace contexts of its members at each stage, empty if none is traced, and `wants_outputs`,
+        whether an observer reads the outputs of every stage.
     """
 
     __slots__ = (

@@ -39,15 +39,18 @@ class ModelQueue:
         cache: Any = None,
     ) -> None:
         self.key = key
-        # Its tickets. The scheduler writes these.
+
+        # Tickets, for the scheduler.
         self.batcher = batcher
         self.closed: Batcher | None = None  # its batcher, while a `ClosedQueue` replaces it
         self.has_times = batcher.may_wait or batcher.may_expire  # whether time may decide about its tickets
         self.may_have_tickets = False  # False: no ticket waits. Cheaper to read than the length of the queue
         self.is_dirty = False  # whether it is in the scheduler's list of queues to examine
+        self.is_pure = is_pure  # whether a failed batch may run again
         self.order = Order() if keeps_order else None
         self.lookups = None if cache is None else Lookups()  # the steps that the runtime looks up in `cache`
-        # Its instances: each is free, running or away. The scheduler writes these.
+
+        # Instances, for the scheduler; each is free, running or away.
         self.instances = tuple(instances)
         # Longest idle first, so that batches spread over instances evenly. An instance that takes several batches at
         # once has as many entries.
@@ -63,11 +66,13 @@ class ModelQueue:
             self.bound = batcher
             assert isinstance(self.free, deque)  # each of its instances runs one batch
             batcher.serve(self.instances, self.free)
-        # Its failures and its figures.
-        self.is_pure = is_pure  # whether a failed batch may run again
+
+        # For the runtime.
         self.statistics = statistics  # the model's statistics; only the runtime uses them
         self.cache = cache  # the model's response cache, in which the runtime looks up each step; or None
-        # Its routes.
+
+        # Routes, for the scheduler.
+        #
         # Instances of one group pass batches to each other. All instances of a model are in one group, or each is in
         # its own. Models with routes between them have the same groups. None: no routes, because the scheduler decides
         # about each request or step of this model.
