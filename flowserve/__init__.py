@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from flowserve.authoring.files import model_folder, onnx_model
     from flowserve.authoring.graph import Graph
     from flowserve.errors import FlowserveError, Problems
-    from flowserve.graph.builder import Tensor, model
+    from flowserve.graph.builder import Tensor
+    from flowserve.graph.function_model import model
 
 _WHERE = {
     "Engine": "flowserve.authoring.engine",
@@ -23,7 +24,7 @@ _WHERE = {
     "FlowserveError": "flowserve.errors",
     "Problems": "flowserve.errors",
     "Tensor": "flowserve.graph.builder",
-    "model": "flowserve.graph.builder",
+    "model": "flowserve.graph.function_model",
     "model_folder": "flowserve.authoring.files",
     "onnx_model": "flowserve.authoring.files",
 }

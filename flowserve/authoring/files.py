@@ -30,7 +30,6 @@ from flowserve.config.types import ITEMS_MAX, EnsembleStep, SourceMap
 from flowserve.errors import Invalid, Place, Problem, Problems
 from flowserve.graph.builder import (
     DeclaredPart,
-    FunctionModel,
     GraphBuilder,
     GraphOutput,
     Items,
@@ -40,6 +39,7 @@ from flowserve.graph.builder import (
     TensorTest,
     calling_line,
 )
+from flowserve.graph.function_model import FunctionModel
 from flowserve.repository.layout import KEEP, is_model_folder, model_folder_at, scan
 from flowserve.repository.override import PrivateFolder, check_name
 from flowserve.repository.read import ReadModel, examine

@@ -1,4 +1,4 @@
-"""Backend `callable`: serves Python functions over numpy arrays, declared by their decorator (graph/builder.py).
+"""Backend `callable`: serves Python functions over numpy arrays, declared by their decorator (graph/function_model.py).
 
 Decides where the function of a deployment is found, and how it is called: once for a batch, or, in decoupled mode, once
 for each request. A deployment has a model.py with an attribute `function`; for a function that exists only in this
@@ -26,7 +26,7 @@ import numpy as np
 from flowserve.backends.base import ClockNs, ModelFiles, Results, Sender, Sent, Work
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import FlowserveError, Invalid, ModelFailed, model_raised
-from flowserve.graph.builder import BACKEND, FunctionModel
+from flowserve.graph.function_model import BACKEND, FunctionModel
 from flowserve.memory.assemble import gather
 from flowserve.memory.column import Column
 from flowserve.memory.pool import HOST

@@ -7,7 +7,7 @@ its worker processes, and their exceptions become the same messages. Another thr
 answers pings. An actor that receives nothing from its server for `SERVER_SILENCES_MAX` seconds ends, so that no actor
 remains when a server or its machine is lost.
 
-Decides how a batch passes its route (`scheduling/batch.py`), all of whose stages are instances here: each thread passes
+Decides how a batch passes its route (`scheduling/route.py`), all of whose stages are instances here: each thread passes
 it to the next one without copying the outputs, and the last replies. A batch returns earlier, with the outputs of all
 stages that it has passed, if a member failed, an output cannot be passed on as it is, or it was recalled.
 

@@ -286,8 +286,8 @@ def response_cache(s: RuleInput) -> Iterator[Problem]:
 
 
 def ensemble(s: RuleInput) -> Iterator[Problem]:
+    """An ensemble has steps, and no fields that belong into the models of its steps."""
     m = s.message
-    scheduling = m.ensemble_scheduling
     if m.HasField(SCHEDULING) and m.platform != ENSEMBLE:
         text = f"ensemble scheduling cannot be set for model '{m.name}' whose platform is not ensemble"
         yield s.problem("M6", SCHEDULING, text, 'write `platform: "ensemble"`')
@@ -303,10 +303,14 @@ def ensemble(s: RuleInput) -> Iterator[Problem]:
     if s.is_ensemble and m.model_warmup:
         text = f"model_warmup can not be specified for ensemble '{m.name}'"
         yield s.problem("M82", "model_warmup", text, "warm up the models of its steps instead")
-    if m.HasField(SCHEDULING) and not scheduling.step:
+    if m.HasField(SCHEDULING) and not m.ensemble_scheduling.step:
         yield s.problem("M83", SCHEDULING, f"must specify 'step' for ensemble '{m.name}'")
-    for index, step in enumerate(scheduling.step):
-        path, where = f"{SCHEDULING}.step[{index}]", f"in step {index} of ensemble '{m.name}'"
+
+
+def ensemble_steps(s: RuleInput) -> Iterator[Problem]:
+    """A step names its model, its tensors, the tests of its rows and the tensors that are divided into items."""
+    for index, step in enumerate(s.message.ensemble_scheduling.step):
+        path, where = f"{SCHEDULING}.step[{index}]", f"in step {index} of ensemble '{s.message.name}'"
         maps = {"input_map": step.input_map, "output_map": step.output_map}
         for field, value in {"model_name": step.model_name, **maps}.items():
             if not value:
@@ -326,10 +330,16 @@ def ensemble(s: RuleInput) -> Iterator[Problem]:
                 yield s.problem("M86", f"{path}.when[{number}]", f"when: {text} {where}", TEST_FORMS)
         if step.HasField("each") and not (step.each.tensor and all(step.each.tensor)):
             yield s.problem("M87", f"{path}.each", f"each: must specify 'tensor' {where}", "the tensors to take apart")
+
+
+def ensemble_fills(s: RuleInput) -> Iterator[Problem]:
+    """A tensor is filled once, and a BOOL tensor that says which of its rows are present belongs to one fill."""
+    m = s.message
+    fills = m.ensemble_scheduling.fill
     seen: set[str] = set()
     flags: set[str] = set()
-    filled = {fill.tensor for fill in scheduling.fill}
-    for index, fill in enumerate(scheduling.fill):
+    filled = {fill.tensor for fill in fills}
+    for index, fill in enumerate(fills):
         path = f"{SCHEDULING}.fill[{index}]"
         if not fill.tensor:
             yield s.problem("M88", path, f"fill: must specify 'tensor' in ensemble '{m.name}'")
@@ -784,6 +794,8 @@ RULES: Final[Sequence[Rule]] = (
     metrics,
     response_cache,
     ensemble,
+    ensemble_steps,
+    ensemble_fills,
     declarations,
     reshapes,
     tensorrt_tensors,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from flowserve.config.types import ModelConfig
 from flowserve.errors import Problem
-from flowserve.graph.builder import BACKEND
+from flowserve.graph.function_model import BACKEND
 from flowserve.graph.types import GRAPH, Graph
 
 

@@ -300,74 +300,87 @@ class _Wires:
     def space_plan(self, graph: Graph) -> SpacePlan:
         """The operations that the nodes and outputs need, and those that these need in turn."""
         operations: list[Operation] = []
-        are_batched = graph.max_batch_size > 0 and all(node.max_batch_size for node in graph.nodes)
         waiting = [*self._refs]
         seen = set(waiting)
         while waiting:
-            ref = waiting.pop()
-            if ref[0] not in (DERIVED, _SPREAD):
+            kind, number = waiting.pop()
+            index = len(graph.nodes) + len(operations)
+            if kind == _SPREAD:
+                operation, needed = self._opening(graph, graph.spaces[number - 1], index)
+            elif kind == DERIVED:
+                operation, needed = self._derivation(graph, number, index)
+            else:
                 continue
-            index, slot = len(graph.nodes) + len(operations), self.slot_of[ref]
-            space = graph.spaces[ref[1] - 1] if ref[0] == _SPREAD else None
-            derived = graph.derived[ref[1]] if ref[0] == DERIVED else None
-            refs: tuple[Ref, ...] = space.opens if space else derived.reads if derived else ()
-            below = (
-                [] if derived is None else [one for one in derived.spaces if one != derived.space or not derived.reads]
-            )
-            if derived is not None and derived.how in _INWARD:
-                below = [derived.space]
-            around = space.parent if space else derived.space if derived else 0
-            if around and around not in below:  # its spread states whether there is any row
-                below.append(around)
-            needed = [*refs, *((_SPREAD, one) for one in below)]
-            spreads: tuple[int, ...] = ()
-            if derived is not None:
-                is_inward = derived.how in _INWARD
-                spreads = tuple(
-                    self.slot_of[_SPREAD, one] if is_inward or one != derived.space else NO_SLOT
-                    for one in derived.spaces
-                )
-            tensors = tuple(self.slot_of[one] for one in refs)
-            reads = tuple(dict.fromkeys(self.slot_of[one] for one in needed))
-            has_rows = graph.has_rows(derived.space) if derived is not None else True
-            examined = tensors
-            if are_batched and derived is not None and derived.how in _OF_ROWS:
-                examined = ()
-            elif are_batched and space is not None and space.each is not None:
-                examined = tensors[len(space.each.tensors) :]  # the count
-            is_test = space is not None and space.test is not None and not around
-            if is_test and refs[0][0] >= 0 and not graph.nodes[refs[0][0]].space:
-                self.tested[index] = refs[0]
-                self.read.add(tensors[0])
-                self.consumers[tensors[0]].append(index)
-                reads = ()
-            is_merge = derived is not None and derived.how is Derivation.MERGE
-            branches = tuple(zip(tensors, spreads, strict=True)) if is_merge else ()
-            operations.append(
-                Operation(
-                    index,
-                    reads,
-                    slot,
-                    tensors,
-                    spreads,
-                    space,
-                    derived,
-                    around,
-                    has_rows,
-                    examined,
-                    branches=branches,
-                )
-            )
-            for read in reads:
-                self.read.add(read)
-                self.consumers[read].append(index)
-                self.readers[read] += 1
-            waiting += [one for one in needed if one not in seen]
+            operations.append(operation)
+            for slot in operation.reads:
+                self.read.add(slot)
+                self.consumers[slot].append(index)
+                self.readers[slot] += 1
+            waiting += [ref for ref in needed if ref not in seen]
             seen.update(needed)
         spreads_of = tuple(self.slot_of[_SPREAD, node.space] if node.space else NO_SLOT for node in graph.nodes)
         first = tuple(one.index for one in operations if one.reads and max(one.reads) < len(graph.inputs))
         blank = (None,) * (len(graph.spaces) + 1)
         return SpacePlan(tuple(operations), spreads_of, ((),) * len(blank), first, blank, ())
+
+    def _opening(self, graph: Graph, space: Space, index: int) -> tuple[Operation, list[Ref]]:
+        """The operation that begins a space, and what must be made before it."""
+        needed = [*space.opens]
+        if space.parent:  # its spread states whether there is any row
+            needed.append((_SPREAD, space.parent))
+        tensors = self._slots_of(space.opens)
+        examined = tensors
+        if space.each is not None and _are_batched(graph):
+            examined = tensors[len(space.each.tensors) :]  # the count
+        reads = tuple(dict.fromkeys(self._slots_of(needed)))
+        maker = space.opens[0][0]
+        if space.test is not None and not space.parent and maker >= 0 and not graph.nodes[maker].space:
+            self.tested[index] = space.opens[0]
+            self.read.add(tensors[0])
+            self.consumers[tensors[0]].append(index)
+            reads = ()
+        operation = Operation(
+            index,
+            reads,
+            self.slot_of[_SPREAD, space.index],
+            tensors,
+            opens=space,
+            around=space.parent,
+            examined=examined,
+        )
+        return operation, needed
+
+    def _derivation(self, graph: Graph, number: int, index: int) -> tuple[Operation, list[Ref]]:
+        """The operation that makes a derived tensor, and what must be made before it."""
+        derived = graph.derived[number]
+        is_inward = derived.how in _INWARD
+        if is_inward:
+            below = [derived.space]
+        else:
+            below = [one for one in derived.spaces if one != derived.space or not derived.reads]
+        if derived.space and derived.space not in below:  # its spread states whether there is any row
+            below.append(derived.space)
+        needed = [*derived.reads, *((_SPREAD, one) for one in below)]
+        tensors = self._slots_of(derived.reads)
+        spreads = tuple(
+            self.slot_of[_SPREAD, one] if is_inward or one != derived.space else NO_SLOT for one in derived.spaces
+        )
+        operation = Operation(
+            index,
+            tuple(dict.fromkeys(self._slots_of(needed))),
+            self.slot_of[DERIVED, number],
+            tensors,
+            spreads,
+            derived=derived,
+            around=derived.space,
+            has_rows=graph.has_rows(derived.space),
+            examined=() if derived.how in _OF_ROWS and _are_batched(graph) else tensors,
+            branches=tuple(zip(tensors, spreads, strict=True)) if derived.how is Derivation.MERGE else (),
+        )
+        return operation, needed
+
+    def _slots_of(self, refs: Sequence[Ref]) -> tuple[int, ...]:
+        return tuple(self.slot_of[ref] for ref in refs)
 
     def _add_input(self, graph: Graph, edge: Edge, slot: int, read_slot: int) -> None:
         """Add an edge that a node reads: the tensor in `slot`, which this input finds in `read_slot`."""
@@ -384,6 +397,11 @@ class _Wires:
         if edge.consumer not in self.consumers[slot]:
             self.consumers[slot].append(edge.consumer)
             self.readers[slot] += 1
+
+
+def _are_batched(graph: Graph) -> bool:
+    """Whether the graph and all of its models have a batch dimension."""
+    return graph.max_batch_size > 0 and all(node.max_batch_size for node in graph.nodes)
 
 
 def _with_nodes(graph: Graph, nodes: Sequence[PlanNode], plan: SpacePlan, wires: _Wires) -> SpacePlan:

@@ -4,8 +4,9 @@ makes padding.
 Decides when a batch is passed on as the block it already is, and when it is copied. Members that are neighbours in one
 block cost nothing, whatever the batcher did in between; otherwise (a gap, a member from another block, another order)
 the whole input is copied once. Rows of other members are never part of the result. Padding rows are zeros (empty
-strings), never previous memory contents; they are created once and shared. These functions make the only copies between
-two steps on the host; `stream` makes those on devices.
+strings), never previous memory contents; they are created once and shared. Copies between two steps are made here,
+except those into the shared memory of worker processes (runtime/ipc/tensors.py), those on devices (`stream`), and the
+array of a `Recipe` that is needed outside of a batch (`recipe`).
 
 Ragged batches have members of different shapes. Decides how a ragged input is concatenated into one flat array, what
 each kind of batch input contains, and how a flat output is divided by the shapes of an input. Counts are per member,

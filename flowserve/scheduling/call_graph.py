@@ -19,8 +19,9 @@ from typing import Any
 
 from flowserve.errors import Unavailable
 from flowserve.graph.plan import Plan, PlanNode
-from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Facts, Flow, Ticket
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.sequence.batcher import Sequences
 from flowserve.scheduling.spaces import SpaceFlow
 from flowserve.scheduling.streaming.backpressure import BackpressureWaits

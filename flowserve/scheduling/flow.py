@@ -191,6 +191,9 @@ class Flow:
 
         Afterwards `open` is 0 if that was the last step. An omitted output (None) is omitted from the response and from
         the optional inputs that it feeds. Raises a FlowserveError if the flow cannot continue.
+
+        `Scheduler._advance_alike` and `_finish_alike` do the same, inlined, for whole batches of the common flows (see
+        `PlanNode.goes_on` and `ends`).
         """
         tensors = self.tensors
         readers = self.readers

@@ -378,7 +378,7 @@ class Queue:
 
     def put(self, ticket: Ticket) -> None:
         if self._is_plain:
-            if self._waiting.setdefault(ticket.flow, ticket) is not ticket:
+            if self._waiting.setdefault(ticket.flow, ticket) is not ticket:  # `append`, inlined: a call less per ticket
                 self._plain.append_twin(ticket)
             return
         flow = ticket.flow

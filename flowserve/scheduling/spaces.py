@@ -101,7 +101,12 @@ class RowOperations(Protocol):
 
 
 class Part(Flow):
-    """Some rows of one step, from row `start` on. `number`: its position among the parts of the step."""
+    """Some rows of one step, from row `start` on. `number`: its position among the parts of the step.
+
+    It is a `Flow` because queues, workers and observers handle the flow of a ticket without knowing of parts. It does
+    not call `Flow.__init__`, which would create the counts of a whole graph: the request's flow counts for its parts
+    (`finish_part`). `tensors` has only the slots that the step reads, and is read by slot as the list is.
+    """
 
     __slots__ = ("number", "start", "step")
 

@@ -20,7 +20,7 @@ from flowserve.config.parse import Parsed, config_fields, config_message, config
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import ModelConfig, SourceMap
 from flowserve.errors import Invalid, NotFound, Place
-from flowserve.graph.builder import BACKEND, FunctionModel
+from flowserve.graph.function_model import BACKEND, FunctionModel
 from flowserve.repository.layout import ModelFolder, find_models
 from flowserve.repository.override import PrivateFolder
 from flowserve.repository.read import examine

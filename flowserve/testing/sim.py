@@ -20,11 +20,13 @@ from flowserve.errors import DeadlineExceeded, FlowserveError, InstanceDied, Mod
 from flowserve.graph.plan import NO_SLOT
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.affinity import NO_DEVICE
-from flowserve.scheduling.batch import RECALL_NS, Batch, ModelQueue, Recall, Route, TicketRefused
+from flowserve.scheduling.batch import Batch, Recall, TicketRefused
 from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.scheduling.rate_limit.limiter import Limiter, Resource
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX
+from flowserve.scheduling.route import RECALL_NS, Route
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.testing import strategies
 from flowserve.testing.simulation import Agenda, BatchResults

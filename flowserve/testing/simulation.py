@@ -32,8 +32,9 @@ from flowserve.runtime.admission.controller import AdmissionController, served_b
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.loading.reading import Reading, read_repositories
 from flowserve.runtime.workers.policies import batcher_for, keeps_order, levels_of, needs_of
-from flowserve.scheduling.batch import Batch, Grant, ModelQueue, Notice, Responses, Stop
+from flowserve.scheduling.batch import Batch, Grant, Notice, Responses, Stop
 from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.rate_limit.limiter import Available, Limiter
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.spaces import SpaceFlow

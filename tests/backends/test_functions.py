@@ -14,7 +14,7 @@ from flowserve.backends.base import ModelFiles, Results, Work
 from flowserve.backends.functions import CallableBackend, LoadedFunction, offer
 from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
 from flowserve.errors import Invalid, ModelFailed
-from flowserve.graph.builder import FunctionModel, model
+from flowserve.graph.function_model import FunctionModel, model
 from flowserve.memory import raw
 from flowserve.memory.column import Column
 from flowserve.memory.tensor import Tensor

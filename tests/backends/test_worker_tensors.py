@@ -43,8 +43,9 @@ from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.processes.children import Child
 from flowserve.runtime.workers.base import Completions, WorkerContext
 from flowserve.runtime.workers.process import ProcessPool, ProcessWorker
-from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.values import Array, DType, Request
 from tests.support.backends import config_of, sample, spec

@@ -23,9 +23,10 @@ from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import Statistics
 from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache, served_by
 from flowserve.runtime.engine.accounting import record_late
-from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.call_graph import CalledFlow
 from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import PLAIN, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.testing.strategies import plain_graph

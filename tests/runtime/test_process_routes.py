@@ -32,8 +32,9 @@ from flowserve.runtime.ipc.channel import Channel
 from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.runtime.workers.base import Outcome, Passed
 from flowserve.runtime.workers.supervisor import Delays
-from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.values import Array, DType, Request
 from tests.support.engine import add_chain

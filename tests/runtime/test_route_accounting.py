@@ -16,8 +16,10 @@ from flowserve.graph.types import Graph
 from flowserve.observe.statistics import Statistics
 from flowserve.observe.traffic import NodeTraffic, node_traffics
 from flowserve.runtime.engine.accounting import record_batch, record_finished, record_stages
-from flowserve.scheduling.batch import Batch, ModelQueue, find_route
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.model_queue import ModelQueue
+from flowserve.scheduling.route import find_route
 from flowserve.testing.strategies import Handle
 from tests.support.recorder import simple_model, step_graph
 

@@ -17,8 +17,9 @@ from flowserve.memory.column import scatter
 from flowserve.memory.pool import HOST
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.workers.state import SequenceAdapter
-from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.scheduling.sequence.sequence import RequestSequence
 from flowserve.values import DType, Request, TensorSpec

@@ -21,7 +21,8 @@ from flowserve.runtime.clock import ClockNs, running_clock
 from flowserve.runtime.workers.base import Completions, WorkerContext
 from flowserve.runtime.workers.process import ProcessWorker
 from flowserve.runtime.workers.supervisor import DELAYS, Supervisor, WarmUp
-from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, ClosedQueue, Queue
 from flowserve.scheduling.scheduler import Scheduler
 from tests.support.recorder import simple_model

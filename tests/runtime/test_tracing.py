@@ -39,8 +39,9 @@ from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.tracing.tracing import waits_in_queue
 from flowserve.runtime.workers.local import LocalWorker
-from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.scheduling.rate_limit.limiter import Available, Limiter, Needs
 from flowserve.scheduling.scheduler import Scheduler

@@ -7,7 +7,7 @@ from random import Random
 
 from flowserve.errors import InstanceDied
 from flowserve.scheduling.affinity import NO_DEVICE, AffinityBatcher, CopyCost
-from flowserve.scheduling.batch import ModelQueue
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.testing.sim import Sim
 from flowserve.testing.strategies import (

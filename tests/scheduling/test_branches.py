@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.graph.types import GRAPH, Graph
-from flowserve.scheduling.batch import RETURN_NS, Batch
+from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.route import RETURN_NS
 from flowserve.testing.simulation import BatchResults
 from flowserve.testing.strategies import Handle
 from tests.support.recorder import Recorder, simple_model, step_graph

@@ -12,9 +12,10 @@ from flowserve.errors import ModelFailed, Unavailable
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import Graph, ModelKey
 from flowserve.scheduling.affinity import AffinityBatcher, CopyCost
-from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.call_graph import CalledFlow
 from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import Batcher, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.scheduling.rate_limit.limiter import Available, Limiter, Needs
 from flowserve.scheduling.sequence.sequence import SequencePolicy

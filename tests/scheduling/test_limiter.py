@@ -9,7 +9,7 @@ import pytest
 
 from flowserve.config.types import LimitedResource, RateLimiter
 from flowserve.graph.types import Graph
-from flowserve.scheduling.batch import ModelQueue
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.scheduling.rate_limit.limiter import BEHIND_MAX, EVERYWHERE, Available, Limiter, Needs
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX

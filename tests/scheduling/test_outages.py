@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.errors import InstanceDied, Unavailable
-from flowserve.scheduling.batch import Batch, ModelQueue, TicketRefused
+from flowserve.scheduling.batch import Batch, TicketRefused
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
 from flowserve.testing.strategies import chain_graph, plain_graph
 from tests.support.recorder import Recorder, simple_model

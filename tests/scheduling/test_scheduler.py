@@ -10,8 +10,9 @@ import pytest
 from flowserve.errors import Internal, ModelFailed, Unavailable
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
-from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.testing.simulation import BatchResults
 from flowserve.testing.strategies import Handle, chain_graph, plain_graph

@@ -16,7 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.errors import FlowserveError, InstanceDied, MachineLost
-from flowserve.scheduling.batch import RECALL_NS, Batch, ModelQueue, Recall
+from flowserve.scheduling.batch import Batch, Recall
+from flowserve.scheduling.model_queue import ModelQueue
+from flowserve.scheduling.route import RECALL_NS
 from flowserve.testing.simulation import BatchResults
 from flowserve.testing.strategies import Handle, chain_graph
 from tests.support.recorder import Recorder, simple_model

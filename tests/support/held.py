@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from flowserve import model
-from flowserve.graph.builder import FunctionModel
+from flowserve.graph.function_model import FunctionModel
 
 
 class HeldModel:

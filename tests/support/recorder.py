@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.graph.plan import Plan, make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
-from flowserve.scheduling.batch import Batch, ModelQueue, Notice
+from flowserve.scheduling.batch import Batch, Notice
 from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import Batcher, BatchPolicy
 from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX

@@ -15,8 +15,9 @@ from random import Random
 
 from flowserve.errors import Cancelled, InstanceDied, Invalid, Unavailable
 from flowserve.graph.plan import make_plan
-from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy
 from flowserve.scheduling.rate_limit.limiter import Limiter
 from flowserve.scheduling.scheduler import Scheduler

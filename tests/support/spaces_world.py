@@ -26,8 +26,9 @@ from flowserve.memory import rows as row_operations
 from flowserve.memory.assemble import gather
 from flowserve.memory.pool import Pool
 from flowserve.memory.tensor import Tensor
-from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import PLAIN, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.spaces import SpaceFlow

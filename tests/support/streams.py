@@ -18,9 +18,10 @@ from typing import Any
 from flowserve.errors import ModelFailed, Unavailable
 from flowserve.graph.plan import NO_SLOT, make_plan
 from flowserve.graph.types import Graph
-from flowserve.scheduling.batch import Batch, Grant, ModelQueue, Notice, Responses, Stop
+from flowserve.scheduling.batch import Batch, Grant, Notice, Responses, Stop
 from flowserve.scheduling.call_graph import CalledFlow
 from flowserve.scheduling.flow import Facts, Flow, Ticket
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import Batcher, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.scheduling.rate_limit.limiter import Limiter
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX

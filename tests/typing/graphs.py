@@ -8,7 +8,8 @@ from typing import Any, assert_type
 import numpy as np
 
 from flowserve import Graph, Tensor, model, model_folder, onnx_model
-from flowserve.graph.builder import FunctionModel, Outputs
+from flowserve.graph.builder import Outputs
+from flowserve.graph.function_model import FunctionModel
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

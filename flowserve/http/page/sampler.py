@@ -34,7 +34,8 @@ from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.group import Group
 from flowserve.runtime.workers.cluster import ClusterWorker
-from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.values import Array
 
 _NS_PER_MS: Final = 1_000_000

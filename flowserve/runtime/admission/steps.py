@@ -25,8 +25,9 @@ from flowserve.runtime.admission.controller import (
     cached_copy,
 )
 from flowserve.runtime.workers.parameters import take_parameters_of
-from flowserve.scheduling.batch import Batch, Lookup, ModelQueue
+from flowserve.scheduling.batch import Batch, Lookup
 from flowserve.scheduling.flow import Ticket
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.values import HOST_MEMORY, Array
 

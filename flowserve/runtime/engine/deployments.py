@@ -40,8 +40,8 @@ from flowserve.runtime.workers.local import LocalWorker
 from flowserve.runtime.workers.policies import keeps_order, levels_of
 from flowserve.runtime.workers.process import ProcessWorker
 from flowserve.runtime.workers.supervisor import Supervisor
-from flowserve.scheduling.batch import ModelQueue
 from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.sequence.batcher import Sequences
 from flowserve.scheduling.spaces import SpaceFlow

@@ -71,19 +71,10 @@ from flowserve.runtime.workers.parameters import NONE, of_ensemble, take_paramet
 from flowserve.runtime.workers.process import ProcessPool
 from flowserve.runtime.workers.streaming import ResponseStreams
 from flowserve.runtime.workers.supervisor import Supervisor, WarmUp
-from flowserve.scheduling.batch import (
-    Batch,
-    Grant,
-    ModelQueue,
-    Notice,
-    Recall,
-    Responses,
-    Stop,
-    TicketRefused,
-    Withdrawn,
-)
+from flowserve.scheduling.batch import Batch, Grant, Notice, Recall, Responses, Stop, TicketRefused, Withdrawn
 from flowserve.scheduling.call_graph import Called, CalledFlow
 from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import Batcher
 from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
 from flowserve.scheduling.scheduler import Scheduler

@@ -18,7 +18,7 @@ import trio
 from flowserve.backends.base import LoadedModel
 from flowserve.graph.types import ModelKey
 from flowserve.runtime.workers.base import Worker
-from flowserve.scheduling.batch import ModelQueue
+from flowserve.scheduling.model_queue import ModelQueue
 
 log = logging.getLogger("flowserve.load")
 

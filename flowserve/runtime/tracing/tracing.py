@@ -42,8 +42,9 @@ from flowserve.observe.trace import (
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.workers.base import Outcome, Passed
 from flowserve.runtime.workers.streaming import ResponseStreams
-from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import Queue
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.spaces import SpaceFlow

@@ -66,8 +66,9 @@ from flowserve.memory.pool import HOST
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.ipc.tensors import OutputReader
 from flowserve.runtime.workers.base import Outcome, Passed, StateAdapter, WorkerContext, cannot_start, works
-from flowserve.scheduling.batch import Batch, Route
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Ticket
+from flowserve.scheduling.route import Route
 
 log = logging.getLogger("flowserve.runtime")
 

@@ -20,8 +20,9 @@ from flowserve.memory.device_tensor import SHARED, DeviceMirror, DeviceTensor, M
 from flowserve.memory.stream import ON_DEVICE, ON_HOST
 from flowserve.runtime.workers.base import Outcome, Passed
 from flowserve.runtime.workers.local import LocalWorker, pass_stages
-from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.model_queue import ModelQueue
 
 
 class GpuWorker(LocalWorker):

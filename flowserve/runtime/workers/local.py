@@ -39,8 +39,9 @@ from flowserve.runtime.workers.base import (
     works,
 )
 from flowserve.runtime.workers.streaming import ResponseStreams, thread_senders
-from flowserve.scheduling.batch import Batch, Route
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Ticket
+from flowserve.scheduling.route import Route
 from flowserve.values import DType, TensorSpec
 
 log = logging.getLogger("flowserve.runtime")

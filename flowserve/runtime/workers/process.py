@@ -66,8 +66,9 @@ from flowserve.runtime.processes.children import Child, Children, SpawnChild
 from flowserve.runtime.processes.environments import Environment, Environments
 from flowserve.runtime.workers.base import Outcome, Passed, Returned, StateAdapter, WorkerContext, works
 from flowserve.runtime.workers.streaming import ProcessSink, ResponseStreams
-from flowserve.scheduling.batch import Batch, Route
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Ticket
+from flowserve.scheduling.route import Route
 
 log = logging.getLogger("flowserve.runtime")
 # The time that an unloaded model has to finish and to finalise; at the end of the server the exit timeout applies.

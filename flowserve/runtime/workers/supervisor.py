@@ -22,7 +22,7 @@ import trio
 from flowserve.errors import FlowserveError
 from flowserve.runtime.clock import SECOND_NS, ClockNs
 from flowserve.runtime.workers.base import RunsElsewhere, WorkerContext
-from flowserve.scheduling.batch import ModelQueue
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.scheduler import Scheduler
 
 log = logging.getLogger("flowserve.runtime")

@@ -20,9 +20,10 @@ from operator import itemgetter
 from typing import Any, Final
 
 from flowserve.graph.types import ModelKey
-from flowserve.scheduling.batch import Batch, ModelQueue
+from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.call_graph import CallGraph
 from flowserve.scheduling.flow import Ticket
+from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.rate_limit.limiter import Account, Limiter, Needs, Resource
 
 # The number of executions that may overtake a waiting queue and take its resources; then these are reserved for it.

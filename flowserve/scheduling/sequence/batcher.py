@@ -3,8 +3,8 @@
 Decides when a correlation id is live (from its START until its END is queued), and when a sequence ends: END, idle
 timeout, timeout in the backlog, a cancelled request, a dead instance. Also decides the errors of requests of a sequence
 that ended early, waiting or late: each gets one, with the reason. strategies.py decides which requests in slots form a
-batch, sequence.py which sequence gets a slot and which request may begin a sequence. Does not know states. Called by
-the scheduler.
+batch, slots.py which sequence gets a slot, sequence.py which request may begin a sequence. Does not know states. Called
+by the scheduler.
 
 Tickets of sequences are bound to an instance: the scheduler calls `take_for` for each free instance, and not again
 before the batch that it returned is complete. `take` removes all tickets, to be refused.
@@ -27,10 +27,10 @@ from flowserve.scheduling.sequence.sequence import (
     RequestSequence,
     SequenceId,
     SequencePolicy,
-    SlotAllocator,
     StateShapeKey,
     check_first,
 )
+from flowserve.scheduling.sequence.slots import SlotAllocator
 
 # The number of ended sequences whose reason is kept for the error of a late request.
 ENDINGS_MAX: Final = 1024

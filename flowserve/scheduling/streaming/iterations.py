@@ -143,6 +143,7 @@ class Iteration(Flow):
     __slots__ = ("children", "depth", "finished", "parent", "source", "steps", "stream", "unread")
 
     def __init__(self, stream: StreamFlow, parent: Iteration) -> None:
+        # Without `Flow.__init__`: an iteration begins with the tensors of its parent and the counts of its level.
         plan = stream.plan
         self.stream = stream
         self.plan = plan

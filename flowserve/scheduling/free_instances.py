@@ -5,7 +5,7 @@ that no batch waits behind another while an instance is idle. Reads like the deq
 (`ModelQueue`), and has an entry for each batch that an instance can take. Every call takes the same time for any number
 of instances.
 
-Does not know batches. Used by `batch.ModelQueue`.
+Does not know batches. Used by `model_queue.ModelQueue`.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 
-class Slots:
+class FreeInstances:
     """`instances` contains each instance once for each batch that it takes at a time; all are free."""
 
     __slots__ = ("_by_count", "_counts", "_length")
 
     def __init__(self, instances: Sequence[Any]) -> None:
         self._counts: Counter[Any] = Counter()
-        # `[n]`: the instances with n free slots, in the order in which they reached that number. Index 0 is not used.
+        # `[n]`: the instances with n entries, in the order in which they reached that number. Index 0 is not used.
         self._by_count: list[dict[Any, None]] = [{} for _ in range(max(Counter(instances).values(), default=0) + 1)]
         self._length = 0
         for instance in instances:
             self.append(instance)
 
     def append(self, instance: Any) -> None:
-        """A slot of this instance is free again."""
+        """This instance can take one more batch."""
         self._move(instance, 1)
 
     def popleft(self) -> Any:
-        """Take a slot of the next instance. Raises IndexError if there is none."""
+        """Take an entry of the next instance. Raises IndexError if there is none."""
         for waiting in reversed(self._by_count):
             if waiting:
                 instance = next(iter(waiting))
@@ -42,13 +42,13 @@ class Slots:
         raise IndexError("no instance is free")
 
     def remove(self, instance: Any) -> None:
-        """Take a slot of this instance. Raises ValueError if it has none."""
+        """Take an entry of this instance. Raises ValueError if it has none."""
         if not self._counts[instance]:
             raise ValueError("the instance is not free")
         self._move(instance, -1)
 
     def count(self, instance: Any) -> int:
-        """The free slots of this instance."""
+        """The entries of this instance: how many more batches it can take."""
         return self._counts[instance]
 
     def _move(self, instance: Any, by: int) -> None:
