@@ -130,6 +130,7 @@ SEGMENT: Final = 3
 #       else 1 + the number of another one in ModelConfig
 #   offsets are relative to the block
 DONE: Final = 4
+PASSED_AT: Final = 3  # where PASSED is in the replies to a batch; the number of its stages is the word before
 RAISED: Final = "raised"
 # FAILED number stages PASSED kept TEXT [kind, text]: the whole batch failed
 FAILED: Final = 5
@@ -278,6 +279,14 @@ def decode_error(text: Any) -> FlowserveError:
             error.raised = Raised(text[2])
         return error
     return ModelFailed(f"a model's process reported a failure in a form that is none: {str(text)[:200]}")
+
+
+def decode_done_text(text: bytes, outputs: Collection[str], members: int) -> tuple[dict[str, Any], OutputNotes | None]:
+    """The TEXT of a DONE that has one, for a batch with this number of `members`: the parts that `decode_members`
+    reads, and the notes about `outputs`. Raises ValueError, TypeError or AttributeError for a text of another form.
+    """
+    told: dict[str, Any] = json.loads(text)
+    return told, decode_notes(told.pop("", None), outputs, members)
 
 
 def decode_members(told: dict[str, Any], results: Results, members: int) -> None:

@@ -39,12 +39,13 @@ import trio
 from flowserve.backends.base import ModelFiles, Results, Work
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import (
+    PASSED_AT,
     Garbled,
     RouteHop,
     Stage,
+    decode_done_text,
     decode_error,
     decode_members,
-    decode_notes,
     encode_about,
     encode_route,
     encode_run,
@@ -424,9 +425,8 @@ class _Run:
         if len(words) < at + 6:
             raise Garbled("a reply that is cut off")
         _, gathered_ns, computed_ns, segment, offset, nbytes = words[at : at + 6]
-        told: dict[str, Any] = json.loads(text) if text else {}
         reader, rows = self.workers[len(passed)].reader, self.rows
-        notes = decode_notes(told.pop("", None), reader.names, len(rows)) if text else None
+        told, notes = decode_done_text(text, reader.names, len(rows)) if text else (None, None)
         unlike: Collection[str] = () if notes is None else notes.unlike
         outputs, placed = reader.read(words, at + 6, _part(block, segment, offset, nbytes), rows, unlike)
         taken = () if passed else self.taken
@@ -665,7 +665,7 @@ class _Connection:
         """Complete a batch, on the reading thread. Raises Garbled."""
         if len(words) < 4:
             raise Garbled("a reply that is cut off")
-        passed, at = read_passed(words, 3, words[2])
+        passed, at = read_passed(words, PASSED_AT, words[2])
         run = self.remove(words[1])
         if run is None:
             raise Garbled(f"a reply to batch {words[1]}, which it does not have")
