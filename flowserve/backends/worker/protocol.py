@@ -138,8 +138,8 @@ FAILED: Final = 5
 GONE: Final = 6
 # SPILLED_OUT segment offset nbytes: as SPILLED
 SPILLED_OUT: Final = 7
-# RETURNED number stages PASSED: a batch of a route was not run here: it was cancelled, or its inputs do not fit
-RETURNED: Final = 15
+# NOT_RUN number stages PASSED: a batch of a route was not run here: it was cancelled, or its inputs do not fit
+NOT_RUN: Final = 15
 # CANCELLED number stages PASSED: the reply to CANCEL: the results of the batch here, if it was run (one stage or none)
 CANCELLED: Final = 19
 # ... from a decoupled model, at any time; its DONE has NOTHING for every output

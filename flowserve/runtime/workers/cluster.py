@@ -82,8 +82,16 @@ class ClusterModel:
         """The job of an actor's instance with that number."""
         if group.kind == "KIND_GPU":
             group = replace(group, gpus=group.gpus or (0,))  # the engine shows an actor its own GPUs only
-        files, digest, options = self._files, self._digest, self._options
-        return InstanceJob(number, name, self.config, group, files, digest, options, self._is_alone)
+        return InstanceJob(
+            number,
+            name,
+            self.config,
+            group,
+            files=self._files,
+            digest=self._digest,
+            options=self._options,
+            is_alone=self._is_alone,
+        )
 
     def instance(self, name: str, group: InstanceGroup) -> Any:
         raise NotImplementedError  # its instances are in actors
@@ -354,8 +362,18 @@ class ClusterWorker:
         text = b""
         if facts is not None or run.batch.contexts:
             about, text = encode_about(facts, run.batch.contexts)
-        updates = (0, 0) * len(run.workers)  # no updates, for each stage
-        return encode_run(number, run.route, 0, work.rows, wanted, updates, places, about=about, text=text), block
+        message = encode_run(
+            number,
+            run.route,
+            0,
+            work.rows,
+            wanted=wanted,
+            updates=(0, 0) * len(run.workers),  # none, for each stage
+            columns=places,
+            about=about,
+            text=text,
+        )
+        return message, block
 
     def _send(self, connection: ActorConnection, number: int, run: ActorRun, work: Work) -> None:
         """Pack and send a batch, on the sending thread."""

@@ -55,7 +55,7 @@ CLOSE_S_MAX: Final = 600.0
 # How often a process is requested to release idle memory after its last batch. A request is sent every few seconds, and
 # memory counts as idle at the fifth request.
 _RELEASES: Final = 6
-_REPLIES: Final = frozenset((protocol.DONE, protocol.FAILED, protocol.RETURNED))
+_REPLIES: Final = frozenset((protocol.DONE, protocol.FAILED, protocol.NOT_RUN))
 
 
 class ProcessWorker:
@@ -64,6 +64,10 @@ class ProcessWorker:
     `has_answered`: a batch returned from it; the supervisor resets this when a process begins to serve.
 
     `streams`: for a decoupled model. `on_end` is called on the event loop when a process ended, after its batch failed.
+
+    `open`, on a loader's thread, sets `child`, `channel`, `ended`, `_sink`, `_context` and `_opening` before it posts
+    `_begin`; from then until `on_end` only the event loop writes them. `close` and `give_up`, on other threads, read
+    them and set `_is_closed` and `_given_up`.
     """
 
     _context: WorkerContext  # set by the last `open`
@@ -211,9 +215,17 @@ class ProcessWorker:
             for update in updates:
                 update_words += update
             message = encode_run(
-                number, route_there, 0, work.rows, packed.wanted, update_words, packed.columns, about=about, text=text
+                number,
+                route_there,
+                0,
+                work.rows,
+                wanted=packed.wanted,
+                updates=update_words,
+                columns=packed.columns,
+                about=about,
+                text=text,
             )
-            channels[0].run(message, packed, self.packer)
+            channels[0].send_batch(message, packed, self.packer)
         except Exception as error:
             restore_updates(channels, updates)
             if isinstance(error, OSError):
@@ -285,13 +297,13 @@ class ProcessWorker:
                     if run is None or run.number != words[1]:
                         run = self._pool.runs.get(words[1])  # of an earlier route
                         if run is None or self not in run.workers:
-                            if kind == protocol.RETURNED:
+                            if kind == protocol.NOT_RUN:
                                 continue  # the batch was lost meanwhile
                             raise Garbled(f"a reply to batch {words[1]}, which it does not have")
                     outcome = run.outcome(self, kind, words, text, self._pool.clock())
                     self.has_answered = True
                     self._complete(run, outcome)
-                    return  # after a reply a process sends nothing unasked
+                    return  # messages behind a reply, as GONE, remain for the next event: epoll is level-triggered
                 if kind == protocol.CANCELLED:
                     run = self._pool.runs.get(words[1])
                     if run is not None and self in run.workers:  # None if it has returned meanwhile
@@ -310,6 +322,9 @@ class ProcessWorker:
             self.kill_for(f"{type(error).__name__}: {error}")
 
     def _complete(self, run: ProcessRun, outcome: Outcome) -> None:
+        """Append the outcome of a batch for the engine's step. That step follows the batch of events in which the
+        socket was read (`Readiness.run`); `_ended` and `_read_last` wake the engine for it.
+        """
         del self._pool.runs[run.number]
         for worker in run.workers:
             if worker.current is run:
