@@ -181,11 +181,11 @@ class Driver:
             idle.release()
 
     def _collect_idle(self, words: Sequence[int]) -> Idle | None:
-        is_quiet, count = words[1:3]
-        self._outputs.give_back([(words[at], words[at + 1]) for at in range(3, 3 + 2 * count, 2)])
-        self._inputs.detach(words[3 + 2 * count :])
+        is_quiet, free, ended = protocol.decode_release(words)
+        self._outputs.give_back(free)
+        self._inputs.detach(ended)
         self._memory.used()
-        return self._memory.collect(self._clock(), (self._outputs.arena,), is_quiet=bool(is_quiet))
+        return self._memory.collect(self._clock(), (self._outputs.arena,), is_quiet=is_quiet)
 
     def _cancel(self, number: int) -> None:
         """Report whether a batch with a route was run here. If not, it must no longer be run."""
@@ -275,11 +275,12 @@ class HandOff:
 
     def add_peer(self, words: Sequence[int], fd: int) -> None:
         """Process a PEER message and its descriptor."""
-        for gone in words[2:]:
-            self._peers.pop(gone).close()
-            self._shown.pop(gone, None)
-        self._peers[words[1]] = socket.socket(fileno=fd)
-        self._shown[words[1]] = set()
+        _, number, *gone = words
+        for ended in gone:
+            self._peers.pop(ended).close()
+            self._shown.pop(ended, None)
+        self._peers[number] = socket.socket(fileno=fd)
+        self._shown[number] = set()
 
     def add_route(self, words: Sequence[int]) -> None:
         """Process a ROUTE message."""

@@ -26,7 +26,6 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, Final
 
 from trio.lowlevel import wait_readable
@@ -38,6 +37,7 @@ from flowserve.backends.worker.protocol import (
     MESSAGE_BYTES_MAX,
     Garbled,
     descriptors,
+    encode_release,
     pack,
     unpack,
 )
@@ -259,7 +259,7 @@ class Channel:
         """
         blocks = [self.free_blocks.popleft() for _ in range(min(len(self.free_blocks), _BLOCKS_MAX))]
         ended = [self._ended.popleft() for _ in range(min(len(self._ended), _BLOCKS_MAX))]
-        self.tell(pack(protocol.RELEASE, [int(is_quiet), len(blocks), *chain.from_iterable(blocks), *ended]))
+        self.tell(encode_release(is_quiet=is_quiet, blocks=blocks, ended=ended))
 
     def restore_update(self, update: Sequence[int]) -> None:
         """Undo `take_update`: the update was not sent, and is sent with the next batch."""

@@ -32,6 +32,7 @@ from flowserve.backends.base import Results
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import (
     PASSED_AT,
+    STAGE_WORDS,
     Garbled,
     Stage,
     decode_done_text,
@@ -92,13 +93,14 @@ class ActorRun:
 
     def results(self, passed: Sequence[Stage], words: Sequence[int], at: int, text: bytes, block: Any) -> Results:
         """The results of the last stage that ran the batch, from DONE. Raises Garbled."""
-        if len(words) < at + 6:
+        if len(words) < at + STAGE_WORDS:
             raise Garbled("a reply that is cut off")
-        _, gathered_ns, computed_ns, segment, offset, nbytes = words[at : at + 6]
+        _, gathered_ns, computed_ns, segment, offset, nbytes = words[at : at + STAGE_WORDS]
         reader, rows = self.workers[len(passed)].reader, self.rows
         told, notes = decode_done_text(text, reader.names, len(rows)) if text else (None, None)
         unlike: Collection[str] = () if notes is None else notes.unlike
-        outputs, placed = reader.read(words, at + 6, _part(block, segment, offset, nbytes), rows, unlike)
+        memory = _part(block, segment, offset, nbytes)
+        outputs, placed = reader.read(words, at + STAGE_WORDS, memory, rows, unlike)
         taken = () if passed else self.taken
         results = Results(outputs, _NO_ERRORS, gathered_ns, computed_ns, (), placed, _NO_PARAMETERS, (), taken, notes)
         if told:
@@ -361,14 +363,15 @@ class ActorConnection:
         """Complete a batch, on the reading thread. Raises Garbled."""
         if len(words) < 4:
             raise Garbled("a reply that is cut off")
-        passed, at = read_passed(words, PASSED_AT, words[2])
-        run = self.remove(words[1])
+        number, stages = words[1:PASSED_AT]
+        passed, at = read_passed(words, PASSED_AT, stages)
+        run = self.remove(number)
         if run is None:
-            raise Garbled(f"a reply to batch {words[1]}, which it does not have")
+            raise Garbled(f"a reply to batch {number}, which it does not have")
         try:
             k = len(passed)
             if k >= len(run.workers) or self.instances.get(instance) is not run.workers[k]:
-                raise Garbled(f"a reply to batch {words[1]} of an instance that does not have it")
+                raise Garbled(f"a reply to batch {number} of an instance that does not have it")
             if block is not None:
                 block.flags.writeable = False
             error: FlowserveError | None = None
@@ -379,7 +382,7 @@ class ActorConnection:
             else:
                 error = decode_error(json.loads(text))
         except Exception:
-            self.runs[words[1]] = run  # so that it fails with the connection
+            self.runs[number] = run  # so that it fails with the connection
             raise
         now_ns = self._clock()
         _shift(made, run.batch.started_ns, now_ns)

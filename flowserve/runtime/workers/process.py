@@ -293,13 +293,14 @@ class ProcessWorker:
             while (message := channel.read()) is not None:
                 kind, words, text = message
                 if kind in _REPLIES:
+                    number = words[1]
                     run = self.current
-                    if run is None or run.number != words[1]:
-                        run = self._pool.runs.get(words[1])  # of an earlier route
+                    if run is None or run.number != number:
+                        run = self._pool.runs.get(number)  # of an earlier route
                         if run is None or self not in run.workers:
                             if kind == protocol.NOT_RUN:
                                 continue  # the batch was lost meanwhile
-                            raise Garbled(f"a reply to batch {words[1]}, which it does not have")
+                            raise Garbled(f"a reply to batch {number}, which it does not have")
                     outcome = run.outcome(self, kind, words, text, self._pool.clock())
                     self.has_answered = True
                     self._complete(run, outcome)

@@ -25,6 +25,7 @@ from flowserve.backends.base import Results
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import (
     PASSED_AT,
+    STAGE_WORDS,
     Garbled,
     RouteHop,
     Stage,
@@ -98,13 +99,13 @@ class ProcessRun:
             raise Garbled(f"a reply to batch {self.number}, which is not there")
         results, error, kept = None, None, 0
         try:
-            if kind == protocol.DONE:  # read here, because each function more is a call for each batch
-                kept, gathered_ns, computed_ns, segment, offset, nbytes = words[at : at + 6]
+            if kind == protocol.DONE:  # inline: a function would be one more call for each batch
+                kept, gathered_ns, computed_ns, segment, offset, nbytes = words[at : at + STAGE_WORDS]
                 block = self.channels[k].block(segment, offset, nbytes)
                 reader, rows = worker.reader, self.rows
                 told, notes = decode_done_text(text, reader.names, len(rows)) if text else (None, None)
                 unlike: Collection[str] = () if notes is None else notes.unlike
-                outputs, placed = reader.read(words, at + 6, block, rows, unlike)
+                outputs, placed = reader.read(words, at + STAGE_WORDS, block, rows, unlike)
                 copied, taken = ((), ()) if k else (self.packed.copied, self.packed.taken)
                 results = Results(
                     outputs, _NO_ERRORS, gathered_ns, computed_ns, copied, placed, _NO_PARAMETERS, (), taken, notes
