@@ -16,10 +16,12 @@ from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import (
     Garbled,
     decode_about,
+    decode_release,
     decode_result,
     decode_run,
     decode_server_reply,
     encode_about,
+    encode_release,
     encode_result,
     encode_run,
     encode_server_reply,
@@ -118,6 +120,13 @@ def test_a_reply_of_the_server_is_read_as_it_was_written(number: int, blocks: An
     assert decode_server_reply(words, text) == (number, blocks, None, answer)
 
 
+@given(st.booleans(), BLOCKS, st.lists(WORD, max_size=3).map(tuple))
+def test_a_release_of_memory_is_read_as_it_was_written(is_quiet: bool, blocks: Any, ended: tuple[int, ...]) -> None:
+    kind, words, _ = unpack(encode_release(is_quiet=is_quiet, blocks=blocks, ended=ended))
+    assert kind == protocol.RELEASE
+    assert decode_release(words) == (is_quiet, blocks, ended)
+
+
 def _updates(updates: list[Any]) -> list[int]:
     """The words of updates, as `Channel.take_update` returns them."""
     words = []
@@ -133,6 +142,7 @@ def _decode(words: tuple[int, ...], text: bytes, members: int) -> None:
         lambda: decode_about(words[1:], text, members),
         lambda: decode_result(words, text),
         lambda: decode_server_reply(words, text),
+        lambda: decode_release(words),
         lambda: read_passed(words, 1, members),
     ):
         with suppress(Garbled):
@@ -182,6 +192,7 @@ PLACES = [(1, 64, 8, (2, 1)), None, [(1, 128, 4, (1,)), None]]
 BATCH = unpack(encode_run(7, 1, 2, [1, 1], [(0, 1)], [1, 1, 5, 4096, 6, 0, 0], PLACES, (8, 9), (10, 11), b"text"))
 ABOUT = encode_about([("id", 1, 2, "seq", True, False, {"a": 1}), ("", 0, 0, 3, False, True, {})], [["c", "d"]])
 RESULT = unpack(encode_result(1, True, 0, [(2, 3)], None, [("OUT", 11, (1,), b"1234"), ("BIG", 11, (9,), (4, 0, 36))]))
+RELEASE = unpack(encode_release(is_quiet=True, blocks=[(1, 2), (1, 4096)], ended=()))
 PASSED = (1, 2, 3, 4, 5, 2, 0, 8, 1, 2, 64, 4, 1, 1)
 
 
@@ -192,16 +203,17 @@ PASSED = (1, 2, 3, 4, 5, 2, 0, 8, 1, 2, 64, 4, 1, 1)
         (lambda words: decode_run(words, BATCH[2]), BATCH[1]),
         (lambda words: decode_about(words, ABOUT[1], 2), tuple(ABOUT[0])),
         (lambda words: decode_result(words, RESULT[2]), RESULT[1]),
+        (decode_release, RELEASE[1]),
         (lambda words: read_passed(words, 0, 1), PASSED),
     ],
-    ids=["run", "about", "result", "passed"],
+    ids=["run", "about", "result", "release", "passed"],
 )
 def test_every_message_that_is_cut_off_is_an_error(decode: Any, words: tuple[int, ...]) -> None:
     decode(words)
     for end in range(len(words)):
         with pytest.raises(Garbled):
             decode(words[:end])
-    if words is not PASSED:  # other words follow it
+    if words not in (PASSED, RELEASE[1]):  # other words may follow these
         with pytest.raises(Garbled):
             decode((*words, 0))
 

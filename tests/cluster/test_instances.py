@@ -289,7 +289,7 @@ async def test_other_versions_on_the_machine_are_the_reason_of_a_load_that_fails
     with local_cluster(1) as cluster:
         async with serving(tmp_path, cluster, {"there": ModelPlace("there")}) as (_, control):
             write_python(tmp_path, "there")
-            monkeypatch.setattr("flowserve.runtime.workers.cluster.versions", lambda: ["9.9", "3.99", "7"])
+            monkeypatch.setattr("flowserve.runtime.workers.actor_connection.versions", lambda: ["9.9", "3.99", "7"])
             with pytest.raises(
                 FlowserveError, match=r"numpy 9\.9, 3\.99, 7, the machine of .* install the same versions"
             ):

@@ -106,7 +106,9 @@ class Driver:
                 raise Garbled(f"a message of kind {kind}: {type(error).__name__}: {error}") from None
 
     def _next_message(self) -> tuple[int, tuple[int, ...], bytes] | None:
-        """The next message that is not about memory or routes, None if the server has ended. Raises Garbled."""
+        """The next message that `run` handles; those about attached memory, peers and routes are handled here. None if
+        the server has ended. Raises Garbled.
+        """
         while True:
             packed, ancillary, _, _ = self._socket.recvmsg(
                 protocol.MESSAGE_BYTES_MAX, protocol.ANCILLARY_BYTES, protocol.CLOSE_ON_EXEC
@@ -134,13 +136,14 @@ class Driver:
                 raise Garbled(f"a message of kind {kind}: {error}") from None
 
     def _run(self, message: RunMessage) -> None:
-        number, route, stage, _, _, (free, ended), columns, later, passed, _, _ = message
+        number, route, stage = message.number, message.route, message.stage
+        free, ended = message.update
         if free:
             self._outputs.give_back(free)
         if ended:
             self._inputs.detach(ended)
-        if stage and (number in self._cancelled or not self._inputs.fit(columns)):
-            self._send(pack(protocol.RETURNED, (number, stage, *passed)))
+        if stage and (number in self._cancelled or not self._inputs.fit(message.columns)):
+            self._send(pack(protocol.NOT_RUN, (number, stage, *message.passed)))
             return
         run = Run(number)
         self._guard.number = number if route else 0
@@ -162,8 +165,8 @@ class Driver:
             if self._guard.end_route() and kind == protocol.DONE and text is None:
                 made = stage_words(message, int(kept), times, placed)
             self._last = number, made
-        if made is None or not later or not self._handoff.hand_on(message, made, placed):
-            words = [number, stage, *passed, int(kept)]
+        if made is None or not message.later or not self._handoff.hand_on(message, made, placed):
+            words = [number, stage, *message.passed, int(kept)]
             if kind == protocol.DONE:
                 words += times
                 words += placed.words()
@@ -178,11 +181,11 @@ class Driver:
             idle.release()
 
     def _collect_idle(self, words: Sequence[int]) -> Idle | None:
-        is_quiet, count = words[1:3]
-        self._outputs.give_back([(words[at], words[at + 1]) for at in range(3, 3 + 2 * count, 2)])
-        self._inputs.detach(words[3 + 2 * count :])
+        is_quiet, free, ended = protocol.decode_release(words)
+        self._outputs.give_back(free)
+        self._inputs.detach(ended)
         self._memory.used()
-        return self._memory.collect(self._clock(), (self._outputs.arena,), is_quiet=bool(is_quiet))
+        return self._memory.collect(self._clock(), (self._outputs.arena,), is_quiet=is_quiet)
 
     def _cancel(self, number: int) -> None:
         """Report whether a batch with a route was run here. If not, it must no longer be run."""
@@ -222,18 +225,18 @@ class Driver:
         return text_about(results, is_on_route=bool(message.route)), times, placed
 
     def _work(self, run: Run, message: RunMessage) -> Work:
-        _, _, stage, rows, indices, _, columns, _, _, about, text = message
+        rows, columns = message.rows, message.columns
         count = len(rows)
-        wanted = [*map(self._names_of, indices)]
+        wanted = [*map(self._names_of, message.wanted)]
         if len(wanted) < count:
             wanted *= count
         requests: Sequence[Request] = [_PLAIN_REQUEST] * count
         contexts = None
-        if about:
-            facts, by_stage = protocol.decode_about(about, text, count)
+        if message.about:
+            facts, by_stage = protocol.decode_about(message.about, message.text, count)
             if facts is not None:
                 requests = BatchRequests(facts)
-            contexts = by_stage[stage] if by_stage else None
+            contexts = by_stage[message.stage] if by_stage else None
         # The model may write to all inputs: they are mapped privately.
         may_write = [[True] * count] * len(columns)
         return Work(self._inputs.take(run, columns, rows), rows, requests, wanted, may_write, None, contexts)
@@ -272,11 +275,12 @@ class HandOff:
 
     def add_peer(self, words: Sequence[int], fd: int) -> None:
         """Process a PEER message and its descriptor."""
-        for gone in words[2:]:
-            self._peers.pop(gone).close()
-            self._shown.pop(gone, None)
-        self._peers[words[1]] = socket.socket(fileno=fd)
-        self._shown[words[1]] = set()
+        _, number, *gone = words
+        for ended in gone:
+            self._peers.pop(ended).close()
+            self._shown.pop(ended, None)
+        self._peers[number] = socket.socket(fileno=fd)
+        self._shown[number] = set()
 
     def add_route(self, words: Sequence[int]) -> None:
         """Process a ROUTE message."""
@@ -289,18 +293,18 @@ class HandOff:
         """Hand on a batch that was run here, with the words about its results (`stage_words` of `placed`). False if it
         must return to the server instead.
         """
-        number, route, stage, rows, _, _, _, later, passed, about, text = message
-        following, wanted, inputs = self._routes[route]
+        stage = message.stage
+        following, wanted, inputs = self._routes[message.route]
         peer, shown = self._peers[following], self._shown[following]
-        earlier: Sequence[protocol.Stage] = protocol.read_passed(passed, 0, stage)[0] if stage else ()
+        earlier: Sequence[protocol.Stage] = protocol.read_passed(message.passed, 0, stage)[0] if stage else ()
         segments = [placed.segment]
         for one in earlier:
             segments.append(one.segment)  # noqa: PERF401  # a comprehension is one more call
         columns: list[protocol.ColumnPlace] = []
         for i, j in inputs:
             if i < stage:
-                segment, block, outputs = earlier[i][3:]
-                start, nbytes, shape = outputs[j]
+                segment, block = earlier[i].segment, earlier[i].offset
+                start, nbytes, shape = earlier[i].outputs[j]
             else:
                 segment, block = placed.segment, placed.offset
                 output = placed.outputs[j]
@@ -308,8 +312,18 @@ class HandOff:
                     return False
                 start, nbytes, _, shape = output
             columns.append((segment, block + start, nbytes, shape) if nbytes else (0, 0, 0, shape))
-        passed = (*passed, *made)
-        onward = protocol.encode_run(number, route, stage + 1, rows, (wanted,), later, columns, passed, about, text)
+        onward = protocol.encode_run(
+            message.number,
+            message.route,
+            stage + 1,
+            message.rows,
+            wanted=(wanted,),
+            updates=message.later,
+            columns=columns,
+            passed=(*message.passed, *made),
+            about=message.about,
+            text=message.text,
+        )
         if len(onward) > protocol.MESSAGE_BYTES_MAX:
             return False
         try:

@@ -130,6 +130,8 @@ SEGMENT: Final = 3
 #       else 1 + the number of another one in ModelConfig
 #   offsets are relative to the block
 DONE: Final = 4
+PASSED_AT: Final = 3  # where PASSED is in the replies to a batch; the number of its stages is the word before
+STAGE_WORDS: Final = 6  # before the outputs, of a stage in PASSED and of DONE behind PASSED
 RAISED: Final = "raised"
 # FAILED number stages PASSED kept TEXT [kind, text]: the whole batch failed
 FAILED: Final = 5
@@ -137,14 +139,15 @@ FAILED: Final = 5
 GONE: Final = 6
 # SPILLED_OUT segment offset nbytes: as SPILLED
 SPILLED_OUT: Final = 7
-# RETURNED number stages PASSED: a batch of a route was not run here: it was cancelled, or its inputs do not fit
-RETURNED: Final = 15
+# NOT_RUN number stages PASSED: a batch of a route was not run here: it was cancelled, or its inputs do not fit
+NOT_RUN: Final = 15
 # CANCELLED number stages PASSED: the reply to CANCEL: the results of the batch here, if it was run (one stage or none)
 CANCELLED: Final = 19
 # ... from a decoupled model, at any time; its DONE has NOTHING for every output
 # ANSWER number member infer_ns output_ns rows segment offset nbytes outputs..., and TEXT parameters, or [parameters,
 #   notes about the outputs], if there are any: one response; uses up one that GRANT permitted
 ANSWER: Final = 16
+ANSWER_OUTPUTS_AT: Final = 9
 # OVER number member empty, and TEXT [kind, text] if it failed: there are no more responses
 OVER: Final = 17
 # WAITS number member inside: a thread waits for a GRANT; inside: the thread that runs the batch
@@ -278,6 +281,14 @@ def decode_error(text: Any) -> FlowserveError:
             error.raised = Raised(text[2])
         return error
     return ModelFailed(f"a model's process reported a failure in a form that is none: {str(text)[:200]}")
+
+
+def decode_done_text(text: bytes, outputs: Collection[str], members: int) -> tuple[dict[str, Any], OutputNotes | None]:
+    """The TEXT of a DONE that has one, for a batch with this number of `members`: the parts that `decode_members`
+    reads, and the notes about `outputs`. Raises ValueError, TypeError or AttributeError for a text of another form.
+    """
+    told: dict[str, Any] = json.loads(text)
+    return told, decode_notes(told.pop("", None), outputs, members)
 
 
 def decode_members(told: dict[str, Any], results: Results, members: int) -> None:
@@ -581,6 +592,20 @@ def _facts(words: Sequence[int], texts: Sequence[str]) -> tuple[Any, ...]:
     return request_id, priority, timeout_us, sequence_id, bool(flags & _STARTS), bool(flags & _ENDS), parameters
 
 
+def encode_release(*, is_quiet: bool, blocks: Sequence[BlockAddress], ended: Sequence[int]) -> bytes:
+    """A RELEASE message: `blocks` of the process's own are free, and the attached segments `ended` have ended."""
+    return pack(RELEASE, [is_quiet, len(blocks), *chain.from_iterable(blocks), *ended])
+
+
+def decode_release(words: Sequence[int]) -> tuple[bool, Sequence[BlockAddress], Sequence[int]]:
+    """Read a RELEASE message: the arguments of `encode_release`. Raises Garbled."""
+    if len(words) < 3 or len(words) < 3 + 2 * words[2]:
+        raise Garbled("free memory that is cut off")
+    ended_at = 3 + 2 * words[2]
+    blocks = [*zip(words[3:ended_at:2], words[4:ended_at:2], strict=True)]
+    return bool(words[1]), blocks, words[ended_at:]
+
+
 class RouteHop(NamedTuple):
     """The next stage of a route: in `peer`, a process or an instance of the same one, which computes `outputs`; its
     inputs are outputs of earlier stages, each as (stage, output).
@@ -615,8 +640,8 @@ def read_passed(words: Sequence[int], at: int, count: int) -> tuple[list[Stage],
     passed = []
     try:
         for _ in range(count):
-            kept, gathered_ns, computed_ns, segment, offset, outputs = words[at : at + 6]
-            at += 6
+            kept, gathered_ns, computed_ns, segment, offset, outputs = words[at : at + STAGE_WORDS]
+            at += STAGE_WORDS
             made = []
             for _ in range(outputs):
                 end = at + 3 + words[at + 2]

@@ -61,10 +61,12 @@ class StreamDriver(Driver):
                 if kind == protocol.GRANT:
                     self._granted(words)
                 elif kind == protocol.WITHDRAW:
-                    self._withdrawn((words[1], words[2]))
+                    _, number, member = words
+                    self._withdrawn((number, member))
                 elif kind == protocol.GOES_ON:
-                    for at in range(2, len(words), 3):
-                        self._goes_on[words[1], words[at]] = words[at + 1], words[at + 2]
+                    members = zip(words[2::3], words[3::3], words[4::3], strict=True)
+                    for member, earlier_number, earlier_member in members:
+                        self._goes_on[words[1], member] = earlier_number, earlier_member
                 else:
                     self._messages.put(message)
                     if kind == protocol.END:
@@ -81,7 +83,7 @@ class StreamDriver(Driver):
         number, member, count = words[1:4]
         if len(words) > 4:
             with self._one_by_one:
-                self._outputs.give_back([(words[at], words[at + 1]) for at in range(4, len(words), 2)])
+                self._outputs.give_back([*zip(words[4::2], words[5::2], strict=True)])
         key = (number, member)
         sender = self._senders.get(key)
         if sender is not None:

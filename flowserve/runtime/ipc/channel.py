@@ -13,7 +13,8 @@ message), a block that the process reads when its batch has returned or, if its 
 released it. A `Channel` exists as long as its process; a restarted instance gets a new one.
 
 Does not know batches, nor the consequences of a process's end. Used by workers/, and `Readiness` and `Outbox` by
-model_calls/, on the event loop, except that leases may end on any thread.
+model_calls/. A `Channel` is used on the loader's thread while the instance is opened, then on the event loop; `end` is
+called on any thread, and leases end on any thread. Everything else is used on the event loop only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, Final
 
 from trio.lowlevel import wait_readable
@@ -37,6 +37,7 @@ from flowserve.backends.worker.protocol import (
     MESSAGE_BYTES_MAX,
     Garbled,
     descriptors,
+    encode_release,
     pack,
     unpack,
 )
@@ -208,8 +209,10 @@ class Channel:
 
     # ------------------------------------------------------------------ to the process
 
-    def run(self, message: bytes, packed: Packed, packer: InputPacker) -> None:
-        """Start a batch in the process. Raises MemoryError for lack of memory or descriptors."""
+    def send_batch(self, message: bytes, packed: Packed, packer: InputPacker) -> None:
+        """Send a batch, whose RUN message this is, and before it the memory that the process has not attached. Raises
+        MemoryError for lack of memory or descriptors.
+        """
         if len(message) > MESSAGE_BYTES_MAX:
             message = pack(protocol.SPILLED, packer.spill(message, packed))
         for segment in packed.segments:
@@ -256,7 +259,7 @@ class Channel:
         """
         blocks = [self.free_blocks.popleft() for _ in range(min(len(self.free_blocks), _BLOCKS_MAX))]
         ended = [self._ended.popleft() for _ in range(min(len(self._ended), _BLOCKS_MAX))]
-        self.tell(pack(protocol.RELEASE, [int(is_quiet), len(blocks), *chain.from_iterable(blocks), *ended]))
+        self.tell(encode_release(is_quiet=is_quiet, blocks=blocks, ended=ended))
 
     def restore_update(self, update: Sequence[int]) -> None:
         """Undo `take_update`: the update was not sent, and is sent with the next batch."""
@@ -356,7 +359,7 @@ class Channel:
         taken = [*fds]
         try:
             if kind == protocol.SEGMENT:
-                self._show(words[1], taken)
+                self._take_segment(words[1], taken)
             elif kind == protocol.CALLS and taken and self.on_calls is not None:
                 self.on_calls(taken.pop())
             elif not taken:
@@ -374,7 +377,8 @@ class Channel:
         if len(self._let_go) > _EARLY_MAX:
             raise Garbled("it lets go of batches that it does not have")
 
-    def _show(self, number: int, fds: list[int]) -> None:
+    def _take_segment(self, number: int, fds: list[int]) -> None:
+        """Record a segment of the process, and take its descriptor out of `fds`. Raises Garbled."""
         if number >> 32 != self.number:
             raise Garbled(f"segment {number}, which is not its own")
         if number in self._segments:

@@ -106,9 +106,9 @@ class InputPacker:
             place: ColumnPlace = None
             if is_bytes:
                 if isinstance(block, EncodedBytes):
-                    place = self._place_of(_as_uint8(block.data), block.shape, packed, in_place)
+                    place = self._pass_in_place(_as_uint8(block.data), block.shape, packed, in_place)
             elif block is not None and block.base is not None:
-                place = self._place_of(block, block.shape, packed, in_place)
+                place = self._pass_in_place(block, block.shape, packed, in_place)
             packed.columns.append(place)
             if place is None:
                 copies.append((i, -1, column.pieces))
@@ -128,11 +128,11 @@ class InputPacker:
         packed.segments.append(lease.segment)
         return lease.segment.number, lease.offset, len(message)
 
-    def _place_of(
+    def _pass_in_place(
         self, block: Array, shape: tuple[int, ...], packed: Packed, in_place: list[tuple[Lease, int, int]]
     ) -> ColumnPlace:
-        """The place of a column of this shape, if its rows are contiguous in memory that the model's process may read;
-        else None.
+        """Pass a column of this shape without a copy, if its rows are contiguous in memory that the model's process may
+        read: record that memory in `packed` and `in_place`, and return its place. Returns None if it must be copied.
         """
         nbytes = block.nbytes
         found = locate(block)

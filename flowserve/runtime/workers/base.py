@@ -118,7 +118,7 @@ class Worker(Protocol):
 
     @property
     def running(self) -> Batch | None:
-        """The batches that it runs outside the event loop, as known on the event loop."""
+        """The batch that it runs outside the event loop, as known there; the oldest if it has several, or None."""
 
     is_on_gpu: bool  # whether it computes on a GPU in the server's own process
     route_group: object  # workers of one group hand batches to each other; None: this one does not

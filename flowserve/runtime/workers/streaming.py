@@ -25,7 +25,7 @@ import trio
 from flowserve.backends.base import Sent
 from flowserve.backends.credit import CreditSender
 from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import Garbled, decode_error, decode_notes, pack
+from flowserve.backends.worker.protocol import ANSWER_OUTPUTS_AT, Garbled, decode_error, decode_notes, pack
 from flowserve.errors import FlowserveError, Internal
 from flowserve.memory.devices import check_for_loss
 from flowserve.observe.log_fields import of_request
@@ -315,7 +315,7 @@ class ProcessSink:
                 self.streams.over(source, error)
 
     def _take_response(self, words: Sequence[int], text: bytes) -> None:
-        number, member, infer_ns, output_ns, rows, segment, offset, nbytes = words[1:9]
+        number, member, infer_ns, output_ns, rows, segment, offset, nbytes = words[1:ANSWER_OUTPUTS_AT]
         key = (number, member)
         try:
             block = self.channel.block(segment, offset, nbytes)
@@ -330,7 +330,7 @@ class ProcessSink:
         told = json.loads(text) if text else {}
         parameters, noted = told if isinstance(told, list) and len(told) == 2 else (told, None)
         notes = decode_notes(noted, self._reader.names, 1)
-        outputs, _ = self._reader.read(words, 9, block, [rows], () if notes is None else notes.unlike)
+        outputs, _ = self._reader.read(words, ANSWER_OUTPUTS_AT, block, [rows], () if notes is None else notes.unlike)
         if source.flow.done:
             return
         if not source.credit:
