@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
@@ -29,7 +29,6 @@ from flowserve.partition.costs import (
     MachineLoad,
     PartitionTask,
     PlaceableModel,
-    crossing_s,
     instances_needed,
     loads,
 )
@@ -264,13 +263,13 @@ class _Draft:
         nodes = Counter(node.model.name for node in graph.nodes)
         once = {node.index for node in graph.nodes if nodes[node.model.name] == 1}
         joinable = {pair for pair in edges - changed if once.issuperset(pair)}
-        task = replace(self.task, crossings=tuple(_crossings(graph, self.figures, self.link, may_join=True)))
-        # The saving is the difference between a machine for each placed model and one for all models of the group.
-        apart = tuple(number + 1 if kind else SERVER for number, kind in enumerate(self.assignment))
+        crossings = [*_crossings(graph, self.figures, self.link, may_join=True)]
         for group in convex_groups(places, edges, joinable):
             members = tuple(graph.nodes[index].model.name for index in group)
-            joined = tuple(len(names) + 1 if name in members else kind for name, kind in zip(names, apart, strict=True))
-            saves_s = crossing_s(task, apart) - crossing_s(task, joined)
+            together = frozenset(map(names.index, members))
+            # With a machine for each placed model, all crossings take place; on one machine for the group, not those
+            # between its models.
+            saves_s = sum(one.seconds for one in crossings if one.model in together and one.others <= together)
             inside = [one for one in proposed if one.model in members]
             count = max(one.instances for one in inside)
             cores = ceil(sum(one.instances for one in inside) / count)

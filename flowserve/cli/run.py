@@ -2,8 +2,9 @@
 
 Decides the order of a server's life: the port is opened first; then models load, while health endpoints already answer
 (live, not ready); then the table of deployments and a last line with the URL; then requests, until a signal; then the
-drain. With `--workers N` this runs in each of N processes, whose parent has the ports (serving/workers.py). Does not
-know how the steps work: `runtime`, `http` and `grpc` do; nor how ports are opened and what signals mean (`serving/`).
+drain. With `--workers N` this runs in each of N processes, whose parent has the ports (serving/workers.py); what is
+different in such a server is decided in serving/role.py. Does not know how the steps work: `runtime`, `http` and `grpc`
+do; nor which option sets what, how ports are opened and what signals mean (`serving/`).
 
 Standard output has the progress, the table and the line `listening on URL`; standard error has the log and error
 messages. Exit status: 0 after a stop signal if everything finished, 1 after a failure (reported on standard error).
@@ -18,72 +19,39 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import trio
 
 from flowserve.cli import logs
 from flowserve.cli.open_cluster import cluster_of
-from flowserve.cli.options import (
-    MEBIBYTE,
-    backend_settings,
-    grpc_options,
-    http_certificate,
-    input_budget,
-    log_choice,
-    metrics_choice,
-    opentelemetry_settings,
-    trace_api_max_bytes,
-    trace_choice,
-    warning_of,
-    without_effect,
-)
-from flowserve.cli.serving.ports import (
-    access_rules,
-    allow_many_descriptors,
-    bind_grpc,
-    grpc_server,
-    listen,
-    open_grpc,
-    open_metrics,
-    url,
-)
+from flowserve.cli.options import http_certificate, input_budget, log_choice, warning_of, without_effect
+from flowserve.cli.serving.fronts import FrontEnds
+from flowserve.cli.serving.ports import access_rules, allow_many_descriptors, url
 from flowserve.cli.serving.progress import progress_for
+from flowserve.cli.serving.role import Role, role_of
+from flowserve.cli.serving.settings import (
+    app_options,
+    control_options,
+    engine_options,
+    has_rate_limit,
+    trace_options,
+)
 from flowserve.cli.serving.shutdown import Shutdown, end_now
-from flowserve.cli.standard_output import say
 from flowserve.config.types import OFF, Gpus
-from flowserve.errors import FlowserveError, Invalid
+from flowserve.errors import FlowserveError
 from flowserve.http.api.access import ANY
-from flowserve.http.api.app import Exposition, make_app, make_metrics_app
-from flowserve.http.api.infer import AppOptions, InferRoute
-from flowserve.http.server.request_parser import Limits
-from flowserve.http.server.server import Server, open_unix_listener
 from flowserve.http.server.tls import tls_context
-from flowserve.memory.client_memory import ClientMemory
 from flowserve.memory.devices import devices
 from flowserve.memory.garbage import FrozenHeap
 from flowserve.memory.heap import tune_malloc
-from flowserve.memory.pool import HOST
-from flowserve.observe.settings import EVERYTHING, LogSettings
-from flowserve.replicas.figures import changes_of, reports_of
-from flowserve.replicas.replica import HTTP, METRICS_PORT, Adopt, Replica, ReplicaPlace
+from flowserve.observe.settings import LogSettings
 from flowserve.repository.layout import not_a_repository
-from flowserve.runtime.budget import Budget
 from flowserve.runtime.engine.engine import Engine, open_engine
-from flowserve.runtime.engine.options import EngineOptions
-from flowserve.runtime.loading.control import Control, ControlOptions, open_control
-from flowserve.runtime.protocol import ElementLimits, Forwarding, hides_names
-from flowserve.runtime.tracing.traces import TraceOptions
-from flowserve.runtime.workers.factory import PYTHON_EXECUTION
-from flowserve.scheduling.rate_limit.limiter import Available
+from flowserve.runtime.loading.control import Control, open_control
 from flowserve.temporary import remove_abandoned
 from flowserve.version import __version__
-
-if TYPE_CHECKING:
-    from flowserve.grpc.server import GrpcServer
 
 _log = logging.getLogger("flowserve.cli")
 
@@ -95,20 +63,19 @@ BUSY_NAMES_MAX: Final = 10  # busy instances named in the log line of the drain
 # Share of the exit timeout that open sequences get at most; the rest is for their last requests and for closing.
 SEQUENCES_SHARE: Final = 0.9
 LAST_RESPONSES_S: Final = 0.1  # time for the responses to requests that still run then; TLS encrypts them meanwhile
-SCRAPERS_MAX: Final = 256  # connections to the metrics port
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a stop signal. Returns the exit status. `arguments` as `options.run_arguments` returns them."""
-    replica = Replica(ReplicaPlace.from_text(arguments.replica)) if arguments.replica else None
-    if replica is not None and replica.place.number:  # the first one reports the loads of all
+    role = role_of(arguments)
+    if not role.is_first:  # the first one reports the loads of all
         arguments.quiet = True
     try:
-        log_settings = logs.configure(log_choice(arguments), None if replica is None else replica.place.number + 1)
+        log_settings = logs.configure(log_choice(arguments), role.worker)
     except OSError as error:
         return logs.failed(f"--log-file: '{arguments.log_file}' cannot be written: {error.strerror}")
     threading.excepthook = logs.log_thread_exception
-    if replica is None or not replica.place.number:
+    if role.is_first:
         warn(arguments)
     tune_malloc()
     # A worker thread that finished computing waits this long for a busy event loop to release the interpreter lock;
@@ -119,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     # On its own thread: abandoned folders may hold gigabytes of small files.
     threading.Thread(target=remove_abandoned, name="sweep", daemon=True).start()
     try:
-        return trio.run(_run, arguments, log_settings, replica)
+        return trio.run(_run, arguments, log_settings, role)
     except KeyboardInterrupt:  # before the signal handlers were installed
         return 1
 
@@ -132,156 +99,56 @@ def warn(arguments: argparse.Namespace) -> None:
         _log.warning("%s", _PAGES_LOAD)
 
 
-async def _run(arguments: argparse.Namespace, log_settings: LogSettings, replica: Replica | None) -> int:
+async def _run(arguments: argparse.Namespace, log_settings: LogSettings, role: Role) -> int:
     for repository in arguments.repositories:
         if not repository.is_dir():
             return logs.failed(not_a_repository(repository))
-    exit_timeout_s, restrictions = arguments.exit_timeout_secs, tuple(arguments.http_restricted_api)
-    metrics_shown = metrics_choice(arguments)
-    delay_s = arguments.drain_delay_secs
+    exit_timeout_s, delay_s = arguments.exit_timeout_secs, arguments.drain_delay_secs
     with (
-        Shutdown(exit_timeout_s + delay_s, arguments.repositories, has_parent=replica is not None) as shutdown,
+        Shutdown(exit_timeout_s + delay_s, arguments.repositories, has_parent=role.worker is not None) as shutdown,
         FrozenHeap() as heap,
         ExitStack() as cluster_scope,
     ):
-        traced = arguments.trace_config
-        choice = trace_choice(traced)
-        if replica is not None and choice.trace_file:  # each server has its own
-            file = Path(choice.trace_file)
-            name = f"{file.stem}-worker{replica.place.number + 1}{file.suffix}"
-            choice = replace(choice, trace_file=str(file.with_name(name)))
-        trace = TraceOptions(choice, opentelemetry_settings(traced), trace_api_max_bytes(traced))
+        trace = trace_options(arguments, role.worker)
         try:
             certificate = http_certificate(arguments)
             tls = tls_context(*certificate) if certificate else None
-            if replica is None:
-                listeners = listen(arguments.http_address, arguments.http_port)
-                metrics_listeners = open_metrics(arguments)
-                over_grpc = open_grpc(arguments, bind_grpc)
-            else:
-                listeners, metrics_listeners = replica.place.listeners()
-                over_grpc = _shared_grpc(arguments, replica)
+            ports = role.open_ports(arguments)
             trace.check()
             # On a thread, since Ray takes seconds.
             cluster, places = await trio.to_thread.run_sync(lambda: cluster_scope.enter_context(cluster_of(arguments)))
         except FlowserveError as error:
             return logs.failed(str(error))
-        where = url(listeners[0], arguments.http_address, "https" if tls else "http")
+        where = url(ports.http[0], arguments.http_address, "https" if tls else "http")
         _log.info("flowserve %s, process %d", __version__, os.getpid())
-        resources = arguments.rate_limit_resource
-        has_rate_limit = arguments.rate_limit == "execution_count"
-        if resources and not has_rate_limit:
+        if arguments.rate_limit_resource and not has_rate_limit(arguments):
             _log.warning("--rate-limit-resource has no effect without --rate-limit execution_count")
-        engine_options = EngineOptions(
-            python_execution=arguments.python_execution or PYTHON_EXECUTION,
-            gpus=_gpus(arguments),
-            strict_readiness=arguments.strict_readiness,
-            rate_limit=tuple(Available(*given) for given in resources) if has_rate_limit else None,
-            cache_bytes=arguments.cache_config,
-            backend_settings=backend_settings(arguments),
-            trace=trace,
-            model_config_name=arguments.model_config_name or "",
-            server_name=arguments.id,
-            answers_at_timeout=arguments.answer_at_timeout,
-            strict_outputs=arguments.strict_outputs,
-            tells_names=not hides_names((*restrictions, *arguments.grpc_restricted_protocol)),
-            summaries=metrics_shown is not None and bool(metrics_shown.quantiles),
-            cluster=cluster,
-            places=places,
-        )
-        control_options = ControlOptions(
-            arguments.model_control_mode,
-            tuple(dict.fromkeys(arguments.load_model)),
-            arguments.repository_poll_secs,
-            arguments.mirrors,
-        )
-        budget = input_budget(arguments)
-        pattern = arguments.http_header_forward_pattern
-        app_options = AppOptions(
-            max_body_bytes=arguments.http_max_input_size,
-            elements=ElementLimits(arguments.max_bytes_elements, arguments.http_max_json_elements),
-            client_memory=ClientMemory(is_allowed=arguments.allow_client_shm),
-            restrictions=restrictions,
-            access=access_rules(arguments, arguments.http_address, listeners),
-            metrics=metrics_shown,
-            forwarding=Forwarding(pattern, "--http-header-forward-pattern") if pattern else None,
-            log=log_settings,
-            budget=budget,
-        )
+        access = access_rules(arguments, arguments.http_address, ports.http)
+        app = app_options(arguments, access, log_settings, input_budget(arguments))
         async with (
             open_engine(
-                engine_options,
+                engine_options(arguments, trace, _gpus(arguments), cluster, places),
                 exit_timeout_s=exit_timeout_s,
                 deadline=lambda: shutdown.deadline,
                 on_close=_must_be_closed,
             ) as engine,
-            open_control(engine, arguments.repositories, control_options, heap.changed) as control,
+            open_control(engine, arguments.repositories, control_options(arguments), heap.changed) as control,
         ):
-            engine.group = replica
-            app = make_app(engine, app_options, control)
-            limits = Limits(max_body_bytes=arguments.http_max_input_size)
-            changed = None if replica is None else replica.connections_changed
-            server = Server(app, limits, HOST, tls, InferRoute(engine, app_options), budget, changed)
-            metrics: Server | None = None
-            if metrics_listeners:
-                address = arguments.metrics_address or arguments.http_address
-                rules = access_rules(arguments, address, metrics_listeners)
-                scrapers = Budget(MEBIBYTE, SCRAPERS_MAX)
-                metrics = Server(make_metrics_app(engine, metrics_shown, rules, budget), budget=scrapers)
-            if replica is not None:
-                for listener in (*listeners, *metrics_listeners):  # only the parent accepts from them
-                    listener.close()
-                listeners, metrics_listeners = [open_unix_listener(replica.socket_of(replica.place.number, "http"))], []
+            engine.group = role.group
+            fronts = FrontEnds(arguments, ports, tls, engine, control, app, role.connections_changed)
             async with trio.open_nursery() as nursery:
-                await nursery.start(server.serve, listeners)
-                if metrics is not None:
-                    await nursery.start(metrics.serve, metrics_listeners)
-                if over_grpc is not None:
-                    await nursery.start(
-                        over_grpc.serve, engine, control, app_options.client_memory, log_settings, budget
-                    )
-                adopt: dict[str, Adopt] = {HTTP: server.adopt}
-                if metrics is not None:
-                    adopt[METRICS_PORT] = metrics.adopt
-                if replica is not None:
-                    exposition = Exposition(engine, metrics_shown or EVERYTHING, budget)
-                    await nursery.start(
-                        replica.run,
-                        engine,
-                        control,
-                        adopt,
-                        lambda: len(server.connections),
-                        reports_of(engine, exposition),
-                        changes_of(engine, app_options),
-                    )
-                status = await _load(arguments, engine, control, shutdown, where, heap, is_alone=replica is None)
+                await fronts.start(nursery, role.own_ports(ports))
+                await role.join(nursery, engine, control, fronts, app)
+                status = await _load(arguments, engine, control, shutdown, heap, role, where)
                 if status == 0:
-                    if replica is not None:
-                        await replica.is_loaded()
+                    await role.is_loaded()
                     await shutdown.asked.wait()
                     engine.deployments.is_leaving = True
                     await trio.sleep(delay_s)
                 control.stop()
-                await _drain(engine, server, over_grpc, shutdown, replica, adopt)
-                if metrics is not None:
-                    metrics.drain(0)
-                if replica is not None:
-                    replica.end()
+                await _drain(engine, fronts, shutdown, role)
+                role.end()
     return status
-
-
-def _shared_grpc(arguments: argparse.Namespace, replica: Replica) -> GrpcServer | None:
-    """The gRPC server on the port that the parent chose; None if gRPC is not served. Raises Invalid."""
-    address = replica.place.grpc
-    if address is None:
-        return None
-    server = grpc_server(grpc_options(arguments))
-    host, port = address
-    try:
-        server.bind_shared(host, port, replica.socket_of(replica.place.number, "grpc"))
-    except OSError as error:
-        raise Invalid(f"cannot listen on {host} port {port}: {error}") from error
-    return server
 
 
 def _gpus(arguments: argparse.Namespace) -> Gpus:
@@ -298,14 +165,11 @@ async def _load(
     engine: Engine,
     control: Control,
     shutdown: Shutdown,
-    where: str,
     heap: FrozenHeap,
-    *,
-    is_alone: bool,
+    role: Role,
+    where: str,
 ) -> int:
-    """Load all models and print the progress. Returns 0 if the server should continue (or was asked to stop).
-    `is_alone`: it is not one of several servers, whose parent says where they listen.
-    """
+    """Load all models and print the progress. Returns 0 if the server should continue (or was asked to stop)."""
     progress = progress_for(sys.stdout, is_quiet=arguments.quiet)
     try:
         with shutdown.until_asked() as loading, progress:
@@ -320,19 +184,11 @@ async def _load(
             return logs.failed("not serving; --exit-on-error false serves the models that did load")
     heap.settle()  # before the requests: it blocks
     progress.served(engine.deployments.entries, where)
-    if is_alone:
-        say(f"listening on {where}")
+    role.report_url(where)
     return 0
 
 
-async def _drain(
-    engine: Engine,
-    server: Server,
-    over_grpc: GrpcServer | None,
-    shutdown: Shutdown,
-    replica: Replica | None,
-    adopt: Mapping[str, Adopt],
-) -> None:
+async def _drain(engine: Engine, fronts: FrontEnds, shutdown: Shutdown, role: Role) -> None:
     """Let requests finish until the deadline; if some do not, the process ends with status 1.
 
     The ports close only when no request is running: until then clients can end their sequences, and health checks see a
@@ -340,24 +196,19 @@ async def _drain(
     """
     deadline = shutdown.deadline if shutdown.asked.is_set() else trio.current_time()
     engine.refuse_new()
-    if replica is not None:
-        replica.stops()
+    role.stops()
     if shutdown.asked.is_set():
         now = trio.current_time()
         _log.info("stopping: %s", _under_way(engine))
         await engine.sequences_over(now + (deadline - now) * SEQUENCES_SHARE)
-    server.part()
+    fronts.http.part()
     hung = await engine.drain(deadline)
     if hung:
-        server.cut()
+        fronts.http.cut()
         await trio.sleep(LAST_RESPONSES_S)
         end_now(1, f"not finished within the exit timeout (--exit-timeout-secs): {', '.join(hung)}")
-    if replica is not None:
-        await replica.leave(adopt)
-    left_s = max(deadline - trio.current_time(), 0)
-    server.drain(left_s)
-    if over_grpc is not None:
-        over_grpc.drain(left_s)
+    await role.leave(fronts.adopt)
+    fronts.drain(max(deadline - trio.current_time(), 0))
 
 
 def _under_way(engine: Engine) -> str:

@@ -9,7 +9,7 @@ Does not know whether names, types and shapes fit the model: the engine validate
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Final
@@ -38,6 +38,7 @@ CONTENTS: Final[Mapping[DType, str]] = {
     DType.FP64: "fp64_contents",
     DType.BYTES: "bytes_contents",
 }
+_BYTES: Final = DType.BYTES  # attributes of an enumeration are slow
 _READ_LATER: Final[Array] = np.empty(0)  # keeps an input's place in the order
 _KEPT_MAX: Final = 256
 _KEPT_BYTES_MAX: Final = 4096  # of one message's part before its raw tensors
@@ -106,7 +107,7 @@ class MessageReader:
         try:
             for (name, dtype, shape, count), block in zip(layouts, blocks, strict=True):
                 raw.check_size(name, target[0], dtype, count, len(block))
-                if dtype is DType.BYTES and len(block) > INLINE_BYTES_MAX:
+                if dtype is _BYTES and len(block) > INLINE_BYTES_MAX:
                     received.late.append(((name, dtype, shape, count), block))
                     inputs[name] = _READ_LATER
                 else:
@@ -239,12 +240,12 @@ def _layout(tensor: ModelInferRequest.InferInputTensor) -> InputLayout:
 def _inputs(
     message: ModelInferRequest, decoded: ReceivedMessage, given_raw: Sequence[BytesLike], bytes_elements: int
 ) -> None:
-    model = message.model_name
+    """Read each input from its source: the client's shared memory, else the raw tensors if the message has any, else
+    its own contents.
+    """
+    model, late, given = message.model_name, decoded.late, decoded.request.inputs
+    blocks, has_raw = iter(given_raw), bool(given_raw)
     strings = numbers = 0
-    blocks = iter(given_raw)
-    is_raw = bool(given_raw)
-    given = decoded.request.inputs
-    placed = in_shared_memory = 0
     for tensor in message.inputs:
         name = tensor.name
         dtype = BY_WIRE.get(tensor.datatype)
@@ -256,55 +257,83 @@ def _inputs(
         count = raw.element_count(name, shape, dtype)
         if name in given:
             raise Invalid(f"input '{name}' already exists in request")
-        if dtype is DType.BYTES:
+        if dtype is _BYTES:
             strings += count
             raw.check_bytes_elements((strings,), model, bytes_elements)
-        has_contents = tensor.HasField("contents")
+        layout = name, dtype, shape, count
         portion = _portion(tensor.parameters, f"of input '{name}'") if tensor.parameters else None
         if portion is not None:
-            if has_contents:
-                raise Invalid(
-                    f"unexpected 'contents' or 'raw_input_contents' for input '{name}' for model '{model}': it lies in "
-                    "shared memory"
-                )
-            raw.check_size(name, model, dtype, count, portion.size)
-            decoded.late.append(((name, dtype, shape, count), portion))
-            in_shared_memory += 1
-            given[name] = _READ_LATER
-        elif is_raw:
-            if has_contents:
-                raise Invalid(
-                    f"contents field must not be specified when using raw_input_contents for '{name}' for model "
-                    f"'{model}'"
-                )
-            block = next(blocks, None)
-            placed += 1
-            if block is None:
-                break
-            raw.check_size(name, model, dtype, count, len(block))
-            if dtype is DType.BYTES and len(block) > INLINE_BYTES_MAX:
-                decoded.late.append(((name, dtype, shape, count), block))
-                given[name] = _READ_LATER
-            else:
-                given[name] = raw.decode(block, name, model, dtype, shape, count)
+            given[name] = _from_shared_memory(tensor, layout, portion, late, model)
+        elif has_raw:
+            array = _from_raw(tensor, layout, blocks, late, model)
+            if array is None:
+                raise _uneven(message, given_raw, late)
+            given[name] = array
         else:
-            if dtype is not DType.BYTES:
+            if dtype is not _BYTES:
                 numbers += count
                 if numbers > TYPED_ELEMENTS_MAX:
                     raise too_many_numbers(f"the request for model '{model}'")
-            given[name] = _typed(tensor, dtype, shape, count, model)
-    if is_raw and placed != len(given_raw):
-        raise Invalid(
-            f"expected one raw_input_contents for each input of model '{model}' that is not in shared memory, got "
-            f"{len(given_raw)} for {len(message.inputs) - in_shared_memory}"
-        )
+            given[name] = _from_contents(tensor, layout, model)
+    if has_raw and next(blocks, None) is not None:
+        raise _uneven(message, given_raw, late)
 
 
-def _typed(
-    tensor: ModelInferRequest.InferInputTensor, dtype: DType, shape: tuple[int, ...], count: int, model: str
+def _from_shared_memory(
+    tensor: ModelInferRequest.InferInputTensor,
+    layout: InputLayout,
+    portion: Portion,
+    late: list[tuple[InputLayout, Portion | BytesLike]],
+    model: str,
 ) -> Array:
-    """The array in `contents`."""
-    name = tensor.name
+    name, dtype, _, count = layout
+    if tensor.HasField("contents"):
+        raise Invalid(
+            f"unexpected 'contents' or 'raw_input_contents' for input '{name}' for model '{model}': it lies in "
+            "shared memory"
+        )
+    raw.check_size(name, model, dtype, count, portion.size)
+    late.append((layout, portion))
+    return _READ_LATER
+
+
+def _from_raw(
+    tensor: ModelInferRequest.InferInputTensor,
+    layout: InputLayout,
+    blocks: Iterator[BytesLike],
+    late: list[tuple[InputLayout, Portion | BytesLike]],
+    model: str,
+) -> Array | None:
+    """The array in the next raw tensor, None if there is none."""
+    name, dtype, shape, count = layout
+    if tensor.HasField("contents"):
+        raise Invalid(
+            f"contents field must not be specified when using raw_input_contents for '{name}' for model '{model}'"
+        )
+    block = next(blocks, None)
+    if block is None:
+        return None
+    raw.check_size(name, model, dtype, count, len(block))
+    if dtype is _BYTES and len(block) > INLINE_BYTES_MAX:
+        late.append((layout, block))
+        return _READ_LATER
+    return raw.decode(block, name, model, dtype, shape, count)
+
+
+def _uneven(
+    message: ModelInferRequest, given_raw: Sequence[BytesLike], late: Sequence[tuple[InputLayout, Portion | BytesLike]]
+) -> Invalid:
+    """The error for more or fewer raw tensors than inputs that need one."""
+    needed = len(message.inputs) - sum(isinstance(source, Portion) for _, source in late)
+    return Invalid(
+        f"expected one raw_input_contents for each input of model '{message.model_name}' that is not in shared memory, "
+        f"got {len(given_raw)} for {needed}"
+    )
+
+
+def _from_contents(tensor: ModelInferRequest.InferInputTensor, layout: InputLayout, model: str) -> Array:
+    """The array in the input's own `contents`."""
+    name, dtype, shape, count = layout
     wanted = CONTENTS.get(dtype)
     if wanted is None:
         raise Invalid(f"input '{name}' for model '{model}' is {dtype}, which must be in raw_input_contents")
@@ -317,7 +346,7 @@ def _typed(
             f"unexpected number of elements {len(values)} in '{wanted}' of input '{name}' for model '{model}', "
             f"expecting {count}"
         )
-    if dtype is DType.BYTES:
+    if dtype is _BYTES:
         flat: Array = np.empty(count, np.object_)
         flat[:] = list(values)
     else:

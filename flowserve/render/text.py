@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.render import labels
@@ -136,26 +136,49 @@ def render_mermaid(
     return f"flowchart {flow}\n" + "".join(f"    {line}\n" for line in lines)
 
 
+@dataclass(frozen=True, slots=True)
+class _Boxes:
+    """The id of the box in which each node and each merge is drawn, by its number: a folded ensemble is one box."""
+
+    nodes: Mapping[int, str]
+    merges: Mapping[int, str]
+
+
+def _boxes(outermost: Scope, numbers: Mapping[int, int], folded: Container[str]) -> _Boxes:
+    """`numbers`: of the nested scopes, by their identity."""
+    everywhere = [outermost, *outermost.walk()]
+    nodes = {node.index: f"n{node.index}" for scope in everywhere for node in scope.nodes}
+    merges = {number: f"m{place}" for place, number in enumerate(chain(*(scope.merges for scope in everywhere)))}
+    for scope in _folded_scopes(outermost, folded):
+        box = f"s{numbers[id(scope)]}"
+        for each in (scope, *scope.walk()):
+            nodes.update((node.index, box) for node in each.nodes)
+            merges.update((number, box) for number in each.merges)
+    return _Boxes(nodes, merges)
+
+
+def _folded_scopes(scope: Scope, folded: Container[str]) -> Iterator[Scope]:
+    """The outermost ensembles within `scope` that are folded."""
+    for inner in scope.inner:
+        if inner.path in folded:
+            yield inner
+        else:
+            yield from _folded_scopes(inner, folded)
+
+
 def _statements(graph: Graph, configs: labels.Configs, folded: Container[str], language: _Language) -> Iterator[str]:
     outermost = scopes_of(graph)
     numbers = {id(scope): number for number, scope in enumerate(outermost.walk())}
-    tints = tints_of(graph, configs)
-    boxes = {node.index: f"n{node.index}" for node in graph.nodes}
-    drawn_merges = [number for scope in (outermost, *outermost.walk()) for number in scope.merges]
-    merges = {number: f"m{place}" for place, number in enumerate(drawn_merges)}
+    boxes, tints = _boxes(outermost, numbers, folded), tints_of(graph, configs)
 
     def contents(scope: Scope) -> Iterator[str]:
         for node in scope.nodes:
-            yield language.node(boxes[node.index], tints[node.index], *labels.node_lines(graph, node, configs))
+            yield language.node(boxes.nodes[node.index], tints[node.index], *labels.node_lines(graph, node, configs))
         for number in scope.merges:
-            yield language.merge(merges[number])
+            yield language.merge(boxes.merges[number])
         for inner in scope.inner:
             if inner.path in folded:
-                box = f"s{numbers[id(inner)]}"
-                for each in (inner, *inner.walk()):
-                    boxes.update((node.index, box) for node in each.nodes)
-                    merges.update((number, box) for number in each.merges)
-                yield language.folded(box, *labels.folded_lines(inner, configs))
+                yield language.folded(f"s{numbers[id(inner)]}", *labels.folded_lines(inner, configs))
                 continue
             begin = language.scope if inner.space is None else language.space
             yield from begin(numbers[id(inner)], labels.scope_title(inner, configs))
@@ -168,13 +191,17 @@ def _statements(graph: Graph, configs: labels.Configs, folded: Container[str], l
     yield from contents(outermost)
     for index, spec in enumerate(graph.outputs):
         yield language.end(f"out{index}", spec.name, labels.kind(spec))
+    yield from _edges(graph, configs, boxes, language)
+
+
+def _edges(graph: Graph, configs: labels.Configs, boxes: _Boxes, language: _Language) -> Iterator[str]:
     drawn: set[tuple[str, str, str]] = set()
     for edge in graph.edges:
-        source = f"in{edge.output}" if edge.producer == GRAPH else boxes[edge.producer]
-        target = f"out{edge.input}" if edge.consumer == GRAPH else boxes[edge.consumer]
-        passed = [number for number in merges_of(graph, edge) if number in merges]
+        source = f"in{edge.output}" if edge.producer == GRAPH else boxes.nodes[edge.producer]
+        target = f"out{edge.input}" if edge.consumer == GRAPH else boxes.nodes[edge.consumer]
+        passed = [number for number in merges_of(graph, edge) if number in boxes.merges]
         specs = [*(graph.derived[number].spec for number in passed), graph.written(edge)]
-        way = pairwise([source, *(merges[number] for number in passed), target])
+        way = pairwise([source, *(boxes.merges[number] for number in passed), target])
         for (one, other), spec in zip(way, specs, strict=True):
             if one == other or (one, other, edge.tensor) in drawn:  # inside of a folded ensemble
                 continue

@@ -1,25 +1,22 @@
 """Operations on models, and changes of settings, in every replica or in none.
 
-Decides the order: one load at a time; each replica first prepares it, beside what it serves; if all succeed, all put it
-in force, and if one fails, all drop it. An unload cannot fail, and does not wait for loads, since it ends one that
-hangs. Decides also what is remembered for replicas that start later: the last operation on each name, and the settings
-as they are. Does not know what a model is. Caller: `parent`.
+Decides the order: one load at a time, in its two phases (`two_phase`). An unload cannot fail, and does not wait for
+loads, since it ends one that hangs. Decides also what is remembered for replicas that start later: the last operation
+on each name, and the settings as they are. Does not know what a model is. Caller: `parent`.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import trio
 
 from flowserve.errors import FlowserveError
-from flowserve.replicas.link import LinkClosed, ProcessLink
-
-_log = logging.getLogger("flowserve.replicas")
+from flowserve.replicas.link import LinkClosed
+from flowserve.replicas.two_phase import GroupLoad, Member, in_each
 
 LOAD: Final = "load"
 UNLOAD: Final = "unload"
@@ -27,13 +24,6 @@ FOLLOW: Final = "follow"  # the repository, in mode poll
 
 # Changes and their inverses, which undo a change in the replicas that made it if another one failed.
 _UNDO: Final = {"register": "unregister", "register_cuda": "unregister_cuda"}
-
-
-class Member(Protocol):
-    """A replica that takes part."""
-
-    number: int
-    link: ProcessLink
 
 
 class GroupOperations:
@@ -61,11 +51,13 @@ class GroupOperations:
     async def operate(self, operation: dict[str, Any], data: bytes) -> None:
         """Carry out a load, an unload, or what follows from a changed repository. Raises its error."""
         if operation["kind"] == UNLOAD:
-            await self._everywhere("unload", operation)
+            failures = await in_each(self._members(), lambda one: one.link.call("unload", operation))
+            if failures:
+                raise failures[0]
             self._remember("model", operation["name"], operation, data)
             return
         async with self._turn:
-            await self._together(operation, data)
+            await GroupLoad(next(self._numbers), operation, data).carry_out(self._members())
             if operation["kind"] == LOAD:
                 self._remember("model", operation["name"], operation, data)
 
@@ -87,58 +79,6 @@ class GroupOperations:
                 one.link.tell("change", [_UNDO[name], arguments[:1]])
             raise
         self._remember_change(name, arguments)
-
-    async def _together(self, operation: dict[str, Any], data: bytes) -> None:
-        """Prepare the operation in all replicas, then put it in force, or drop it, in those that prepared it."""
-        number = next(self._numbers)
-        prepared: list[Member] = []
-        errors: dict[str, list[str]] = {}  # by name: the class and the text
-        failures: list[FlowserveError] = []
-
-        async def prepare(one: Member) -> None:
-            try:
-                found, _ = await one.link.call("prepare", [number, operation], data)
-            except LinkClosed:
-                return
-            except FlowserveError as error:
-                failures.append(error)
-                return
-            prepared.append(one)
-            for name, told in found.items():
-                errors.setdefault(name, told)
-
-        async def decide(one: Member) -> None:
-            try:
-                await one.link.call("decide", [number, errors, bool(failures)])
-            except LinkClosed:
-                return
-            except FlowserveError as error:
-                failures.append(error)
-
-        for step in (prepare, decide):
-            members = self._members() if step is prepare else prepared
-            async with trio.open_nursery() as nursery:
-                for one in members:
-                    nursery.start_soon(step, one)
-        if failures:
-            raise failures[0]
-
-    async def _everywhere(self, call: str, operation: dict[str, Any]) -> None:
-        failures: list[FlowserveError] = []
-
-        async def ask(one: Member) -> None:
-            try:
-                await one.link.call(call, operation)
-            except LinkClosed:
-                return
-            except FlowserveError as error:
-                failures.append(error)
-
-        async with trio.open_nursery() as nursery:
-            for one in self._members():
-                nursery.start_soon(ask, one)
-        if failures:
-            raise failures[0]
 
     def _remember(self, kind: str, name: str, operation: Any, data: bytes) -> None:
         self._last += 1

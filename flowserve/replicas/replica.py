@@ -15,16 +15,18 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final
 
 import trio
 
-from flowserve.errors import FlowserveError, Internal, Unavailable
-from flowserve.replicas.link import NOTHING, Handler, LinkClosed, ProcessLink, Result, error_named
+from flowserve.errors import FlowserveError, Unavailable
+from flowserve.replicas.link import NOTHING, Handler, LinkClosed, ProcessLink, Result
 from flowserve.replicas.operations import FOLLOW, LOAD, UNLOAD
+from flowserve.replicas.two_phase import ReplicaLoad
 from flowserve.repository.override import Override
 from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.group import Errors
+from flowserve.runtime.group import Agree
 from flowserve.runtime.loading.control import Control
 
 _log = logging.getLogger("flowserve.replicas")
@@ -69,19 +71,6 @@ class ReplicaPlace:
         return [socket.socket(fileno=one) for one in self.http], [socket.socket(fileno=one) for one in self.metrics]
 
 
-class _Prepared:
-    """A load that waits for the parent's decision."""
-
-    def __init__(self) -> None:
-        self.reached = trio.Event()  # it is prepared, or ended before that
-        self.decided = trio.Event()
-        self.ended = trio.Event()
-        self.errors: Errors = {}
-        self.verdict: Errors = {}
-        self.failure: FlowserveError | None = None
-        self.is_dropped = False
-
-
 class Replica:
     """A `Group` as this server sees it. Made before the engine; `run` connects the two."""
 
@@ -91,7 +80,7 @@ class Replica:
         self._takes = socket.socket(fileno=place.takes)
         self._takes.setblocking(False)
         self._socket = socket.socket(fileno=place.link)
-        self._prepared: dict[int, _Prepared] = {}
+        self._loads: dict[int, ReplicaLoad] = {}  # which wait for the parent's decision, by number
         self._here: set[int | str] = set()  # sequences that began here
         self._elsewhere: dict[int | str, int] = {}  # the last known servers of other sequences
         self._quiet: set[int | str] = set()  # those that were not live at the last check
@@ -303,50 +292,25 @@ class Replica:
         return NOTHING
 
     async def _prepare(self, arguments: Sequence[Any], data: bytes) -> Result:
-        """Prepare a load. Answers with this replica's errors, by name; raises an error of the load as a whole."""
         number, operation = arguments
-        one = self._prepared[number] = _Prepared()
-        self._nursery.start_soon(self._carry_out, one, operation, data)
-        await one.reached.wait()
-        if one.failure is not None:
-            del self._prepared[number]
-            raise one.failure
-        return {name: [type(error).__name__, str(error)] for name, error in one.errors.items()}, b""
+        load = self._loads[number] = ReplicaLoad(partial(self._load, operation, data))
+        self._nursery.start_soon(load.run)
+        try:
+            return await load.prepare(), b""
+        except FlowserveError:
+            del self._loads[number]
+            raise
 
     async def _decide(self, arguments: Sequence[Any], _: bytes) -> Result:
-        """Put a prepared load in force without the models that failed anywhere; drop it if it `is_dropped`."""
-        number, failed, is_dropped = arguments
-        one = self._prepared.pop(number)
-        one.verdict = {name: error_named(*pair) for name, pair in failed.items()}
-        one.is_dropped = is_dropped
-        one.decided.set()
-        await one.ended.wait()
-        if one.failure is not None:
-            raise one.failure
+        number, errors, is_dropped = arguments
+        await self._loads.pop(number).decide(errors, is_dropped=is_dropped)
         return NOTHING
 
-    async def _carry_out(self, one: _Prepared, operation: Mapping[str, Any], data: bytes) -> None:
-        async def agree(found: Errors) -> Errors:
-            one.errors = found
-            one.reached.set()
-            await one.decided.wait()
-            if one.is_dropped:
-                raise Unavailable("another worker of this server could not prepare it")
-            return one.verdict
-
-        try:
-            if operation["kind"] == LOAD:
-                await self._control.load_here(operation["name"], _override(operation, data), agree=agree)
-            else:
-                await self._control.follow_here(operation["changed"], operation["gone"], agree)
-        except FlowserveError as error:
-            one.failure = error
-        except Exception as error:
-            _log.exception("an operation on models failed")
-            one.failure = Internal(f"{type(error).__name__}: {error}")
-        finally:
-            one.reached.set()
-            one.ended.set()
+    async def _load(self, operation: Mapping[str, Any], data: bytes, agree: Agree) -> None:
+        if operation["kind"] == LOAD:
+            await self._control.load_here(operation["name"], _override(operation, data), agree=agree)
+        else:
+            await self._control.follow_here(operation["changed"], operation["gone"], agree)
 
     async def _unload(self, operation: Mapping[str, Any], _: bytes) -> Result:
         await self._control.unload_here(operation["name"], dependents=operation["dependents"], waits=operation["waits"])

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowserve.backends.python.instance import ResponseSender, SingleResponseSender
 from flowserve.backends.python.pb_utils import triton_python_backend_utils as pb_utils
+from flowserve.backends.python.requests import ResponseSender, SingleResponseSender
 from flowserve.graph.types import reshaped
 from flowserve.values import DType, fits, shape_text
 

@@ -8,7 +8,8 @@ or in a worker process.
 |---|---|
 | backend | factory: completion, loading, the instances of a version |
 | source | the code of a model: its files, their import, errors outside `execute` |
-| instance | the requests of a batch and their response senders, when `execute` is called, what its failures become |
+| instance | when `execute` is called, how coroutines run, what failures become |
+| requests | the requests of a batch and their response senders, as a model sees them |
 | device | tensors that stay on a GPU |
 | answers | checks of the responses, and ownership of their arrays |
 | pb_utils/ | the module that models import |

@@ -124,6 +124,15 @@ class AnswerReader:
         """The results of a batch whose responses are valid, small, and all of the same outputs in the same order, alike
         but for their rows, without errors or parameters. None for any other batch. Nearly every batch is of this kind,
         and this loop runs for each of its requests. An array that no request wants is ignored.
+
+        It only recognises batches in which `_sort` finds no error and `_take` one kind of array for each output, so it
+        omits checks of theirs:
+        * Only the first response is compared with the configuration. The others have the same number of outputs, and at
+          each place the name, the data type and the shape of the first one's, but for the rows, which are compared with
+          those of the request. So their unknown, second and missing outputs need no check of their own.
+        * Nothing is converted: `_numbers` has only outputs that are numeric and not reshaped.
+        * A decoupled model, whose responses may leave out outputs, has no such batch: its responses have any rows.
+        * The bytes of a column are those of its first array, in proportion to the rows.
         """
         rows, names = work.rows, work.wanted
         count, head, batches = len(rows), rows[0], self._batches
@@ -187,14 +196,14 @@ class AnswerReader:
         placed = [*self._no_bytes]
         notes: OutputNotes | None = None
         if not is_ordered:
-            order = tuple([answer._name for answer in first])
+            order = tuple([answer._name for answer in first if answer._name in names[0]])
             notes = OutputNotes(orders=dict.fromkeys(range(count), order))
         for j, found in enumerate(taken):
             if found is None:
                 output = self._all[j]
                 name = output.spec.name
                 missing = 0 if output.is_state else sum([name in wanted for wanted in names])
-                if missing and self._answers_once:
+                if missing:
                     if self._is_strict:
                         return None
                     notes = notes or OutputNotes()

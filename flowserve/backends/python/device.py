@@ -15,8 +15,9 @@ from typing import Any
 
 from flowserve.backends.base import ClockNs, DeviceWork, Results, Work
 from flowserve.backends.python.answers import AnswerReader, Mismatch, Place, _Output
-from flowserve.backends.python.instance import BatchMember, PythonInstance, ReceivedRequest
+from flowserve.backends.python.instance import PythonInstance
 from flowserve.backends.python.pb_utils.inference import GpuTensor, InferenceResponse, Tensor, _Input
+from flowserve.backends.python.requests import BatchMember, ReceivedRequest
 from flowserve.backends.python.source import ModelSource
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.graph.types import inner_shape, outer_shape

@@ -3,7 +3,7 @@
 Decides that all ports are opened before any model is loaded, so that a port in use is reported within milliseconds;
 that a requested port must be available, and that the default port of gRPC is served if possible; which Hosts and
 origins belong to an address; and the URL that is printed. grpcio is imported only by a server that uses it. Does not
-know how sockets are created (`http`). Callers: `run`, `workers`.
+know how sockets are created (`http`). Callers: `run`, `role`, `fronts`, `workers`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from ipaddress import ip_address
 from itertools import chain
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -39,6 +40,17 @@ _WITHOUT: Final = (
     f"Clients of port {DEFAULT_GRPC_PORT} do not reach this server. With --grpc-port, a port that is not available ends"
     " the start; --allow-grpc false serves HTTP alone"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPorts:
+    """The listening sockets for HTTP and for metrics, and the gRPC server with its port; without metrics and gRPC: none
+    and None.
+    """
+
+    http: list[socket.socket]
+    metrics: list[socket.socket]
+    grpc: GrpcServer | None
 
 
 def open_metrics(arguments: argparse.Namespace) -> list[socket.socket]:

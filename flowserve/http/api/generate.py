@@ -54,27 +54,43 @@ _NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
 
 def generate_routes(engine: Engine, body: ReadBody, options: AppOptions) -> list[Route]:
     """`body` reads a request's body, and bounds it."""
-    forwarding, limits = options.forwarding, options.elements
+    generate = GenerateRoute(engine, body, options)
+    return [
+        route
+        for path in (f"{PREFIX}{{name}}", f"{PREFIX}{{name}}/versions/{{version}}")
+        for route in (
+            Route(f"{path}/generate", generate.respond_once, methods=["POST"]),
+            Route(f"{path}/generate_stream", generate.respond_in_events, methods=["POST"]),
+        )
+    ]
 
-    async def generate(request: HttpRequest) -> HttpResponse:
+
+class GenerateRoute:
+    """The two routes of a model: one response, or a stream of them."""
+
+    def __init__(self, engine: Engine, body: ReadBody, options: AppOptions) -> None:
+        self._engine, self._body = engine, body
+        self._forwarding, self._limits = options.forwarding, options.elements
+
+    async def respond_once(self, request: HttpRequest) -> HttpResponse:
         """One JSON object; an error if the model sends none or several."""
-        watch = watch_of(request)
-        async with await begin(request, watch) as answers:
+        watch = self._watch(request)
+        async with await self._submit(request, watch) as answers:
             first = await anext(answers, None)
             if first is None or await anext(answers, None) is not None:
                 raise Invalid(NOT_ONE)
-            made = HttpResponse(await _document(first, limits), media_type="application/json")
+            made = HttpResponse(await _document(first, self._limits), media_type="application/json")
         if watch is not None and watch.trace is not None and is_timed(request.headers.raw):
             made.headers["server-timing"] = server_timing(watch.trace)
         return made
 
-    async def generate_stream(request: HttpRequest) -> HttpResponse:
+    async def respond_in_events(self, request: HttpRequest) -> HttpResponse:
         """An event for each response, as it arrives. A failure before the first is an event too, with its status."""
-        answers = await begin(request, watch_of(request))
+        answers = await self._submit(request, self._watch(request))
         try:
             first = await anext(answers, None)
-            text = None if first is None else await _document(first, limits)
-            return EventResponse(partial(_tell, answers, text, limits), answers)
+            text = None if first is None else await _document(first, self._limits)
+            return EventResponse(partial(_tell, answers, text, self._limits), answers)
         except FlowserveError as error:
             text = error_body(str(error))
             return EventResponse(lambda say: say(text), answers, status_of(error))
@@ -82,14 +98,15 @@ def generate_routes(engine: Engine, body: ReadBody, options: AppOptions) -> list
             answers.leave()
             raise
 
-    def watch_of(request: HttpRequest) -> Watch | None:
+    def _watch(self, request: HttpRequest) -> Watch | None:
         """How the request is traced, None if it is not."""
-        name, headers = request.path_params["name"], request.headers.raw
-        watch = engine.traces.sample(name, trace_context(headers)) if engine.traces.is_on else None
-        return engine.tracing.watch() if watch is None and is_timed(headers) else watch
+        name, headers, traces = request.path_params["name"], request.headers.raw, self._engine.traces
+        watch = traces.sample(name, trace_context(headers)) if traces.is_on else None
+        return self._engine.tracing.watch() if watch is None and is_timed(headers) else watch
 
-    async def begin(request: HttpRequest, watch: Watch | None) -> ResponseIterator:
-        headers = request.headers.raw
+    async def _submit(self, request: HttpRequest, watch: Watch | None) -> ResponseIterator:
+        """Decode the request and submit it. Returns its responses."""
+        engine, headers = self._engine, request.headers.raw
         if is_compressed(headers):
             raise Invalid("the generate extension takes no compressed bodies; send the body as it is")
         version = request.path_params.get("version", "")
@@ -98,19 +115,13 @@ def generate_routes(engine: Engine, body: ReadBody, options: AppOptions) -> list
         if watch is not None:
             watch.mark("HTTP_RECV_START")
         deployment = engine.deployments.find(request.path_params["name"], version)
-        asked = await off_loop(partial(_asked, deployment, limits), await body(request))
-        if forwarding is not None:
-            forward_headers(forwarding, headers, sent_names(request.scope), asked)
+        asked = await off_loop(partial(_decoded, deployment, self._limits), await self._body(request))
+        if self._forwarding is not None:
+            forward_headers(self._forwarding, headers, sent_names(request.scope), asked)
         asked.stamp, asked.trace_context = engine.next_stamp(), trace_context(headers)
         if watch is not None:
             watch.mark("HTTP_RECV_END")
         return engine.stream(deployment, asked, watch)
-
-    return [
-        Route(f"{path}/{handler.__name__}", handler, methods=["POST"])
-        for path in (f"{PREFIX}{{name}}", f"{PREFIX}{{name}}/versions/{{version}}")
-        for handler in (generate, generate_stream)
-    ]
 
 
 async def _tell(answers: ResponseIterator, first: bytes | None, limits: ElementLimits, say: Say) -> None:
@@ -126,7 +137,7 @@ async def _tell(answers: ResponseIterator, first: bytes | None, limits: ElementL
 # ---------------------------------------------------------------------------------------------- requests
 
 
-def _asked(deployment: Deployment, limits: ElementLimits, body: BytesLike) -> Request:
+def _decoded(deployment: Deployment, limits: ElementLimits, body: BytesLike) -> Request:
     document = load_json(body)
     if not isinstance(document, dict):
         raise Invalid("failed to parse the request JSON buffer: the request is not a JSON object")

@@ -6,7 +6,7 @@ to the host when the response is taken over, unless it may stay. Decides also wh
 InferenceResponse may hold, which requests to another model are refused before they are sent, how a request becomes a
 `BlsCall` (Triton's BLS), and how a model sees the responses to a call: an error is a response with an error, as on
 Triton; a call that could not be sent raises. How a call reaches the server is decided by the `BlsClient` (base.py); the
-requests of a batch are in instance.py of the python backend, checks of responses in answers.py. It knows of a
+requests of a batch are in requests.py of the python backend, checks of responses in answers.py. It knows of a
 configuration only the specs of inputs.
 
 Callers: models, and the python backend.
