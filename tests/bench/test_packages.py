@@ -40,4 +40,5 @@ def test_a_request_is_profiled_by_package_in_this_checkout_and_in_another(root: 
         assert profile.calls["scheduling"] > 5
         assert 1 < profile.calls["trio"] < 100
         assert profile.cpu_us["http/server"] > 0
-        assert 0 < profile.kernel_us < sum(profile.cpu_us.values()) < 100_000
+        # The kernel counts its time in ticks, of which half a second may have none.
+        assert 0 <= profile.kernel_us < sum(profile.cpu_us.values()) < 100_000

@@ -205,12 +205,19 @@ def test_an_explicit_port_must_be_free(folder: Path, options: tuple[str, ...]) -
     assert "choose another --grpc-port" in ended.value.log
 
 
+def port_8001_taken() -> socket.socket:
+    """Listens there, unless another process does so for long."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        try:
+            return socket.create_server(("127.0.0.1", 8001))
+        except OSError:  # perhaps of another test, which ends soon
+            time.sleep(0.1)
+    return socket.socket()
+
+
 def test_if_the_default_port_is_taken_grpc_is_off_and_log_and_output_report_it(folder: Path) -> None:
-    try:
-        taken = socket.create_server(("127.0.0.1", 8001))
-    except OSError:  # another process has it
-        taken = socket.socket()
-    with taken, serving(folder, "--allow-grpc", "true", "--python-execution", "thread") as served:
+    with port_8001_taken(), serving(folder, "--allow-grpc", "true", "--python-execution", "thread") as served:
         (line,) = [one for one in served.log.splitlines() if "gRPC is not served" in one]
         assert line.startswith("W")
         assert "gRPC is not served: cannot listen on 127.0.0.1 port 8001: address already in use; stop the" in line
