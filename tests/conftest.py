@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,8 +25,9 @@ from flowserve.testing.serve import Served, serving
 ROOT = Path(__file__).resolve().parent.parent
 
 # Tests start hundreds of processes. If bytecode is not written, as in many containers, each of them compiles all of
-# flowserve again.
+# flowserve again, and each run rewrites the asserts of all tests again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # numpy's linear algebra starts a thread per core, which spins for 0.1 s in each of them. Only tests of speed need more.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
