@@ -181,7 +181,7 @@ class ActorLink:
             raise Unavailable(f"TLS: {error}") from None
 
     def exchange(self, data: bytes, expected: int) -> bytes:
-        """Send some bytes of a greeting and read `size` bytes. Raises EOFError if they do not arrive in time."""
+        """Send some bytes of a greeting and read `expected` bytes. Raises EOFError if they do not arrive in time."""
         self._send_all([data])
         answer = bytearray(expected)
         if expected:

@@ -260,9 +260,11 @@ class Parent:
         self._sequences = {key: where for key, where in self._sequences.items() if where != number}
         for other in self._processes.values():
             other.link.tell("ended", number)
+        decisions = self._supervision.ended(number, status, self._clock())
         if not self._is_stopping:
-            _log.error("worker %d ended %s; it is started again", number + 1, _ending(status))
-        self._carry_out(self._supervision.ended(number, status, self._clock()))
+            after = "; it is started again" if self._supervision.state(number) is State.WAITING else ""
+            _log.error("worker %d ended %s%s", number + 1, _ending(status), after)
+        self._carry_out(decisions)
         self._update_can_pass()
         if was_ready:
             self._choose_leader()

@@ -375,6 +375,7 @@ def test_models_that_cannot_be_loaded_are_reported_once_and_the_server_ends(repo
         pass
     assert ended.value.status == 1
     assert ended.value.log.count("failed to load pid") <= 1
+    assert "started again" not in ended.value.log
     assert "config.pbtxt:2" in ended.value.log
 
 
@@ -654,6 +655,27 @@ def test_a_sequence_stays_on_its_worker_whichever_connection_is_used(shared: Ser
             ask(clients[0], "sum", 1, sequence_id=1)
         assert ask(clients[0], "sum", 3, sequence_id="text", sequence_start=True) == 3
         assert [ask(one, "sum", 1, sequence_id="text") for one in clients] == [4, 5, 6, 7]
+
+
+def test_the_response_of_another_worker_has_each_header_once(shared: Served) -> None:
+    data = {"name": "IN", "datatype": "INT32", "shape": [1, 1], "data": [1]}
+    totals = []
+    for n in range(4):  # each connection goes to the worker with fewer of them
+        parameters = {"sequence_id": 77, "sequence_start": n == 0, "sequence_end": n == 3}
+        body = json.dumps({"inputs": [data], "parameters": parameters})
+        with ExitStack() as stack:
+            connections = [http.client.HTTPConnection("127.0.0.1", shared.port, timeout=30) for _ in range(2)]
+            for one in connections:
+                stack.callback(one.close)
+                one.request("GET", "/v2/health/live")
+                one.getresponse().read()
+            connection = connections[n % 2]
+            connection.request("POST", "/v2/models/sum/infer", body)
+            response = connection.getresponse()
+            names = [name.lower() for name, _ in response.getheaders()]
+            assert len(names) == len(set(names)), names
+            totals.append(json.loads(response.read())["outputs"][0]["data"][0])
+    assert totals == [1, 2, 3, 4]
 
 
 def test_a_sequence_that_begins_again_is_where_it_was(shared: Served) -> None:

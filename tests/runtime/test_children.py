@@ -277,6 +277,49 @@ async def test_a_process_that_a_child_forks_and_stops_at_once_ends(children: Chi
     assert (await end_of(child)).endswith("exit status 0")
 
 
+async def test_signals_are_not_blocked_after_forks_that_handlers_of_a_model_interrupt(children: Children) -> None:
+    child = await begin(
+        children,
+        """
+        class Late(Exception):
+            pass
+
+        def fork_and_raise(*_):
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0)
+            os.waitpid(pid, 0)
+            raise Late
+
+        signal.signal(signal.SIGALRM, fork_and_raise)
+        sys.unraisablehook = lambda _: None
+        for n in range(400):
+            pid = 0
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 2e-5 + 1e-6 * (n % 300))
+                pid = os.fork()
+                if pid == 0:
+                    os._exit(0)
+                time.sleep(0.001)
+            except Late:
+                pass
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                if pid:
+                    os.waitpid(pid, 0)
+            assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), n
+
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        pid = os.fork()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        if pid == 0:
+            os._exit(blocked != {signal.SIGTERM})
+        assert os.waitpid(pid, 0)[1] == 0 and blocked == {signal.SIGTERM}, "those that the model blocks stay blocked"
+        """,
+    )
+    assert (await end_of(child)).endswith("exit status 0")
+
+
 @pytest.mark.fault("R6")
 async def test_children_share_no_mutable_state(children: Children) -> None:
     """Working directory, environment, modules, descriptors and random numbers are each process's own."""

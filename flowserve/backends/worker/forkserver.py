@@ -36,9 +36,10 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedWriter, FileIO, TextIOWrapper
 from types import FrameType
 from typing import Any, Final, NoReturn, cast
@@ -60,7 +61,7 @@ _TERM_MS: Final = 200
 # Modules that every worker imports.
 PRELOADED: Final = ("numpy", "flowserve.backends.worker.main", "flowserve.backends.python.backend")
 
-STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # of the server
+STOP_SIGNALS: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})  # of the server
 
 # The function that a worker runs: it takes the number of its socket, and its arguments.
 EntryPoint = Callable[[int, bytes], None]
@@ -357,20 +358,30 @@ def _worker_of(pid: int) -> int:
         return 0
 
 
-def _wait_during_forks(signals: Collection[signal.Signals], in_child: Callable[[], None]) -> None:
+def _wait_during_forks(signals: frozenset[signal.Signals], in_child: Callable[[], None]) -> None:
     """From now on, a signal that is sent to a forked process waits until `in_child` has returned there. Its parent may
-    send it at once, and the handler that the process begins with would take it without effect.
+    send it at once, and the handler that the process begins with would take it without effect. Signals that the model
+    itself blocks stay blocked.
+
+    A handler of the model may run, fork and raise inside of a Python function, so C functions block the signals before
+    the fork and unblock them in the parent.
     """
-    before = threading.local()
+    own = threading.local()  # `blocked`: by the model, before the fork
 
-    def block() -> None:
-        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    def note() -> None:
+        own.blocked = signals & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
-    def restore() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before.mask)
+    def block_again() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, own.__dict__.pop("blocked", ()))
 
-    os.register_at_fork(before=block, after_in_parent=restore, after_in_child=in_child)
-    os.register_at_fork(after_in_child=restore)  # called in the order of registration
+    def unblock_in_child() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals - own.__dict__.pop("blocked", frozenset()))
+
+    block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, signals)
+    unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, signals)
+    # Called in the order of registration, those before a fork in reverse.
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=in_child)
+    os.register_at_fork(before=note, after_in_parent=block_again, after_in_child=unblock_in_child)
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:

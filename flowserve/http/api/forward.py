@@ -24,6 +24,7 @@ from flowserve.values import BytesLike
 
 _HEADER: Final = FORWARDED.encode()
 _OF_CONNECTION: Final = frozenset({b"connection", b"keep-alive", b"content-length", b"transfer-encoding", b"expect"})
+_NOT_PASSED_ON: Final = _OF_CONNECTION | {b"server"}  # of a response: this server writes its own
 _RECEIVED_BYTES: Final = 1 << 16
 _TOGETHER_BYTES_MAX: Final = 1 << 14  # of a body that is sent in one piece with its head
 
@@ -109,7 +110,7 @@ class _Response:
         self.parser = httptools.HttpResponseParser(self)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() not in _OF_CONNECTION:
+        if name.lower() not in _NOT_PASSED_ON:
             self.headers.append((name.lower(), value))
 
     def on_body(self, data: bytes) -> None:
