@@ -184,6 +184,11 @@ class Work:
     contexts: Sequence[str] | None = None
 
 
+# The common case of a batch without facts about its members: shared, as results are not modified.
+NO_ERRORS: Final[Mapping[int, FlowserveError]] = {}
+NO_PARAMETERS: Final[Mapping[int, Mapping[str, Any]]] = {}
+
+
 @dataclass(slots=True, eq=False)
 class Results:
     """The outcome of a batch.

@@ -141,7 +141,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings, role: R
                 await role.join(nursery, engine, control, fronts, app)
                 status = await _load(arguments, engine, control, shutdown, heap, role, where)
                 if status == 0:
-                    await role.is_loaded()
+                    await role.report_loaded()
                     await shutdown.asked.wait()
                     engine.deployments.is_leaving = True
                     await trio.sleep(delay_s)
@@ -196,7 +196,7 @@ async def _drain(engine: Engine, fronts: FrontEnds, shutdown: Shutdown, role: Ro
     """
     deadline = shutdown.deadline if shutdown.asked.is_set() else trio.current_time()
     engine.refuse_new()
-    role.stops()
+    role.report_stopping()
     if shutdown.asked.is_set():
         now = trio.current_time()
         _log.info("stopping: %s", _under_way(engine))

@@ -128,7 +128,7 @@ class Replica:
             await self._link.call("serving")
             task_status.started()
 
-    async def is_loaded(self) -> None:
+    async def report_loaded(self) -> None:
         """The models are loaded: catch up with the operations since the server was started, and then serve."""
         done = 0
         while True:
@@ -146,7 +146,7 @@ class Replica:
                     _log.error("an operation that the other workers carried out failed here: %s", error)
                 at, done = at + nbytes, number
 
-    def stops(self) -> None:
+    def report_stopping(self) -> None:
         """New requests are refused from now on."""
         self._link.tell("stopping")
 

@@ -68,7 +68,7 @@ class ModelQueue:
             batcher.serve(self.instances, self.free)
 
         # For the runtime.
-        self.statistics = statistics  # the model's statistics; only the runtime uses them
+        self.statistics = statistics  # the model's statistics
         self.cache = cache  # the model's response cache, in which the runtime looks up each step; or None
 
         # Routes, for the scheduler.

@@ -123,7 +123,9 @@ class AnswerReader:
     def _read_uniform(self, responses: list[InferenceResponse], work: Work) -> Results | None:
         """The results of a batch whose responses are valid, small, and all of the same outputs in the same order, alike
         but for their rows, without errors or parameters. None for any other batch. Nearly every batch is of this kind,
-        and this loop runs for each of its requests. An array that no request wants is ignored.
+        and this loop runs for each of its requests. An array that no request wants is ignored. For 1, 4 and 16 requests
+        with one output of 256 bytes it takes 1.0, 1.6 and 3.2 us on Debian's Python 3.11.2; the general way takes 3.3,
+        7.5 and 23.
 
         It only recognises batches in which `_sort` finds no error and `_take` one kind of array for each output, so it
         omits checks of theirs:

@@ -57,10 +57,10 @@ class Role(Protocol):
     def report_url(self, where: str) -> None:
         """The models are loaded."""
 
-    async def is_loaded(self) -> None:
+    async def report_loaded(self) -> None:
         """Requests may arrive from now on."""
 
-    def stops(self) -> None:
+    def report_stopping(self) -> None:
         """New requests are refused from now on."""
 
     async def leave(self, adopt: Mapping[str, Adopt]) -> None:
@@ -93,10 +93,10 @@ class Alone:
     def report_url(self, where: str) -> None:
         say(f"listening on {where}")
 
-    async def is_loaded(self) -> None:
+    async def report_loaded(self) -> None:
         pass
 
-    def stops(self) -> None:
+    def report_stopping(self) -> None:
         pass
 
     async def leave(self, adopt: Mapping[str, Adopt]) -> None:
@@ -157,11 +157,11 @@ class OneOfSeveral:
     def report_url(self, where: str) -> None:
         pass
 
-    async def is_loaded(self) -> None:
-        await self._replica.is_loaded()
+    async def report_loaded(self) -> None:
+        await self._replica.report_loaded()
 
-    def stops(self) -> None:
-        self._replica.stops()
+    def report_stopping(self) -> None:
+        self._replica.report_stopping()
 
     async def leave(self, adopt: Mapping[str, Adopt]) -> None:
         await self._replica.leave(adopt)

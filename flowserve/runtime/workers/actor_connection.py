@@ -17,7 +17,7 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 
 import trio
 
-from flowserve.backends.base import Results
+from flowserve.backends.base import NO_ERRORS, NO_PARAMETERS, Results
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import (
     PASSED_AT,
@@ -61,9 +61,6 @@ OPENING_SILENCES_MAX: Final = 120  # loading a model may keep the interpreter fr
 CONNECT_S: Final = 5.0
 CLOSE_S_MAX: Final = 600.0
 END_S: Final = 10.0  # limit for an actor without instances to end
-# The common case of a batch without facts about its members. Results are not modified.
-_NO_ERRORS: Final[Mapping[int, FlowserveError]] = {}
-_NO_PARAMETERS: Final[Mapping[int, Mapping[str, Any]]] = {}
 
 
 class ActorWorker(Protocol):
@@ -103,7 +100,7 @@ class ActorRun:
         memory = _part(block, segment, offset, nbytes)
         outputs, placed = reader.read(words, at + STAGE_WORDS, memory, rows, unlike)
         taken = () if passed else self.taken
-        results = Results(outputs, _NO_ERRORS, gathered_ns, computed_ns, (), placed, _NO_PARAMETERS, (), taken, notes)
+        results = Results(outputs, NO_ERRORS, gathered_ns, computed_ns, (), placed, NO_PARAMETERS, (), taken, notes)
         if told:
             decode_members(told, results, len(rows))
             if results.rescheduled:
@@ -120,7 +117,7 @@ class ActorRun:
             outputs = self.workers[i].reader.read_stage(stage, memory, self.rows) if has_outputs else ()
             taken = () if i else self.taken
             gathered_ns, computed_ns = stage.gathered_ns, stage.computed_ns
-            made.append(Results(outputs, _NO_ERRORS, gathered_ns, computed_ns, (), sizes, _NO_PARAMETERS, (), taken))
+            made.append(Results(outputs, NO_ERRORS, gathered_ns, computed_ns, (), sizes, NO_PARAMETERS, (), taken))
         return made
 
 

@@ -15,13 +15,13 @@ event loop.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
-from typing import Any, Final, Protocol, cast
+from typing import Any, Protocol, cast
 
-from flowserve.backends.base import Results
+from flowserve.backends.base import NO_ERRORS, NO_PARAMETERS, Results
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import (
     PASSED_AT,
@@ -44,9 +44,6 @@ from flowserve.runtime.workers.base import Outcome, Passed
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.route import Route
 
-# The common case of a batch without facts about its members. Results are not modified.
-_NO_ERRORS: Final[Mapping[int, FlowserveError]] = {}
-_NO_PARAMETERS: Final[Mapping[int, Mapping[str, Any]]] = {}
 _route_numbers = count(1)
 _number_of = attrgetter("number")
 
@@ -109,7 +106,7 @@ class ProcessRun:
                 outputs, placed = reader.read(words, at + STAGE_WORDS, block, rows, unlike)
                 copied, taken = ((), ()) if k else (self.packed.copied, self.packed.taken)
                 results = Results(
-                    outputs, _NO_ERRORS, gathered_ns, computed_ns, copied, placed, _NO_PARAMETERS, (), taken, notes
+                    outputs, NO_ERRORS, gathered_ns, computed_ns, copied, placed, NO_PARAMETERS, (), taken, notes
                 )
                 if told:
                     decode_members(told, results, len(rows))
@@ -193,7 +190,7 @@ class ProcessRun:
             for _, nbytes, _ in stage.outputs:
                 placed.append(nbytes)  # a comprehension is one more call
             copied, taken = ((), ()) if i else (self.packed.copied, self.packed.taken)
-            results = Results(outputs, _NO_ERRORS, gathered_ns, computed_ns, copied, placed, _NO_PARAMETERS, (), taken)
+            results = Results(outputs, NO_ERRORS, gathered_ns, computed_ns, copied, placed, NO_PARAMETERS, (), taken)
             if not before_ns <= gathered_ns <= computed_ns <= now_ns:
                 _limit_times(results, before_ns, now_ns)
             before_ns = results.computed_ns
