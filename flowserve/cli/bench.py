@@ -18,7 +18,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import trio
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
@@ -27,6 +26,7 @@ from rich.table import Table
 from flowserve.cli import load
 from flowserve.cli.client import Address, describe, id_maker, sequence_ids
 from flowserve.cli.deployment import described_inputs, find_deployment
+from flowserve.cli.interrupts import run_until_ctrl_c
 from flowserve.cli.serving.progress import output
 from flowserve.cli.tensors import InferBody, flat_body, generated_inputs, read_inputs
 from flowserve.config.load import CONFIG_FILE
@@ -105,7 +105,7 @@ def _each_level(arguments: argparse.Namespace, measure_level: Callable[[int, flo
         task = progress.add_task("measuring", total=len(arguments.concurrency))
         for level in arguments.concurrency:
             progress.update(task, description=f"{level} at a time")
-            measured.append(trio.run(measure_level, level, arguments.seconds))
+            measured.append(run_until_ctrl_c(measure_level, level, arguments.seconds))
             progress.advance(task)
     return measured
 
@@ -120,7 +120,7 @@ def _sweep(arguments: argparse.Namespace, model: str) -> int:
         def report(variant: Variant, number: int, total: int) -> None:
             progress.update(task, description=str(variant), completed=number, total=total)
 
-        trials = trio.run(
+        trials = run_until_ctrl_c(
             sweep,
             target,
             max(arguments.concurrency),

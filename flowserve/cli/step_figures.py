@@ -16,10 +16,10 @@ from statistics import median
 from typing import Final
 
 import numpy as np
-import trio
 
 from flowserve.cli import load
 from flowserve.cli.client import MakeId, id_maker
+from flowserve.cli.interrupts import run_until_ctrl_c
 from flowserve.config.types import OFF, ModelConfig
 from flowserve.errors import Invalid
 from flowserve.graph.types import Graph
@@ -126,7 +126,7 @@ def measure_graph(subject: MeasuredGraph, seconds: float, concurrency: int) -> G
     """Load the deployment, measure it three times for `seconds`, and unload it. Blocks. Raises FlowserveError if a
     model cannot be loaded or a request fails.
     """
-    return trio.run(_measure, subject, seconds, concurrency)
+    return run_until_ctrl_c(_measure, subject, seconds, concurrency)
 
 
 async def _measure(subject: MeasuredGraph, seconds: float, concurrency: int) -> GraphFigures:

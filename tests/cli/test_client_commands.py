@@ -529,6 +529,12 @@ def test_ctrl_c_ends_a_measurement_without_a_traceback(served: Served) -> None:
     assert (bench.returncode, printed) == (130, ("", ""))
 
 
+@pytest.mark.server
+def test_ctrl_c_while_a_response_is_parsed_ends_a_measurement(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoadConnection, "on_body", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert main(["bench", served.address, "songs", "--concurrency", "2", "--seconds", "30"]) == 130
+
+
 def test_a_variant_keeps_all_other_fields(songs: Path) -> None:
     configs = SweepTarget(songs, "songs").configs(Variant(3, 128, 500))
     assert configs.keys() == {"songs_count", "songs_judge"}
