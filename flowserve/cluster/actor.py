@@ -171,7 +171,7 @@ class _Made:
             sizes = [0 if column is None else column.nbytes for column in self.columns]
             return [0, *self.times, 0, 0, len(sizes), *chain.from_iterable((0, size, 0) for size in sizes)]
         outputs = [[None] * len(message.rows) if column is None else column for column in self.columns]
-        placed = OutputWriter(self.specs, _show, arena).place(outputs)
+        placed = OutputWriter(self.specs, _show, arena).place(outputs, None)
         wanted = tuple([j for j, column in enumerate(self.columns) if column is not None])
         words = stage_words(message._replace(wanted=[wanted]), 0, self.times, placed)
         assert words is not None  # each output is one tensor
@@ -464,7 +464,8 @@ class _Instance:
         arena = OutgoingArena()
         is_whole = text is None and run.is_at_end
         passed = [one.words(run.message, None if is_whole else arena) for one in run.made]
-        placed = OutputWriter(self._job.config.outputs, _show, arena).place(results.outputs)
+        rows = run.message.rows if self._batches else None
+        placed = OutputWriter(self._job.config.outputs, _show, arena).place(results.outputs, rows)
         times = results.gathered_ns, results.computed_ns
         words = [run.number, len(passed), *chain.from_iterable(passed), 0, *times, *placed.words()]
         self._send(run, pack(protocol.DONE, words, text), arena)

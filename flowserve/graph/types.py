@@ -7,14 +7,15 @@ Callers: every package above `graph`.
 
 Decides too which edges need a conversion, because their two ends declare the tensor differently (few; the others have
 None and cost nothing), and how the shape changes: by an ensemble's `reshape`, and by a leading 1 that is added or
-removed between a model with a batch dimension and one without. It is derived from the configurations alone: the ranks
-at both ends show whether a dimension is missing. Does not convert tensors (`memory/tensor`).
+removed between a model with a batch dimension and one without. Which edges do is derived from the configurations: the
+ranks at both ends show whether a dimension is missing. Does not convert tensors (`memory/tensor`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import prod
 from typing import Final
 
 from flowserve.config.types import EachItem, ModelConfig, RowTest
@@ -27,11 +28,13 @@ Dims = tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class Conversion:
     """Each of `reshapes` is applied first, from dims to dims without the batch dimension. Then, with `batch` 1, a
-    leading 1 is added; with `batch` -1 a leading 1 is removed.
+    leading 1 is added if the shape fits `wanted`; with `batch` -1 a leading 1 is removed if it does not. The actual
+    shape decides, as on Triton, because a `model.py` may return another one than its configuration has.
     """
 
     reshapes: tuple[tuple[Dims, Dims], ...] = ()
     batch: int = 0
+    wanted: Dims = ()
 
 
 def conversion(
@@ -45,7 +48,7 @@ def conversion(
     batch = 0
     if batches != wants_batches and len(dims) == len(wanted):
         batch = 1 if wants_batches else -1
-    return Conversion(reshapes, batch) if reshapes or batch else None
+    return Conversion(reshapes, batch, wanted if batch else ()) if reshapes or batch else None
 
 
 def inside(spec: TensorSpec) -> TensorSpec:
@@ -69,12 +72,23 @@ def inner_shape(shape: Dims, spec: TensorSpec) -> Dims:
     return shape[:batch] + reshaped(shape[batch:], spec.dims, spec.reshape)
 
 
-def outer_shape(shape: Dims, spec: TensorSpec) -> Dims:
-    """The shape for requests of a tensor that the model sees in this `shape`: the inverse of `inner_shape`."""
+def outer_shape(shape: Dims, spec: TensorSpec, *, batches: bool) -> Dims:
+    """The shape for requests of a tensor that the model returned in this `shape`: the inverse of `inner_shape`.
+
+    As on Triton, dims replace all but the batch dimension of any shape; the varying ones have the sizes that are at the
+    places of those of `reshape`. Raises ValueError if there is no such place, or the number of elements differs.
+    """
     if spec.reshape is None:
         return shape
-    batch = len(shape) - len(spec.reshape)
-    return shape[:batch] + reshaped(shape[batch:], spec.reshape, spec.dims)
+    lead = shape[:1] if batches else ()
+    inner = shape[len(lead) :]
+    if len(inner) < len(spec.reshape) and -1 in spec.reshape[len(inner) :]:
+        raise ValueError(f"no size for a varying dimension in {[*shape]}")
+    varying = iter([size for size, dim in zip(inner, spec.reshape, strict=False) if dim == -1])
+    outer = lead + tuple([next(varying) if dim == -1 else dim for dim in spec.dims])
+    if prod(outer) != prod(shape):
+        raise ValueError(f"shape {[*shape]} cannot become {[*outer]}")
+    return outer
 
 
 GRAPH: Final = -1  # as a producer or consumer: the graph's own inputs or outputs

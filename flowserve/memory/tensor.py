@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from flowserve.graph.types import Conversion, reshaped
-from flowserve.values import HOST_MEMORY, Array, MemoryPlace
+from flowserve.values import HOST_MEMORY, Array, MemoryPlace, fits
 
 WHOLE: Final = -1
 T = TypeVar("T")
@@ -86,7 +86,15 @@ def apply_conversion(make: Callable[..., T], array: Any, has_rows: bool, convers
         array = array.reshape(array.shape[:lead] + reshaped(array.shape[lead:], dims, target))
     shape = array.shape
     if conversion.batch > 0:
-        return make(array.reshape((1, *shape)), 0, 1)
+        if fits(shape, conversion.wanted):
+            return make(array.reshape((1, *shape)), 0, 1)
+        return make(array, 0, shape[0]) if shape else make(array)
     if conversion.batch < 0:
-        return make(array.reshape(shape[1:]) if shape[0] == 1 else array)
+        is_stripped = shape[:1] == (1,) and not fits(shape, conversion.wanted)
+        return make(array.reshape(shape[1:]) if is_stripped else array)
     return make(array, 0, shape[0]) if has_rows else make(array)
+
+
+def with_rows(array: Array) -> Tensor:
+    """An array whose first dimension is that of its rows. A number without dimensions has no rows."""
+    return Tensor(array, 0, len(array)) if array.ndim else Tensor(array)

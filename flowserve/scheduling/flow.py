@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
-from flowserve.errors import FlowserveError, Invalid
-from flowserve.graph.plan import Plan, PlanNode
+from flowserve.errors import FlowserveError, Invalid, ModelFailed
+from flowserve.graph.plan import NO_SLOT, Plan, PlanNode
+from flowserve.graph.types import GRAPH
 from flowserve.values import fits, shape_text
 
 E = TypeVar("E", bound=FlowserveError)
@@ -297,8 +298,7 @@ class Flow:
                 if rows == -1:
                     rows = here
                 elif here != rows:
-                    text = f"input batch size does not match other inputs for '{node.model.name}'"
-                    raise self.located(Invalid(text), node)
+                    raise self.located(self._unequal_rows(node), node)
             if rows == -1:
                 rows = 1
             elif rows > node.max_batch_size:
@@ -309,6 +309,26 @@ class Flow:
         if not node.variable and not node.optional:
             return Ticket(self, node, rows, None)
         return Ticket(self, node, rows, self._key(node))
+
+    def _unequal_rows(self, node: PlanNode) -> FlowserveError:
+        """The inputs of a step have different numbers of rows. It is the model's failure if one of them is an output of
+        a model that batches, which has to keep its rows; otherwise a model without a batch dimension chose them.
+        """
+        graph, tensors = self.plan.graph, self.tensors
+        seen, is_failure = [], False
+        for edge in graph.edges:
+            slot = node.inputs[edge.input] if edge.consumer == node.index else NO_SLOT
+            handle = tensors[slot] if slot >= 0 else None
+            if handle is None:
+                continue
+            made_by = "the request"
+            if edge.producer != GRAPH:
+                producer = graph.nodes[edge.producer]
+                made_by = f"model '{producer.model.name}'"
+                is_failure = is_failure or producer.max_batch_size > 0
+            seen.append(f"'{edge.tensor}' of {made_by} has shape {shape_text(handle.shape)}")
+        text = f"input batch size does not match other inputs for '{node.model.name}': {', '.join(seen)}"
+        return ModelFailed(text) if is_failure else Invalid(text)
 
     def _convert(self, node: PlanNode) -> None:
         for slot, own, conversion in node.converts:

@@ -18,7 +18,7 @@ import pytest
 
 from flowserve.backends import registry
 from flowserve.backends.base import OutputNotes, Verifies, Work
-from flowserve.backends.python.answers import WRONG_ROWS, AnswerReader
+from flowserve.backends.python.answers import AnswerReader
 from flowserve.backends.python.pb_utils.inference import InferenceResponse
 from flowserve.backends.python.pb_utils.inference import Tensor as Answer
 from flowserve.backends.python.source import forget_model
@@ -650,27 +650,38 @@ def test_no_response_at_all_fails_the_batch(python: Open, returned: str) -> None
         python(HEAD + DOUBLE.replace("return responses", f"return {returned}")).run({"x": rows(1)})
 
 
+CONFIGURED_FP32 = "the configuration promises FP32, the model answered"
+CONFIGURED_SHAPE = "the configuration promises shape [1,4], the model answered"
+CONVERTED = "array.astype converts it, or change data_type"
+OTHER_DIMS = "return that shape, or change dims"
+OF_ROWS = "the first dimension is that of the rows"
+
+
 @pytest.mark.fault("S10", "B9")
 @pytest.mark.parametrize(
     ("expression", "text", "passed"),
     [
-        ("x.astype(np.float64)", "the configuration promises FP32, the model answered float64", rows(2).tolist()),
-        ("x[:, :3]", "the configuration promises shape [1,4], the model answered [1,3]", rows(2)[:, :3].tolist()),
-        ("x[:, :0]", "the configuration promises shape [1,4], the model answered [1,0]", [[]]),
-        ("np.array([])", "the configuration promises FP32, the model answered float64", []),
-        ("np.array([['a'] * 4])", "the configuration promises FP32, the model answered BYTES", [[b"a"] * 4]),
+        ("x.astype(np.float64)", f"{CONFIGURED_FP32} float64; {CONVERTED}", rows(2).tolist()),
+        ("x[:, :3]", f"{CONFIGURED_SHAPE} [1,3]; {OTHER_DIMS}", rows(2)[:, :3].tolist()),
+        ("x[:, :0]", f"{CONFIGURED_SHAPE} [1,0]; {OTHER_DIMS}", [[]]),
+        ("np.array([])", f"{CONFIGURED_FP32} float64; {CONVERTED}", []),
+        (
+            "np.array([['a'] * 4])",
+            f"{CONFIGURED_FP32} BYTES; return another array, or change data_type",
+            [[b"a"] * 4],
+        ),
         (
             "np.concatenate([x, x])",
-            f"the configuration promises shape [1,4], the model answered [2,4]; {WRONG_ROWS}",
-            None,
+            f"{CONFIGURED_SHAPE} [2,4]; {OF_ROWS}: return one for each row of the request",
+            [*rows(2).tolist(), *rows(2).tolist()],
         ),
-        ("x[0]", f"the configuration promises shape [1,4], the model answered [4]; {WRONG_ROWS}", None),
+        ("x[0]", f"{CONFIGURED_SHAPE} [4]; {OF_ROWS}: array[numpy.newaxis] adds it", rows(2)[0].tolist()),
         (
             "np.ones((), np.float32)",
-            f"the configuration promises shape [1,4], the model answered []; {WRONG_ROWS}",
-            None,
+            f"{CONFIGURED_SHAPE} []; {OF_ROWS}: return one for each row of the request",
+            1.0,
         ),
-        ("x.astype(complex)", "the configuration promises FP32, the model answered complex128", None),
+        ("x.astype(complex)", f"{CONFIGURED_FP32} complex128; {CONVERTED}", None),
     ],
 )
 @pytest.mark.parametrize("strict", [False, True])

@@ -307,7 +307,7 @@ def test_a_gpu_output_of_another_shape_is_passed_on_or_refused(keeping: Callable
         [[True]],
         read_at=[[ON_DEVICE]],
     )
-    text = "the configuration promises shape [1,5], the model answered [1,4]"
+    text = "the configuration promises shape [1,5], the model answered [1,4]; return that shape, or change dims"
     results = keeping((5,)).instance.run(work, lambda: 0)
     assert results.notes == OutputNotes(unlike={"y": text})
     assert results.outputs[0][0].shape == (1, 4)

@@ -255,8 +255,8 @@ class Both:
         self.segments: dict[int, Segment] = {}
         self.gone: list[Any] = []
 
-    def place(self, columns: Sequence[Sequence[Tensor | None]]) -> list[int]:
-        return self.outputs.place(columns).words()
+    def place(self, columns: Sequence[Sequence[Tensor | None]], rows: Sequence[int]) -> list[int]:
+        return self.outputs.place(columns, rows).words()
 
     def _see(self, segment: Segment) -> None:
         self.segments[segment.number] = Segment.read_shared(os.dup(segment.fd), segment.number)
@@ -299,7 +299,7 @@ def test_the_server_reads_the_outputs_of_the_model(
         column = [None if array is None else Tensor(array, 0, len(array)) for array in arrays]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(raw, "ENCODED_BYTES_MIN", encoded_min)
-        (read,) = both.read(both.place([column]), members)
+        (read,) = both.read(both.place([column], members), members)
     for tensor, array in zip(read, arrays, strict=True):
         assert (tensor is None) == (array is None)
         if tensor is not None and array is not None:
@@ -312,7 +312,7 @@ def test_the_server_reads_the_outputs_of_the_model(
 
 def test_an_output_is_a_read_only_view_and_returns_to_the_worker_after_its_last_reader() -> None:
     both = Both(spec("A"), spec("B"))
-    words = both.place([[Tensor(rows(2), 0, 2)], [Tensor(rows(2, 100), 0, 2)]])
+    words = both.place([[Tensor(rows(2), 0, 2)], [Tensor(rows(2, 100), 0, 2)]], [2])
     (first,), (second,) = both.read(words, [2])
     assert first is not None
     assert second is not None
@@ -324,12 +324,12 @@ def test_an_output_is_a_read_only_view_and_returns_to_the_worker_after_its_last_
     del part
     assert both.gone == [(words[0], words[1])]
     both.outputs.give_back(both.gone)
-    assert both.place([[Tensor(rows(2), 0, 2)], [None]])[:2] == words[:2], "the block is used again"
+    assert both.place([[Tensor(rows(2), 0, 2)], [None]], [2])[:2] == words[:2], "the block is used again"
 
 
 def test_a_model_without_batching_returns_whole_tensors() -> None:
     both = Both(spec("A", (2, 4)), spec("S", (1,), DType.BYTES), batches=False)
-    words = both.place([[Tensor(rows(2))], [Tensor(np.array([b"x\0y"], np.object_))]])
+    words = both.place([[Tensor(rows(2))], [Tensor(np.array([b"x\0y"], np.object_))]], [2])
     (whole,), (text,) = both.read(words, [1])
     assert whole is not None
     assert text is not None
@@ -349,7 +349,7 @@ def test_no_message_of_a_worker_makes_a_view_outside_its_block(
     second = rows(2)[:, : 3 if is_apart else 4].copy()
     texts = np.array([[b"a", b"bc"]], np.object_)
     numbers: list[Tensor | None] = [Tensor(rows(1), 0, 1), Tensor(second, 0, 2)]
-    words = both.place([numbers, [Tensor(texts, 0, 1), Tensor(np.repeat(texts, 2, 0), 0, 2)]])
+    words = both.place([numbers, [Tensor(texts, 0, 1), Tensor(np.repeat(texts, 2, 0), 0, 2)]], [1, 2])
     segment, offset, nbytes = words[:3]
     changed = [*words]
     for index, value in changes:

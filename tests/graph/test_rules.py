@@ -497,7 +497,7 @@ def test_a_model_without_a_batch_dimension_may_feed_one_that_has_it() -> None:
     """A missing dimension is added on the way, as on Triton; a full shape that matches is unchanged."""
     single = model("decode", {"BYTES": "BYTES[-1,1]"}, {"IMAGE": "FP32[3,8,8]"}, max_batch_size=0)
     first, second, third = compile_ensemble(GOOD, 1, available(single, CLASSIFY)).edges
-    assert (first.conversion, second.conversion, third.conversion) == (None, Conversion(batch=1), None)
+    assert (first.conversion, second.conversion, third.conversion) == (None, Conversion((), 1, (3, 8, 8)), None)
 
 
 @pytest.mark.fault("E5")

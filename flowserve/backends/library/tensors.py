@@ -141,7 +141,7 @@ class ModelTensors:
             promised = shape_text((*batch, *inner))
             what = f"the configuration promises shape {promised}, the model answered {shape_text(shape)}"
             raise self._other(spec, what)
-        return array if spec.reshape is None else array.reshape(outer_shape(shape, spec))
+        return array if spec.reshape is None else array.reshape(outer_shape(shape, spec, batches=total >= 0))
 
     def gather_on(self, stream: DeviceStream, work: Work) -> tuple[dict[str, DeviceArray], list[int], int]:
         """The inputs by name, in memory that the device reads and in the file's shape; the bytes copied for each input;

@@ -1,13 +1,16 @@
 """Checks of the responses of a Python model, and ownership of their arrays.
 
-Decides which outputs are passed on although their data type or shape is not the configuration's (any that a client or
-another model could read: a data type of the protocol, and the rows of its request), what is noted about them and about
-missing outputs, and which outputs fail their own request (the others, states of sequences, and in strict mode all that
-differ or are missing). Decides also when an array may be taken without a copy. A model may continue to use an array of
-its response: a table that it keeps, a buffer that it fills again. So small outputs are placed contiguously in one
-block, which the next batch reads without a copy; large ones are taken as they are if reference counts show that only
-the response holds them, and copied otherwise. In a process that runs this model only, outputs are written to shared
-memory before the model continues, so all are taken as they are.
+Decides which outputs are passed on although their data type or shape is not the configuration's (any that a client
+could read: a data type of the protocol, and elements for its `reshape`), what is noted about them and about missing
+outputs, and which outputs fail their own request (the others, states of sequences, and in strict mode all that differ
+or are missing). A response belongs to one request and is never divided, so the first dimension of an output need not be
+the number of rows.
+
+Decides also when an array may be taken without a copy. A model may continue to use an array of its response: a table
+that it keeps, a buffer that it fills again. So small outputs are placed contiguously in one block, which the next batch
+reads without a copy; large ones are taken as they are if reference counts show that only the response holds them, and
+copied otherwise. In a process that runs this model only, outputs are written to shared memory before the model
+continues, so all are taken as they are.
 
 It does not know how the model was called.
 
@@ -33,12 +36,11 @@ from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.graph.types import outer_shape
 from flowserve.memory.column import Column, scatter
 from flowserve.memory.pool import HOST, POOLED_BYTES_MIN
-from flowserve.memory.tensor import Tensor
+from flowserve.memory.tensor import Tensor, with_rows
 from flowserve.values import BY_NUMPY, Array, TensorSpec, fits, shape_text
 
 log = logging.getLogger("flowserve.python")
 
-WRONG_ROWS: Final = "return one row for each row of the request, or set max_batch_size: 0"
 NAMES_MAX: Final = 100  # limit of unknown outputs that are logged: some models generate names
 
 Errors = dict[int, FlowserveError]
@@ -300,24 +302,36 @@ class AnswerReader:
 
     def _difference(self, dtype: np.dtype[Any], shape: tuple[int, ...], output: _Output, rows: int) -> Mismatch:
         # A response of a decoupled model (`rows` below 0) has any number of rows.
-        inner = (*(shape[:1] if rows < 0 else (rows,)), *output.inner) if self._batches else output.inner
-        has_shape = fits(shape, inner)
-        # An output without elements may have no row for those of the request: nothing is missing from it.
-        has_rows = not self._batches or 0 in shape or (len(shape) > 0 and (rows < 0 or shape[0] == rows))
-        is_refused = not has_rows or (output.spec.reshape is not None and not has_shape)
-        if dtype != output.numpy and has_rows:
+        promised = (rows, *output.inner) if self._batches else output.inner
+        has_shape = fits(shape, (*shape[:1], *output.inner) if self._batches and rows < 0 else promised)
+        is_refused = False
+        if not has_shape and output.spec.reshape is not None:
+            try:
+                outer_shape(shape, output.spec, batches=self._batches)
+            except ValueError:
+                is_refused = True
+        if dtype != output.numpy:
             theirs = "BYTES" if dtype.hasobject else str(dtype)
-            text = f"the configuration promises {output.spec.dtype}, the model answered {theirs}"
-            return text, is_refused or dtype not in BY_NUMPY
-        if has_shape and has_rows:
+            text = f"the configuration promises {output.spec.dtype}, the model answered {theirs}; "
+            remedy = "array.astype converts it" if _is_convertible(dtype, output.numpy) else "return another array"
+            return f"{text}{remedy}, or change data_type", is_refused or dtype not in BY_NUMPY
+        if has_shape:
             return _AGREES
-        promised = (rows, *output.inner) if self._batches else inner
-        hint = "" if has_rows else f"; {WRONG_ROWS}"
-        text = f"the configuration promises shape {shape_text(promised)}, the model answered {shape_text(shape)}{hint}"
-        return text, is_refused
+        text = f"the configuration promises shape {shape_text(promised)}, the model answered {shape_text(shape)}; "
+        if self._batches and fits(shape, output.inner):
+            return f"{text}the first dimension is that of the rows: array[numpy.newaxis] adds it", is_refused
+        if self._batches and rows >= 0 and shape[:1] != (rows,):
+            return f"{text}the first dimension is that of the rows: return one for each row of the request", is_refused
+        return f"{text}return that shape, or change dims", is_refused
 
     def _on_host(self, tensor: Answer) -> Answer:
         return on_host(tensor)
+
+    def _outer(self, array: Array, output: _Output) -> Tensor:
+        """An output's tensor, in the shape that requests see. It has one, or `_mismatch` has refused it."""
+        spec = output.spec
+        own = array if spec.reshape is None else array.reshape(outer_shape(array.shape, spec, batches=self._batches))
+        return with_rows(own) if self._batches else Tensor(own)
 
     def _take(
         self, responses: list[InferenceResponse], column: list[Place], output: _Output, outputs: list[Tensor | None]
@@ -327,15 +341,19 @@ class AnswerReader:
         arrays = [responses[m]._outputs[k].as_numpy() for m, k in column]
         if not self._copies:
             for (m, _), array in zip(column, arrays, strict=True):
-                own = array if spec.reshape is None else array.reshape(outer_shape(array.shape, spec))
-                outputs[m] = Tensor(own, 0, len(own)) if self._batches else Tensor(own)
+                outputs[m] = self._outer(array, output)
             return 0
         kinds = {(array.dtype, array.shape[1:]) for array in arrays}
-        if len(kinds) == 1 and (arrays[0].dtype.hasobject or sum([a.nbytes for a in arrays]) < POOLED_BYTES_MIN):
+        have_rows = self._batches and all(array.ndim for array in arrays)
+        is_one_block = len(kinds) == 1 and (have_rows or len(arrays) == 1)
+        if is_one_block and (arrays[0].dtype.hasobject or sum([a.nbytes for a in arrays]) < POOLED_BYTES_MIN):
             block = np.concatenate(arrays) if len(arrays) > 1 else arrays[0].copy()
-            if spec.reshape is not None:
-                block = block.reshape(outer_shape(block.shape, spec))
-            shares = scatter(block, [len(array) for array in arrays]) if self._batches else [Tensor(block)]
+            if not have_rows:
+                shares = [self._outer(block, output)]
+            else:
+                if spec.reshape is not None:
+                    block = block.reshape(outer_shape(block.shape, spec, batches=True))
+                shares = scatter(block, [len(array) for array in arrays])
             for (m, _), share in zip(column, shares, strict=True):
                 outputs[m] = share
             return block.nbytes
@@ -344,8 +362,7 @@ class AnswerReader:
         for m, k in column:
             own, copied = _own(responses, m, k)
             placed += copied
-            block = own if spec.reshape is None else own.reshape(outer_shape(own.shape, spec))
-            outputs[m] = Tensor(block, 0, len(block)) if self._batches else Tensor(block)
+            outputs[m] = self._outer(own, output)
         return placed
 
     def _log_unknown(self, name: object) -> None:
@@ -355,6 +372,11 @@ class AnswerReader:
             self._logged_unknown.add(name)
             text = "model '%s' answered output '%s', which its configuration does not have; it is left out%s"
             log.warning(text, self._model, name, meant(name, self._outputs))
+
+
+def _is_convertible(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    """Whether `astype` makes an array of the wanted type: between numbers."""
+    return not (dtype.hasobject or wanted.hasobject)
 
 
 def _own(responses: list[InferenceResponse], m: int, k: int) -> tuple[Array, int]:

@@ -89,9 +89,9 @@ class DeviceAnswerReader(AnswerReader):
     def _kept(self, tensor: GpuTensor, output: _Output, m: int) -> Rows:
         there, work = tensor._there, self._work
         array = self._stream.adopt(tensor, there.address, there.dtype, there.shape)
-        array = array.reshape(outer_shape(there.shape, output.spec))
+        array = array.reshape(outer_shape(there.shape, output.spec, batches=self._batches))
         read_at = work.read_at[output.j][m] if isinstance(work, DeviceWork) and work.read_at is not None else ON_HOST
-        rows = [len(array)] if self._batches else None
+        rows = [len(array)] if self._batches and array.shape else None
         return self._stream.deliver([array], rows, [[read_at]])[0][0]
 
 

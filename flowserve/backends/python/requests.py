@@ -227,10 +227,6 @@ class ResponseSender(InferenceResponseSender):
         outputs = [column[0] for column in read.outputs]
         if read.errors:
             return read.errors[0]
-        # An output without elements may have another number of rows.
-        rows = {tensor.stop - tensor.start for tensor in outputs if tensor is not None and 0 not in tensor.shape}
-        if len(rows) > 1:
-            return ModelFailed(f"model '{self._model}' sent outputs of {sorted(rows)} rows in one response")
         took_ns, output_ns = began_ns - self._since_ns, self._clock() - began_ns
         return Sent(outputs, response._parameters, took_ns, output_ns, read.notes)
 

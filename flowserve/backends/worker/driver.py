@@ -219,7 +219,8 @@ class Driver:
         results = self._instance.run(self._work(run, message), self._clock)
         if os.getpid() != self._pid:
             os._exit(0)  # the model forked, and this is the child: only the parent answers, and output memory is shared
-        placed = self._outputs.place(results.outputs)  # before the times are read; if it raises, the batch fails
+        rows = message.rows if self._job.batches else None
+        placed = self._outputs.place(results.outputs, rows)  # before the times are read; if it raises, the batch fails
         times = results.gathered_ns, results.computed_ns
         self._has_failed = bool(results.errors)
         return text_about(results, is_on_route=bool(message.route)), times, placed

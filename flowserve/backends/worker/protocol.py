@@ -144,10 +144,10 @@ NOT_RUN: Final = 15
 # CANCELLED number stages PASSED: the reply to CANCEL: the results of the batch here, if it was run (one stage or none)
 CANCELLED: Final = 19
 # ... from a decoupled model, at any time; its DONE has NOTHING for every output
-# ANSWER number member infer_ns output_ns rows segment offset nbytes outputs..., and TEXT parameters, or [parameters,
+# ANSWER number member infer_ns output_ns segment offset nbytes outputs..., and TEXT parameters, or [parameters,
 #   notes about the outputs], if there are any: one response; uses up one that GRANT permitted
 ANSWER: Final = 16
-ANSWER_OUTPUTS_AT: Final = 9
+ANSWER_OUTPUTS_AT: Final = 8
 # OVER number member empty, and TEXT [kind, text] if it failed: there are no more responses
 OVER: Final = 17
 # WAITS number member inside: a thread waits for a GRANT; inside: the thread that runs the batch

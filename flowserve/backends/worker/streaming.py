@@ -144,15 +144,12 @@ class StreamDriver(Driver):
     # ------------------------------------------------------------------ for its senders, on any thread
 
     def answer(self, number: int, member: int, sent: Sent) -> None:
-        made = [tensor for tensor in sent.outputs if tensor is not None]
-        first = next((tensor for tensor in made if 0 not in tensor.shape), made[0] if made else None)
-        rows = first.stop - first.start if first is not None and self._job.batches else 1
         text: Any = dict(sent.parameters) or None
         if sent.notes is not None:
             text = [dict(sent.parameters), encode_notes(sent.notes)]
         with self._one_by_one:
-            placed = self._outputs.place([[one] for one in sent.outputs])
-            words = [number, member, sent.infer_ns, sent.output_ns, rows, *placed.words()]
+            placed = self._outputs.place([[one] for one in sent.outputs], None)
+            words = [number, member, sent.infer_ns, sent.output_ns, *placed.words()]
             super()._send(pack(protocol.ANSWER, words, text))
 
     def over(self, number: int, member: int, error: FlowserveError | None, *, is_empty: bool) -> None:

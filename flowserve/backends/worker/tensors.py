@@ -286,8 +286,10 @@ class OutputWriter:
         segment.memory[offset : offset + len(message)] = np.frombuffer(message, np.uint8)
         return [segment.number, offset, len(message)]
 
-    def place(self, columns: Sequence[Sequence[Tensor | None]]) -> Placed:
-        """Write `columns[j][m]`, output j of member m, into one block."""
+    def place(self, columns: Sequence[Sequence[Tensor | None]], rows: Sequence[int] | None) -> Placed:
+        """Write `columns[j][m]`, output j of member m, into one block. `rows[m]` are the rows of member m; None if its
+        outputs may have any: it is the only member then.
+        """
         outputs: list[Output] = []
         writes: list[tuple[int, list[Array]]] = []
         size = 0
@@ -305,8 +307,12 @@ class OutputWriter:
                     outputs.append(None)
                     continue
                 absent = [m for m, tensor in enumerate(column) if tensor is None]
-                for array in arrays:  # another data type or no rows: the outputs do not form one tensor
-                    is_apart = is_apart or array.dtype != spec.dtype.numpy or 0 in array.shape[:1]
+                # Outputs of another data type, or of other rows than their members have, do not form one tensor.
+                for array in arrays:
+                    is_apart = is_apart or array.dtype != spec.dtype.numpy
+                if rows is not None and not is_apart:
+                    expected = [n for n, tensor in zip(rows, column, strict=True) if tensor is not None]
+                    is_apart = any(array.shape[:1] != (n,) for n, array in zip(expected, arrays, strict=True))
             if is_apart:
                 apart, size = _plan_apart(spec, column, size, writes)
                 outputs.append(apart)

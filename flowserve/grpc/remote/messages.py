@@ -110,7 +110,7 @@ class Batches:
                 array = raw.decode(block, spec.name, self._name, dtype, shape, count)
             else:
                 array = _typed(output.contents, dtype, count).reshape(shape)
-            return array.reshape(outer_shape(shape, spec))
+            return array.reshape(outer_shape(shape, spec, batches=self._config.max_batch_size > 0))
         except (Invalid, ValueError) as error:
             raise ModelFailed(f"output '{spec.name}' cannot be read: {error}") from None
 

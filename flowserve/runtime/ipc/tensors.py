@@ -35,11 +35,13 @@ from flowserve.memory.arena import Arena, aligned
 from flowserve.memory.column import scatter
 from flowserve.memory.raw import EncodedBytes
 from flowserve.memory.segment import Lease, Segment, locate
-from flowserve.memory.tensor import Tensor
+from flowserve.memory.tensor import Tensor, with_rows
 from flowserve.values import BY_NUMBER, Array, DType, Request, TensorSpec, fits
 
 # Why the descriptor that a process sent with a message is missing.
 NO_DESCRIPTOR: Final = "the server has as many files open as it may (RLIMIT_NOFILE)"
+# As the rows of a response of a decoupled model, each of which may have another number.
+ANY_ROWS: Final = -1
 _NO_MEMORY: Final = np.empty(0, np.uint8)
 _as_uint8: Callable[[bytes | memoryview], Array] = partial(np.frombuffer, dtype=np.uint8)
 
@@ -199,7 +201,8 @@ class OutputReader:
         self, words: Sequence[int], at: int, block: Lease | None, rows: Sequence[int], unlike: Collection[str] = ()
     ) -> tuple[list[Members], Sequence[int]]:
         """The outputs that `words` describe from `at` on, and the bytes of each. `block` contains them, of members with
-        `rows`. `unlike`: the outputs that the process has reported to differ from the configuration. Raises Garbled.
+        `rows`, or of one with ANY_ROWS. `unlike`: the outputs that the process has reported to differ from the
+        configuration. Raises Garbled.
         """
         memory = _NO_MEMORY if block is None else block
         columns: list[Members] = []
@@ -259,6 +262,8 @@ class OutputReader:
         """The members' tensors of an output that is one array."""
         if not self._batches and len(rows) == 1:
             return [Tensor(array)]
+        if rows[0] == ANY_ROWS:
+            return [with_rows(array) if self._batches else Tensor(array)]
         if self._batches and sum(rows) != len(array):
             raise Garbled(f"output '{spec.name}' has {len(array)} rows, its members have {sum(rows)}")
         return [Tensor(array, 0, rows[0])] if len(rows) == 1 else [*scatter(array, rows)]
@@ -289,9 +294,9 @@ class OutputReader:
                 own = replace(spec, dtype=BY_NUMBER[form - 1])
             array = self.array(own, offset, nbytes, tuple(words[at : at + dimensions]), memory, unlike)
             at += dimensions
-            if self._batches and len(array) != n and array.size:
-                raise Garbled(f"output '{spec.name}' has {len(array)} rows for a member of {n}")
-            tensors.append(Tensor(array, 0, len(array)) if self._batches else Tensor(array))
+            if self._batches and array.shape[:1] != (n,) and n != ANY_ROWS and spec.name not in unlike:
+                raise Garbled(f"output '{spec.name}' of shape {[*array.shape]} for a member of {n} rows")
+            tensors.append(with_rows(array) if self._batches else Tensor(array))
             total += nbytes
         return tensors, total, at
 

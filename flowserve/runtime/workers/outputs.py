@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 from flowserve.backends.base import OutputNotes
-from flowserve.errors import FlowserveError, Invalid, ModelFailed
+from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.graph.types import GRAPH, Edge, Graph
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import Statistics
@@ -24,10 +23,6 @@ from flowserve.scheduling.flow import Ticket
 from flowserve.values import BY_NUMPY, fits, shape_text
 
 log = logging.getLogger("flowserve.runtime")
-_BATCH_DIMENSION: Final = (
-    "the first dimension is the batch: return one row for each row of the request, or set max_batch_size: 0 for the "
-    "model that reads it"
-)
 
 
 def take_notes(
@@ -56,9 +51,7 @@ def record_notes(notes: OutputNotes, model: str, statistics: Statistics) -> None
     """Count missing outputs; log a difference of an output once for each version of a model."""
     for name, text in notes.unlike.items():
         if statistics.is_first(f"unlike {name}"):
-            what = (
-                "change one of the two (array.astype converts); it is passed on as it is (--strict-outputs refuses it)"
-            )
+            what = "it is passed on as it is (--strict-outputs refuses it)"
             log.warning("model '%s', output '%s': %s; %s", model, name, text, what)
     for name, count in notes.left_out.items():
         statistics.missing_outputs += count
@@ -70,7 +63,7 @@ def record_notes(notes: OutputNotes, model: str, statistics: Statistics) -> None
 
 def unusable_output(ticket: Ticket, row: Sequence[Tensor | None], notes: OutputNotes) -> FlowserveError | None:
     """The error of a step if an output that differs from the configuration cannot be used: by a step that follows it,
-    or as an output of the graph. `row`: its model's outputs.
+    or as an output of the graph. `row`: its model's outputs. It is a failure of the model, not of the request.
     """
     flow, node = ticket.flow, ticket.node
     graph = flow.plan.graph
@@ -81,13 +74,16 @@ def unusable_output(ticket: Ticket, row: Sequence[Tensor | None], notes: OutputN
         for edge in graph.edges:
             if (edge.producer, edge.output) != (node.index, j):
                 continue
-            if edge.consumer in consumers and (why := _why_not_read(graph, edge, tensor)):
-                return flow.located(Invalid(why), flow.plan.nodes[edge.consumer])
-            if edge.derived >= 0:  # its shape is checked where it is made
+            if edge.derived >= 0 or edge.consumer == GRAPH:
+                why = _why_not_taken(graph, edge, tensor, ticket.rows)
+                where = node
+            elif edge.consumer in consumers:
+                why = _why_not_read(graph, edge, tensor, ticket.rows)
+                where = flow.plan.nodes[edge.consumer]
+            else:
                 continue
-            if edge.consumer == GRAPH and edge.conversion is not None and _as_read(edge, tensor) is None:
-                what = f"output '{graph.outputs[edge.input].name}' cannot be made of shape {shape_text(tensor.shape)}"
-                return flow.located(ModelFailed(what), node)
+            if why:
+                return flow.located(ModelFailed(f"{why}; {_returned(graph, edge, tensor)}"), where)
     return None
 
 
@@ -98,30 +94,65 @@ def in_order(ticket: Ticket, wanted: tuple[str, ...], order: tuple[str, ...]) ->
     return (*(name for name in order if name in wanted), *(name for name in wanted if name not in order))
 
 
-def _as_read(edge: Edge, tensor: Tensor) -> Tensor | None:
-    """The tensor as the edge's consumer reads it; None if it cannot have that shape."""
+def _as_read(edge: Edge, tensor: Tensor, rows: int) -> Tensor | None:
+    """The tensor as the edge's consumer reads it; None if it cannot have that shape. `rows`: those of the request,
+    which lose their dimension only if there is one row.
+    """
     if edge.conversion is None:
         return tensor
     try:
-        return tensor.converted(edge.conversion)
+        read = tensor.converted(edge.conversion)
     except (ValueError, IndexError, RuntimeError):  # raised by numpy, and by a shape of another rank
         return None
+    is_stripped = edge.conversion.batch < 0 and len(read.shape) < len(tensor.shape)
+    return None if is_stripped and rows != 1 else read
 
 
-def _why_not_read(graph: Graph, edge: Edge, tensor: Tensor) -> str:
-    """Why a step cannot read the tensor, in Triton's words; "" if it can."""
+def _why_not_read(graph: Graph, edge: Edge, tensor: Tensor, rows: int) -> str:
+    """Why a step cannot read the tensor, in Triton's words; "" if it can. A step that batches takes its rows from the
+    first dimension, which need not be those of the request.
+    """
     node = graph.nodes[edge.consumer]
     spec = node.inputs[edge.input]
     dtype = tensor.block.dtype
     if dtype != spec.dtype.numpy:
         wanted = f"but model '{node.model.name}' expects '{spec.dtype}'"
         return f"inference input '{spec.name}' data-type is '{BY_NUMPY.get(dtype, dtype)}', {wanted}"
-    found = _as_read(edge, tensor)
+    found = _as_read(edge, tensor, rows)
     shape = tensor.shape if found is None else found.shape
     lead = 1 if node.max_batch_size else 0
-    if found is not None and len(shape) >= lead and fits(shape[lead:], spec.dims):
+    if found is None or len(shape) < lead or not fits(shape[lead:], spec.dims):
+        expected = shape_text((-1, *spec.dims) if lead else spec.dims)
+        where = f"unexpected shape for input '{spec.name}' for model '{node.model.name}'"
+        return f"{where}. Expected {expected}, got {shape_text(shape)}"
+    if lead and shape[0] > node.max_batch_size:
+        return f"inference request batch-size must be <= {node.max_batch_size} for '{node.model.name}'"
+    return ""
+
+
+def _why_not_taken(graph: Graph, edge: Edge, tensor: Tensor, rows: int) -> str:
+    """Why the tensor cannot be an output of the graph, or be divided into rows for `when`, `each` and what joins them;
+    "" if it can.
+    """
+    if edge.derived >= 0:
+        if graph.nodes[edge.producer].max_batch_size and tensor.shape[:1] != (rows,):
+            return f"tensor '{edge.tensor}' needs {rows} rows, got shape {shape_text(tensor.shape)}"
         return ""
-    expected = shape_text((-1, *spec.dims) if lead else spec.dims)
-    where = f"unexpected shape for input '{spec.name}' for model '{node.model.name}'"
-    note = "" if not lead or len(shape) == lead + len(spec.dims) else f"; {_BATCH_DIMENSION}"
-    return f"{where}. Expected {expected}, got {shape_text(shape)}{note}"
+    if edge.conversion is None:
+        return ""
+    found = _as_read(edge, tensor, rows)
+    keeps_rows = edge.conversion.batch < 0 and found is not None and found.shape == tensor.shape
+    if found is None or (keeps_rows and not fits(found.shape, edge.conversion.wanted)):
+        return f"output '{graph.outputs[edge.input].name}' cannot be made of shape {shape_text(tensor.shape)}"
+    return ""
+
+
+def _returned(graph: Graph, edge: Edge, tensor: Tensor) -> str:
+    """What the producer returned instead of what its configuration promises."""
+    node = graph.nodes[edge.producer]
+    spec = node.outputs[edge.output]
+    dtype = tensor.block.dtype
+    promised = (-1, *spec.dims) if node.max_batch_size else spec.dims
+    made = f"{BY_NUMPY.get(dtype, dtype)} of shape {shape_text(tensor.shape)}"
+    what = f"model '{node.model.name}' returned output '{spec.name}' as {made}"
+    return f"{what}, its configuration promises {spec.dtype} of shape {shape_text(promised)}"

@@ -32,7 +32,7 @@ from flowserve.observe.log_fields import of_request
 from flowserve.observe.statistics import BACKEND, Statistics
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.ipc.channel import Channel, Unseen
-from flowserve.runtime.ipc.tensors import OutputReader
+from flowserve.runtime.ipc.tensors import ANY_ROWS, OutputReader
 from flowserve.runtime.workers.base import Outcome, Returned, log_unnoticed
 from flowserve.runtime.workers.outputs import in_order, record_notes, unusable_output
 from flowserve.runtime.workers.parameters import request_after
@@ -315,7 +315,7 @@ class ProcessSink:
                 self.streams.over(source, error)
 
     def _take_response(self, words: Sequence[int], text: bytes) -> None:
-        number, member, infer_ns, output_ns, rows, segment, offset, nbytes = words[1:ANSWER_OUTPUTS_AT]
+        number, member, infer_ns, output_ns, segment, offset, nbytes = words[1:ANSWER_OUTPUTS_AT]
         key = (number, member)
         try:
             block = self.channel.block(segment, offset, nbytes)
@@ -330,7 +330,9 @@ class ProcessSink:
         told = json.loads(text) if text else {}
         parameters, noted = told if isinstance(told, list) and len(told) == 2 else (told, None)
         notes = decode_notes(noted, self._reader.names, 1)
-        outputs, _ = self._reader.read(words, ANSWER_OUTPUTS_AT, block, [rows], () if notes is None else notes.unlike)
+        outputs, _ = self._reader.read(
+            words, ANSWER_OUTPUTS_AT, block, [ANY_ROWS], () if notes is None else notes.unlike
+        )
         if source.flow.done:
             return
         if not source.credit:
