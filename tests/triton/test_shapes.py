@@ -141,6 +141,24 @@ def write_models(repository: Path) -> None:
         ensemble(name, 0 if step == "vector" else 4, "-1", streams, (step, reads("a")))
 
 
+def write_conditions(repository: Path) -> None:
+    """Ensembles with steps for some rows, which Triton does not have: the step "plain" makes the tensor that is tested,
+    or the rows that are merged with others.
+    """
+    both = f'platform: "ensemble"\n{BATCHES}\ninput [ {X} ]\noutput [ {spec("Y", "FP32", "1")} ]\n'
+    tested = 'when { tensor: "a" above: 0 } input_map { key: "X" value: "X" } output_map { key: "Y" value: "Y" }'
+    made = 'when { tensor: "X" above: 0 } input_map { key: "X" value: "X" } output_map { key: "Y" value: "Y" }'
+    first = (
+        '{ model_name: "plain" model_version: -1 input_map { key: "X" value: "X" } output_map { key: "Y" value: "a" } }'
+    )
+    for name, steps in (
+        ("tests_rows", f'{first}, {{ model_name: "rows" model_version: -1 {tested} }}'),
+        ("merges_rows", f'{{ model_name: "plain" model_version: -1 {made} }}'),
+    ):
+        fill = 'fill { tensor: "Y" value: -1 }'
+        write_model(repository, name, f"{both}ensemble_scheduling {{ step [ {steps} ] {fill} }}\n")
+
+
 class Server(NamedTuple):
     base_url: str
     grpc: str
@@ -148,9 +166,11 @@ class Server(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def repository(tmp_path_factory: pytest.TempPathFactory, on_triton: bool) -> Path:
     folder = tmp_path_factory.mktemp("shapes") / "models"
     write_models(folder)
+    if not on_triton:
+        write_conditions(folder)
     return folder
 
 
@@ -388,6 +408,22 @@ def test_a_number_without_dimensions_has_no_rows_for_the_next_step(server: Serve
         in error
     )
     assert f"in ensemble '{model}', unexpected shape for input 'X' for model" in error
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("model", ["tests_rows", "merges_rows"])
+@pytest.mark.parametrize("case", ["five", "column", "scalar", "table"])
+def test_steps_for_some_rows_need_a_row_for_each_of_the_request(
+    server: Server, model: str, case: str, on_triton: bool
+) -> None:
+    if on_triton:
+        pytest.skip("Triton has no steps for some rows")
+    if (model, case) == ("merges_rows", "scalar"):
+        case = "square"  # the number of "scalar" is 0, which takes no row
+    status, error = over_json(server, model, case)
+    assert status == 500
+    assert f"model 'plain' returned output 'Y' as FP32 of shape {str(SHAPES[case]).replace(' ', '')}" in error
+    assert "a tensor of 1 rows is needed" in error
 
 
 # By model and case: the shapes of the responses. The second one is that of "row".

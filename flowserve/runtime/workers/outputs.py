@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from flowserve.backends.base import OutputNotes
 from flowserve.errors import FlowserveError, ModelFailed
-from flowserve.graph.types import GRAPH, Edge, Graph
+from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import Statistics
 from flowserve.scheduling.batch import Batch
@@ -69,21 +69,24 @@ def unusable_output(ticket: Ticket, row: Sequence[Tensor | None], notes: OutputN
     graph = flow.plan.graph
     for j, _, consumers in node.writes if notes.unlike else ():
         tensor = row[j]
-        if tensor is None or graph.nodes[node.index].outputs[j].name not in notes.unlike:
+        made_by = graph.nodes[node.index]
+        if tensor is None or made_by.outputs[j].name not in notes.unlike:
             continue
-        for edge in graph.edges:
-            if (edge.producer, edge.output) != (node.index, j):
-                continue
-            if edge.derived >= 0 or edge.consumer == GRAPH:
-                why = _why_not_taken(graph, edge, tensor, ticket.rows)
-                where = node
-            elif edge.consumer in consumers:
+        edges = [edge for edge in graph.edges if (edge.producer, edge.output) == (node.index, j)]
+        is_divided = any((node.index, j) in space.opens for space in graph.spaces)
+        where, why = node, ""
+        if (is_divided or any(edge.derived >= 0 for edge in edges)) and made_by.max_batch_size:
+            why = _why_not_divided(tensor, ticket.rows)
+        for edge in edges:
+            if why:
+                break
+            if edge.consumer == GRAPH:
+                why = _why_not_sent(graph, edge, tensor, ticket.rows)
+            elif edge.derived < 0 and edge.consumer in consumers:
                 why = _why_not_read(graph, edge, tensor, ticket.rows)
                 where = flow.plan.nodes[edge.consumer]
-            else:
-                continue
-            if why:
-                return flow.located(ModelFailed(f"{why}; {_returned(graph, edge, tensor)}"), where)
+        if why:
+            return flow.located(ModelFailed(f"{why}; {_returned(made_by, j, tensor)}"), where)
     return None
 
 
@@ -130,15 +133,16 @@ def _why_not_read(graph: Graph, edge: Edge, tensor: Tensor, rows: int) -> str:
     return ""
 
 
-def _why_not_taken(graph: Graph, edge: Edge, tensor: Tensor, rows: int) -> str:
-    """Why the tensor cannot be an output of the graph, or be divided into rows for `when`, `each` and what joins them;
-    "" if it can.
-    """
-    if edge.derived >= 0:
-        if graph.nodes[edge.producer].max_batch_size and tensor.shape[:1] != (rows,):
-            return f"tensor '{edge.tensor}' needs {rows} rows, got shape {shape_text(tensor.shape)}"
-        return ""
-    if edge.conversion is None:
+def _why_not_divided(tensor: Tensor, rows: int) -> str:
+    """Why `when` and `each` cannot divide the tensor into rows, nor join its rows with others; "" if they can."""
+    return (
+        "" if tensor.shape[:1] == (rows,) else f"a tensor of {rows} rows is needed for when, each and what joins them"
+    )
+
+
+def _why_not_sent(graph: Graph, edge: Edge, tensor: Tensor, rows: int) -> str:
+    """Why the tensor cannot have the shape of the graph's output; "" if it can. Without a conversion it has any."""
+    if edge.derived >= 0 or edge.conversion is None:
         return ""
     found = _as_read(edge, tensor, rows)
     keeps_rows = edge.conversion.batch < 0 and found is not None and found.shape == tensor.shape
@@ -147,10 +151,9 @@ def _why_not_taken(graph: Graph, edge: Edge, tensor: Tensor, rows: int) -> str:
     return ""
 
 
-def _returned(graph: Graph, edge: Edge, tensor: Tensor) -> str:
+def _returned(node: Node, output: int, tensor: Tensor) -> str:
     """What the producer returned instead of what its configuration promises."""
-    node = graph.nodes[edge.producer]
-    spec = node.outputs[edge.output]
+    spec = node.outputs[output]
     dtype = tensor.block.dtype
     promised = (-1, *spec.dims) if node.max_batch_size else spec.dims
     made = f"{BY_NUMPY.get(dtype, dtype)} of shape {shape_text(tensor.shape)}"
