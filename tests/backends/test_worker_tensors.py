@@ -37,7 +37,7 @@ from flowserve.memory import raw
 from flowserve.memory.arena import Arena
 from flowserve.memory.column import Column
 from flowserve.memory.segment import PAGE, Lease, Segment
-from flowserve.memory.tensor import Tensor
+from flowserve.memory.tensor import Tensor, with_rows
 from flowserve.runtime.ipc.tensors import InputPacker, Members, OutputReader
 from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.processes.children import Child
@@ -261,16 +261,18 @@ class Both:
     def _see(self, segment: Segment) -> None:
         self.segments[segment.number] = Segment.read_shared(os.dup(segment.fd), segment.number)
 
-    def read(self, words: Sequence[int], rows: Sequence[int]) -> list[Members]:
+    def read(self, words: Sequence[int], rows: Sequence[int], unlike: Sequence[str] = ()) -> list[Members]:
         number, offset, nbytes = words[:3]
         block = Lease(self.segments[number], offset, nbytes, self.gone.append, (number, offset)) if nbytes else None
-        columns, _ = self.reader.read(words, 3, block, rows)
+        columns, _ = self.reader.read(words, 3, block, rows, unlike)
         return columns
 
 
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[DType, list[int], list[Array | None], bool]:
-    """A column of any data type; some members are missing, and widths may differ."""
+    """A column of any data type; some members are missing, and widths may differ. A member may have other rows than its
+    request, or be a number without dimensions.
+    """
     dtype = draw(st.sampled_from(list(DType)))
     members = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
     is_ragged = draw(st.booleans())
@@ -278,7 +280,9 @@ def answers(draw: st.DrawFn) -> tuple[DType, list[int], list[Array | None], bool
     for count in members:
         width = draw(st.integers(0, 5)) if is_ragged else 4
         is_there = draw(st.sampled_from([True, True, False]))
-        column.append(np.resize(sample(dtype, count), (count, width)) if is_there else None)
+        found = draw(st.sampled_from([count] * 6 + [0, count + 1, -1]))
+        shape = () if found < 0 else (found, width)
+        column.append(np.resize(sample(dtype, count), shape) if is_there else None)
     return dtype, members, column, draw(st.booleans())
 
 
@@ -290,23 +294,25 @@ def test_the_server_reads_the_outputs_of_the_model(
     dtype, members, arrays, in_one_block = answered
     both = Both(spec("OUT", (-1,), dtype))
     present = [array for array in arrays if array is not None]
-    if in_one_block and present and len({array.shape[1] for array in present}) == 1:
+    has_rows = all(array is None or array.shape[:1] == (n,) for array, n in zip(arrays, members, strict=True))
+    is_even = has_rows and len({array.shape[1:] for array in present}) == 1
+    if in_one_block and is_even:
         block = np.concatenate(present)
         stops = np.cumsum([len(array) for array in present]).tolist()
         cuts = iter(zip([0, *stops], stops, strict=False))
         column = [None if array is None else Tensor(block, *next(cuts)) for array in arrays]
     else:
-        column = [None if array is None else Tensor(array, 0, len(array)) for array in arrays]
+        column = [None if array is None else with_rows(array) for array in arrays]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(raw, "ENCODED_BYTES_MIN", encoded_min)
-        (read,) = both.read(both.place([column], members), members)
+        (read,) = both.read(both.place([column], members), members, () if has_rows else ("OUT",))
     for tensor, array in zip(read, arrays, strict=True):
         assert (tensor is None) == (array is None)
         if tensor is not None and array is not None:
-            assert tensor.array.dtype == dtype.numpy
+            assert (tensor.array.dtype, tensor.shape) == (dtype.numpy, array.shape)
             assert tensor.array.tolist() == array.tolist()
     blocks = {id(tensor.block) for tensor in read if tensor is not None}
-    if len({array.shape[1] for array in present}) == 1:
+    if is_even:
         assert len(blocks) == 1, "contiguous members are one block, also if some are missing"
 
 
