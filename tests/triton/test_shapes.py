@@ -494,7 +494,11 @@ def stream(server: Server, model: str, case: str) -> list[list[int] | str]:
 @pytest.mark.parametrize(
     ("case", "ranked"),
     [
+        ("scalar", ([1], ["3.500000:0"])),
+        ("one", ([1, 1], ["1.000000:0"])),
+        ("five", ([5, 1], [f"{value}.000000:0" for value in range(5)])),
         ("row", ([1, 2], ["2.000000:2", "1.000000:1"])),
+        ("deep", ([1, 2], ["2.000000:2", "1.000000:1"])),
         ("table", ([2, 2], ["2.000000:2", "1.000000:1", "5.000000:2", "4.000000:1"])),
     ],
 )
