@@ -1,12 +1,14 @@
 """Converts the protobuf message to configuration records, and to the JSON that clients read.
 
 Decides the mapping of each field. A tensor without a valid data type is omitted: it occurs only before the rules have
-run. Does not check anything. Callers: `load`, the load API.
+run. Of an output that is listed more than once the first listing counts, with the label file of any, as on Triton; the
+JSON has all of them. Does not check anything. Callers: `load`, the load API.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -19,13 +21,17 @@ from flowserve.values import BY_NUMBER, DType, TensorSpec
 
 def to_config(message: pb.ModelConfig, source: records.SourceMap) -> records.ModelConfig:
     """The record of one configuration."""
+    listed = _specs(message.output)
+    outputs = _by_name(listed)
+    if len(outputs) < len(listed):
+        source = _of_outputs(outputs, message, source)
     return records.ModelConfig(
         name=message.name,
         backend=message.backend,
         platform=message.platform,
         max_batch_size=message.max_batch_size,
         inputs=_specs(message.input),
-        outputs=_specs(message.output),
+        outputs=outputs,
         source=source,
         version_policy=_version_policy(message),
         dynamic_batching=_dynamic_batching(message),
@@ -44,6 +50,7 @@ def to_config(message: pb.ModelConfig, source: records.SourceMap) -> records.Mod
         json=to_json(message),
         decoupled=message.model_transaction_policy.decoupled,
         response_cache=message.response_cache.enable,
+        listed_outputs=listed if len(outputs) < len(listed) else (),
     )
 
 
@@ -79,6 +86,35 @@ def _specs(tensors: Iterable[pb.ModelInput | pb.ModelOutput]) -> tuple[TensorSpe
         for tensor in tensors
         if tensor.data_type in BY_NUMBER
     )
+
+
+def _by_name(listed: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Each output once. Before the rules have run, several may have no name."""
+    found: dict[str | int, TensorSpec] = {}
+    for index, spec in enumerate(listed):
+        key = spec.name or index
+        first = found.setdefault(key, spec)
+        found[key] = replace(first, labels=first.labels or spec.labels)
+    return tuple(found.values())
+
+
+def _of_outputs(
+    outputs: tuple[TensorSpec, ...], message: pb.ModelConfig, source: records.SourceMap
+) -> records.SourceMap:
+    """The places of `outputs` by their position there, instead of that in the file."""
+    position = {spec.name: index for index, spec in enumerate(outputs)}
+    moved: dict[str, str] = {}  # the first listing of each output, to its path there
+    for index, tensor in enumerate(message.output):
+        if tensor.name in position:
+            moved[f"output[{index}]"] = f"output[{position.pop(tensor.name)}]"
+    places = {}
+    for path, place in source.places.items():
+        listing, bracket, rest = path.partition("]")
+        if not path.startswith("output["):
+            places[path] = place
+        elif (listing := listing + bracket) in moved:
+            places[moved[listing] + rest] = place
+    return records.SourceMap(source.file, places)
 
 
 def _batch_inputs(message: pb.ModelConfig) -> tuple[records.BatchInput, ...]:

@@ -180,7 +180,7 @@ def model_metadata(deployment: Deployment, version: str = "") -> dict[str, Any]:
         "versions": [version] if version else [str(one) for one in deployment.versions],
         "platform": deployment.platform,
         "inputs": [_tensor(spec, batch) for spec in deployment.inputs.values()],
-        "outputs": [_tensor(spec, batch) for spec in deployment.outputs.values()],
+        "outputs": [_tensor(spec, batch) for spec in deployment.config.listed_outputs or deployment.outputs.values()],
     }
 
 
