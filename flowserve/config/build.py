@@ -38,9 +38,14 @@ RANGES: Final[Mapping[str, tuple[int, int]]] = {
 }
 
 
+OWN_NUMBERS: Final = 1000  # Triton's schema has no field from this number on
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
-    """`kind` is "string", "bool", "float", "enum", "message" or an integer's name; `type` names its message or enum."""
+    """`kind` is "string", "bool", "float", "enum", "message" or an integer's name; `type` names its message or enum.
+    `is_own`: Triton's schema does not have it.
+    """
 
     name: str
     kind: str
@@ -48,6 +53,7 @@ class Field:
     is_repeated: bool
     is_map: bool
     oneof: str
+    is_own: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,7 @@ def _read(
                 is_repeated=field.label == descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED,
                 is_map=field.type_name in maps,
                 oneof=message.oneof_decl[field.oneof_index].name if field.HasField("oneof_index") else "",
+                is_own=field.number >= OWN_NUMBERS,
             )
             for field in message.field
         }

@@ -7,7 +7,7 @@ JSON has all of them. Does not check anything. Callers: `load`, the load API.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from google.protobuf.json_format import MessageToDict
 
 from flowserve.config import model_config_pb2 as pb
 from flowserve.config import types as records
-from flowserve.config.build import MESSAGES, MODEL_CONFIG, Field
+from flowserve.config.build import MESSAGES, MODEL_CONFIG, Field, Message
 from flowserve.values import BY_NUMBER, DType, TensorSpec
 
 
@@ -55,20 +55,27 @@ def to_config(message: pb.ModelConfig, source: records.SourceMap) -> records.Mod
 
 
 def to_json(message: pb.ModelConfig) -> dict[str, Any]:
-    """The message as GET v2/models/NAME/config returns it: every plain field, defaults included, proto names,
-    enumerations by name, 64-bit integers as numbers.
+    """The message as GET v2/models/NAME/config returns it: every plain field of Triton's, defaults included, and those
+    of flowserve's own fields that are set; proto names, enumerations by name, 64-bit integers as numbers.
     """
     printed = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    return {name: _with_numbers(value, MODEL_CONFIG.fields[name]) for name, value in printed.items()}
+    return _members(printed, MODEL_CONFIG)
 
 
-def _with_numbers(value: Any, field: Field) -> Any:
+def _members(printed: Mapping[str, Any], schema: Message) -> dict[str, Any]:
+    fields = schema.fields
+    return {name: _printed(one, fields[name]) for name, one in printed.items() if one or not fields[name].is_own}
+
+
+def _printed(value: Any, field: Field) -> Any:
     """Turn the strings that protobuf prints for 64-bit integers (for JavaScript) into numbers, as clients expect."""
     if isinstance(value, list):
-        return [_with_numbers(one, field) for one in value]
+        return [_printed(one, field) for one in value]
+    if field.is_map:
+        inner = MESSAGES[field.type].fields["value"]
+        return {key: _printed(one, inner) for key, one in value.items()}
     if field.kind == "message":
-        fields = MESSAGES[field.type].fields
-        return {name: _with_numbers(one, fields["value" if field.is_map else name]) for name, one in value.items()}
+        return _members(value, MESSAGES[field.type])
     return int(value) if field.kind in ("int64", "uint64") else value
 
 

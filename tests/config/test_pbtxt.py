@@ -435,21 +435,24 @@ def _quoted(text: str, as_utf8: bool) -> str:
 
 
 @st.composite
-def block(draw: st.DrawFn, schema: Message, depth: int) -> str:
+def block(draw: st.DrawFn, schema: Message, depth: int, *, own: bool) -> str:
     opening, closing = draw(BRACKETS)
-    return f"{opening}{draw(SPACES)}{draw(entries(schema, depth))}{draw(SPACES)}{closing}"
+    return f"{opening}{draw(SPACES)}{draw(entries(schema, depth, own=own))}{draw(SPACES)}{closing}"
 
 
 @st.composite
-def entries(draw: st.DrawFn, schema: Message, depth: int) -> str:
-    """Some fields of a message, each in one of its possible spellings."""
+def entries(draw: st.DrawFn, schema: Message, depth: int, *, own: bool = True) -> str:
+    """Some fields of a message, each in one of its possible spellings. `own`: also those that Triton does not have."""
     fields = [field for field in schema.fields.values() if depth or field.kind != "message"]
+    fields = [field for field in fields if own or not field.is_own]
     if not fields:
         return ""
     chosen = draw(st.lists(st.sampled_from(fields), unique_by=lambda field: field.oneof or field.name, max_size=4))
     written = []
     for field in chosen:
-        values = [draw(value(field, depth)) for _ in range(draw(st.integers(0, 3)) if field.is_repeated else 1)]
+        values = [
+            draw(value(field, depth, own=own)) for _ in range(draw(st.integers(0, 3)) if field.is_repeated else 1)
+        ]
         colon = ":" if field.kind != "message" or draw(st.booleans()) else ""
         name = f"{field.name}{colon}{draw(SPACES)}"
         if field.is_repeated and draw(st.booleans()):
@@ -458,8 +461,8 @@ def entries(draw: st.DrawFn, schema: Message, depth: int) -> str:
     return "".join(written)
 
 
-def value(field: Field, depth: int) -> st.SearchStrategy[str]:
-    return block(MESSAGES[field.type], depth - 1) if field.kind == "message" else plain(field)
+def value(field: Field, depth: int, *, own: bool) -> st.SearchStrategy[str]:
+    return block(MESSAGES[field.type], depth - 1, own=own) if field.kind == "message" else plain(field)
 
 
 @given(entries(MODEL_CONFIG, 3))
