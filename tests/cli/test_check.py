@@ -508,3 +508,39 @@ def test_what_is_given_twice_is_warned_about_with_both_places(
     out, err = io.StringIO(), io.StringIO()
     assert check([repository], out, err, color=False, placement=tmp_path / "placement") == 0
     assert 'placement:2:10: warning: key "a" is given twice in "labels"; the last one counts [R17]' in err.getvalue()
+
+
+PLAN = """platform: "tensorrt_plan"
+input { name: "X" data_type: TYPE_FP32 dims: 4 }
+output { name: "Y" data_type: TYPE_FP32 dims: 4 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "there", "found"),
+    [
+        ("", [], "model.plan does not exist; folder plan/1 is empty; put the file there"),
+        ("", ["model.engine"], "model.plan does not exist; "),
+        (
+            "",
+            ["../model.plan"],
+            "model.plan does not exist; it is one folder too high: move plan/model.plan into plan/1/",
+        ),
+        ('default_model_filename: "a.plan"', [], "a.plan does not exist; folder plan/1 is empty; put the file there"),
+        ("", ["model.plan"], ""),
+    ],
+)
+def test_a_tensorrt_model_without_its_plan_is_reported(
+    repository: Path, checked: Callable[..., Checked], more: str, there: list[str], found: str
+) -> None:
+    version = repository / "plan" / "1"
+    version.mkdir(parents=True)
+    (repository / "plan" / "config.pbtxt").write_text(PLAN + more)
+    for name in there:
+        (version / name).write_bytes(b"plan")
+    status, _, errors = checked()
+    assert status == (1 if found else 0)
+    if found:
+        named = found.partition(" ")[0]
+        line = errors.splitlines()[0]
+        assert line.startswith(f"plan/1/{named}: error: failed to load 'plan' version 1: file plan/1/{found}")
