@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from google.protobuf.json_format import MessageToDict
 
@@ -17,6 +17,9 @@ from flowserve.config import model_config_pb2 as pb
 from flowserve.config import types as records
 from flowserve.config.build import MESSAGES, MODEL_CONFIG, Field, Message
 from flowserve.values import BY_NUMBER, DType, TensorSpec
+
+# A field that the schema of Triton 2.51, and of programs of its time, does not have.
+LATER: Final = frozenset({"max_inflight_requests"})
 
 
 def to_config(message: pb.ModelConfig, source: records.SourceMap) -> records.ModelConfig:
@@ -56,7 +59,7 @@ def to_config(message: pb.ModelConfig, source: records.SourceMap) -> records.Mod
 
 def to_json(message: pb.ModelConfig) -> dict[str, Any]:
     """The message as GET v2/models/NAME/config returns it: every plain field of Triton's, defaults included, and those
-    of flowserve's own fields that are set; proto names, enumerations by name, 64-bit integers as numbers.
+    of flowserve's own and of `LATER` that are set; proto names, enumerations by name, 64-bit integers as numbers.
     """
     printed = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     return _members(printed, MODEL_CONFIG)
@@ -64,7 +67,11 @@ def to_json(message: pb.ModelConfig) -> dict[str, Any]:
 
 def _members(printed: Mapping[str, Any], schema: Message) -> dict[str, Any]:
     fields = schema.fields
-    return {name: _printed(one, fields[name]) for name, one in printed.items() if one or not fields[name].is_own}
+    return {
+        name: _printed(one, fields[name])
+        for name, one in printed.items()
+        if one or not (fields[name].is_own or name in LATER)
+    }
 
 
 def _printed(value: Any, field: Field) -> Any:
