@@ -207,6 +207,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, triton_like: Callable[..., 
     for name, (text, _) in REFUSED.items():
         if text:
             write_model(repository, name, text, ECHO, l__txt="c\nd\n")
+    write_model(repository, "e_over_twice", ensemble([B], STRAIGHT, model="same"))
+    write_model(repository, "input_twice", python_config([X, X], [Y]), ECHO)
     write_model(repository, "e_wrong_first", ensemble([spec("B", "FP32", "5"), B], STRAIGHT, model="straight"))
     write_model(repository, "e_wrong_type", ensemble([spec("B", "INT32", "2"), B], STRAIGHT, model="straight"))
     port = free_port()
@@ -282,6 +284,19 @@ def test_an_ensemble_answers_with_the_output_once(server: Server, front: str, mo
     outputs = made["outputs"] if front == "http" else made.outputs
     assert len(outputs) == 1
     assert answer.as_numpy("B").tolist() == [1, 2]
+
+
+def test_an_ensemble_over_a_model_that_lists_its_output_twice(server: Server, on_triton: bool) -> None:
+    if on_triton:
+        pytest.skip("Triton takes the two listings for two outputs that are mapped to one tensor, and refuses it")
+    assert server.ask("http", "e_over_twice", A=[1, 2]).as_numpy("B").tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_model_with_an_input_listed_twice_answers_no_request(server: Server, count: int) -> None:
+    tensor = {"name": "X", "datatype": "FP32", "shape": [2], "data": [1, 2]}
+    answer = httpx.post(f"{server.url}/v2/models/input_twice/infer", json={"inputs": [tensor] * count})
+    assert answer.status_code >= 400
 
 
 @FRONTS
