@@ -1,7 +1,7 @@
 """Whether batches stayed together: the difference between two readings of a server's statistics.
 
 Mean batches come from every server with Triton's statistics extension; the bytes of each edge only from flowserve, from
-the field `flowserve` of its rows.
+its own statistics of graphs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.error import HTTPError
 
 from bench.servers import BenchFailed, Server
 
@@ -29,16 +30,27 @@ class EdgeBytes:
 
 
 def read(server: Server, models: Iterable[str]) -> Reading:
-    """The row of statistics of each model. Raises BenchFailed."""
-    rows = {}
-    for model in models:
-        url = f"http://127.0.0.1:{server.port}/v2/models/{model}/stats"
-        try:
-            with urllib.request.urlopen(url, timeout=5.0) as answer:
-                rows[model] = json.load(answer)["model_stats"][0]
-        except (OSError, LookupError, ValueError) as error:
-            raise BenchFailed(f"{server.name}: GET {url}: {error}") from error
-    return rows
+    """The row of statistics of each model, with the nodes of its graph. Raises BenchFailed."""
+    return {model: {**_row(server, "v2", model, "model_stats"), "nodes": _nodes(server, model)} for model in models}
+
+
+def _row(server: Server, root: str, model: str, key: str) -> dict[str, Any]:
+    url = f"http://127.0.0.1:{server.port}/{root}/models/{model}/stats"
+    try:
+        with urllib.request.urlopen(url, timeout=5.0) as answer:
+            return dict(json.load(answer)[key][0])
+    except (OSError, LookupError, ValueError) as error:
+        raise BenchFailed(f"{server.name}: GET {url}: {error}") from error
+
+
+def _nodes(server: Server, model: str) -> list[dict[str, Any]]:
+    """[] for other servers."""
+    try:
+        return list(_row(server, "flowserve", model, "graph_stats")["nodes"])
+    except BenchFailed as failed:
+        if isinstance(failed.__cause__, HTTPError):  # no such path
+            return []
+        raise
 
 
 def mean_batches(before: Reading, after: Reading, models: Iterable[str]) -> dict[str, float]:
@@ -65,7 +77,7 @@ def edge_bytes(before: Reading, after: Reading, graph: str) -> dict[str, EdgeByt
 
 
 def _sums(row: Mapping[str, Any]) -> dict[str, tuple[int, int, int, int]]:
-    nodes = row.get("flowserve", {}).get("nodes", ())
+    nodes = row["nodes"]
     placed = {(node["name"], output["tensor"]): output["placed_bytes"] for node in nodes for output in node["outputs"]}
     return {
         f"{edge['producer'] or 'request'} > {node['name']}": (

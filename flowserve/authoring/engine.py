@@ -137,6 +137,12 @@ class Engine:
         """Rows of the statistics extension: of one name, one version, or of all deployments. Raises Invalid."""
         return self._open().statistics(name, version)
 
+    def graph_statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
+        """What flowserve counts besides: failures by reason, and batches, rows and bytes of nodes and edges
+        (docs/metrics.md). Of one name, one version, or of all deployments. Raises Invalid.
+        """
+        return self._open().graph_statistics(name, version)
+
     def close(self) -> None:
         """Close every instance; requests in flight fail. May be called again, and `with` calls it."""
         if self._blocking is not None:

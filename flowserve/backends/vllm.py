@@ -191,7 +191,7 @@ class VllmEngine:
 
     def read(self, inputs: Mapping[str, Array], request: Request) -> VllmCall:
         text = _text(inputs["text_input"], "text_input")
-        flags = {name: bool(inputs[name].ravel()[0]) for name in _FLAGS if name in inputs}
+        flags = {name: bool(_first(inputs[name], name)) for name in _FLAGS if name in inputs}
         is_streaming = flags.get("stream", False)
         has_prompt = not flags.get("exclude_input_in_output", is_streaming)
         if has_prompt and is_streaming:
@@ -347,8 +347,15 @@ class _Sequence:
 # ---------------------------------------------------------------------------------------------- conversions
 
 
+def _first(array: Array, name: str) -> Any:
+    """The element that counts, whatever the dims of the input in the configuration."""
+    if not array.size:
+        raise Invalid(f"inference input '{name}' must hold one element, and is empty")
+    return array.flat[0]
+
+
 def _text(array: Array, name: str) -> str:
-    element = array.ravel()[0]
+    element = _first(array, name)
     try:
         return element.decode() if isinstance(element, bytes) else str(element)
     except UnicodeDecodeError as error:

@@ -144,7 +144,9 @@ def placement_problems(placement: PlacementFile, reading: Reading) -> list[Probl
 def _placement_findings(path: Path, reading: Reading) -> Iterator[Finding]:
     """The problems of a placement file; those of models with problems of their own are not known."""
     try:
-        problems = placement_problems(read_placement(path), reading)
+        placement = read_placement(path)
+        yield from (Finding("warning", "", warning) for warning in placement.warnings)
+        problems = placement_problems(placement, reading)
     except Problems as error:
         problems = [*error.problems]
     for problem in problems:

@@ -36,6 +36,8 @@ def cluster_of(arguments: argparse.Namespace) -> Iterator[tuple[ClusterOptions |
     if arguments.placement is None:
         raise Invalid("--cluster needs --placement FILE, which says which models run on other machines")
     placement = read_placement(arguments.placement)
+    for warning in placement.warnings:
+        log.warning("%s", warning)
     if arguments.cluster_tls is not None:
         client_context(arguments.cluster_tls)  # raises a specific error for bad files
     seconds = float(arguments.cluster_timeout)

@@ -209,8 +209,8 @@ def _counted(engine: AsyncEngine, graph: Graph) -> dict[str, tuple[int, int]]:
 
 
 def _shares(engine: AsyncEngine, graph: Graph) -> dict[str, float]:
-    (row,) = engine.statistics(graph.name, graph.version)
-    spaces = row["flowserve"].get("spaces", ())
+    (row,) = engine.graph_statistics(graph.name, graph.version)
+    spaces = row.get("spaces", ())
     return {one["name"]: one["rows"] / max(1, one["parent_rows"]) for one in spaces}
 
 

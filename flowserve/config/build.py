@@ -1,8 +1,12 @@
 """Fills a message of the schema from a syntax tree, with the place of every field and all type errors.
 
-Decides the accepted spellings of values in each notation, that a repeated singular field is a mistake, and that a
-mistake in a file is reported with its line, one in JSON with its field. Checks types, not rules: whether
-`max_batch_size: -1` is valid is decided in `rules`. Caller: `parse`.
+Decides the accepted spellings of values in each notation, and that a mistake in a file is reported with its line, one
+in JSON with its field. Checks types, not rules: whether `max_batch_size: -1` is valid is decided in `rules`. Caller:
+`parse`.
+
+Decides also what a field or a key that is given twice means, as protobuf's parsers do: in a map the last value of a key
+counts, which is a warning. A singular field twice is a mistake in a file; in JSON its last value counts, unless it is
+an object or a member of a oneof. A key twice in one JSON object is a mistake.
 
 The schema, fields by name with their kinds, is derived once from the descriptors in model_config_pb2 and placement_pb2.
 It reads the descriptors' own messages, which are stable, rather than protobuf's reflection API, which renames
@@ -15,6 +19,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Final, Literal
 
 from google.protobuf import descriptor_pb2
@@ -33,9 +38,14 @@ RANGES: Final[Mapping[str, tuple[int, int]]] = {
 }
 
 
+OWN_NUMBERS: Final = 1000  # Triton's schema has no field from this number on
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
-    """`kind` is "string", "bool", "float", "enum", "message" or an integer's name; `type` names its message or enum."""
+    """`kind` is "string", "bool", "float", "enum", "message" or an integer's name; `type` names its message or enum.
+    `is_own`: Triton's schema does not have it.
+    """
 
     name: str
     kind: str
@@ -43,6 +53,7 @@ class Field:
     is_repeated: bool
     is_map: bool
     oneof: str
+    is_own: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +86,7 @@ def _read(
                 is_repeated=field.label == descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED,
                 is_map=field.type_name in maps,
                 oneof=message.oneof_decl[field.oneof_index].name if field.HasField("oneof_index") else "",
+                is_own=field.number >= OWN_NUMBERS,
             )
             for field in message.field
         }
@@ -93,6 +105,7 @@ PLACEMENT: Final = MESSAGES["placement.Placement"]
 Format = Literal["pbtxt", "json"]
 Plain = str | int | float | bool
 
+TWICE: Final = "R17"  # the rule that warns about what is given twice
 # Parsing stops after this number; a file with more mistakes is not a configuration.
 PROBLEMS_MAX: Final = 100
 BOOLS: Final = dict.fromkeys(("true", "True", "t", "1"), True) | dict.fromkeys(("false", "False", "f", "0"), False)
@@ -121,17 +134,19 @@ class WrongValue(Exception):
 
 
 class Builder:
-    """Fills messages from trees, and collects `places`, `problems` and the `broken` paths; a field with a problem stays
-    unset.
+    """Fills messages from trees, and collects `places`, `problems`, `warnings` and the `broken` paths; a field with a
+    problem stays unset.
     """
 
     def __init__(self, text: Text, notation: Format) -> None:
         self.places: dict[str, Place] = {}
         self.problems: list[Problem] = []
+        self.warnings: list[Problem] = []
         self.broken: set[str] = set()
         self._text = text
         self._is_json = notation == "json"
         self._path = ""  # path of the current field
+        self._inside: dict[str, list[str]] = {}  # the paths in each value of a map, by its path
 
     def fill(self, message: ProtoMessage, schema: Message, block: ConfigBlock, prefix: str = "") -> None:
         """Fill `message` from `block`. `prefix` is the path of the message, with a trailing dot."""
@@ -156,11 +171,15 @@ class Builder:
         return field
 
     def _is_clash(self, field: Field, entry: ConfigEntry, seen: dict[str, ConfigEntry]) -> bool:
-        """Whether the field, or another member of its oneof, was given before; records a problem."""
+        """Whether the field, or another member of its oneof, was given before and may not be; records a problem."""
         if field.is_repeated and not self._is_json:
             return False
         first = seen.setdefault(field.oneof or field.name, entry)
         if first is entry:
+            return False
+        if self._is_json and not field.oneof and (field.is_repeated or field.kind != "message"):
+            what = "all its values are used" if field.is_repeated else "the last one counts"
+            self._warn(entry.at, f'field "{field.name}" is given more than once; {what}')
             return False
         where = "" if self._is_json else f"the first is at {self._text.place(first.at)}"
         if first.name == entry.name:
@@ -211,20 +230,30 @@ class Builder:
     def _set_map(self, message: ProtoMessage, field: Field, entry: ConfigEntry, path: str) -> None:
         key_field, value_field = (MESSAGES[field.type].fields[name] for name in ("key", "value"))
         target = getattr(message, field.name)
+        keys: set[str] = set()  # of one JSON object, as written
         for at, key, value in self._pairs(field, entry):
             plain_key = self._plain(key_field, key)
             if plain_key is None:
                 continue
             item_path = self._path = f"{path}[{plain_key}]"
+            twice = f'key "{plain_key}" is given twice in "{field.name}"'
+            if self._is_json and isinstance(key, ConfigScalar):
+                if key.text in keys:
+                    self._problem(at, twice)
+                    continue
+                keys.add(key.text)
             if item_path in self.places:
-                where = "" if self._is_json else f"the first is at {self.places[item_path]}"
-                self._problem(at, f'key "{plain_key}" is given twice in "{field.name}"', where)
-                continue
+                where = "" if self._is_json else f"the one before is at {self.places[item_path]}"
+                self._warn(at, f"{twice}; the last one counts", where)
+                for inner in self._inside.pop(item_path, ()):
+                    del self.places[inner]
+                target.pop(plain_key, None)
             self.places[item_path] = self._place(at)
             if value_field.kind == "message":
-                child = target[plain_key]
+                child, before = target[plain_key], len(self.places)
                 if value is not None:
                     self._fill_child(child, value_field, value, item_path)
+                self._inside[item_path] = [*islice(reversed(self.places), len(self.places) - before)]
                 continue
             plain = "" if value is None else self._plain(value_field, value)
             if plain is not None:
@@ -329,6 +358,11 @@ class Builder:
         """The place of an offset. JSON comes from programs, so its places are field paths instead of columns."""
         place = self._text.place(at)
         return replace(place, path=self._path) if self._is_json else place
+
+    def _warn(self, at: int, message: str, hint: str = "") -> None:
+        """Record a warning; the first ones are enough."""
+        if len(self.warnings) < PROBLEMS_MAX:
+            self.warnings.append(Problem(message, self._place(at), TWICE, hint))
 
     def _problem(self, at: int, message: str, hint: str = "") -> None:
         self.problems.append(Problem(message, self._place(at), hint=hint))

@@ -73,7 +73,9 @@ class _Merger:
         if theirs is None:
             return
         ours: Sequence[Tensor] = self.message.input if side == "input" else self.message.output
-        given = {tensor.name: index for index, tensor in enumerate(ours)}
+        given: dict[str, int] = {}
+        for index, tensor in enumerate(ours):
+            given.setdefault(tensor.name, index)  # of an output listed more than once, the first counts
         if not given:
             for spec in theirs:
                 if not spec.optional or self.message.backend not in HAVE_DEFAULTS:  # left out, as on Triton

@@ -1,31 +1,40 @@
 """Converts the protobuf message to configuration records, and to the JSON that clients read.
 
 Decides the mapping of each field. A tensor without a valid data type is omitted: it occurs only before the rules have
-run. Does not check anything. Callers: `load`, the load API.
+run. Of an output that is listed more than once the first listing counts, with the label file of any, as on Triton; the
+JSON has all of them. Does not check anything. Callers: `load`, the load API.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
 
 from google.protobuf.json_format import MessageToDict
 
 from flowserve.config import model_config_pb2 as pb
 from flowserve.config import types as records
-from flowserve.config.build import MESSAGES, MODEL_CONFIG, Field
+from flowserve.config.build import MESSAGES, MODEL_CONFIG, Field, Message
 from flowserve.values import BY_NUMBER, DType, TensorSpec
+
+# A field that the schema of Triton 2.51, and of programs of its time, does not have.
+LATER: Final = frozenset({"max_inflight_requests"})
 
 
 def to_config(message: pb.ModelConfig, source: records.SourceMap) -> records.ModelConfig:
     """The record of one configuration."""
+    listed = _specs(message.output)
+    outputs = _by_name(listed)
+    if len(outputs) < len(listed):
+        source = _of_outputs(outputs, message, source)
     return records.ModelConfig(
         name=message.name,
         backend=message.backend,
         platform=message.platform,
         max_batch_size=message.max_batch_size,
         inputs=_specs(message.input),
-        outputs=_specs(message.output),
+        outputs=outputs,
         source=source,
         version_policy=_version_policy(message),
         dynamic_batching=_dynamic_batching(message),
@@ -44,24 +53,36 @@ def to_config(message: pb.ModelConfig, source: records.SourceMap) -> records.Mod
         json=to_json(message),
         decoupled=message.model_transaction_policy.decoupled,
         response_cache=message.response_cache.enable,
+        listed_outputs=listed if len(outputs) < len(listed) else (),
     )
 
 
 def to_json(message: pb.ModelConfig) -> dict[str, Any]:
-    """The message as GET v2/models/NAME/config returns it: every plain field, defaults included, proto names,
-    enumerations by name, 64-bit integers as numbers.
+    """The message as GET v2/models/NAME/config returns it: every plain field of Triton's, defaults included, and those
+    of flowserve's own and of `LATER` that are set; proto names, enumerations by name, 64-bit integers as numbers.
     """
     printed = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    return {name: _with_numbers(value, MODEL_CONFIG.fields[name]) for name, value in printed.items()}
+    return _members(printed, MODEL_CONFIG)
 
 
-def _with_numbers(value: Any, field: Field) -> Any:
+def _members(printed: Mapping[str, Any], schema: Message) -> dict[str, Any]:
+    fields = schema.fields
+    return {
+        name: _printed(one, fields[name])
+        for name, one in printed.items()
+        if one or not (fields[name].is_own or name in LATER)
+    }
+
+
+def _printed(value: Any, field: Field) -> Any:
     """Turn the strings that protobuf prints for 64-bit integers (for JavaScript) into numbers, as clients expect."""
     if isinstance(value, list):
-        return [_with_numbers(one, field) for one in value]
+        return [_printed(one, field) for one in value]
+    if field.is_map:
+        inner = MESSAGES[field.type].fields["value"]
+        return {key: _printed(one, inner) for key, one in value.items()}
     if field.kind == "message":
-        fields = MESSAGES[field.type].fields
-        return {name: _with_numbers(one, fields["value" if field.is_map else name]) for name, one in value.items()}
+        return _members(value, MESSAGES[field.type])
     return int(value) if field.kind in ("int64", "uint64") else value
 
 
@@ -79,6 +100,35 @@ def _specs(tensors: Iterable[pb.ModelInput | pb.ModelOutput]) -> tuple[TensorSpe
         for tensor in tensors
         if tensor.data_type in BY_NUMBER
     )
+
+
+def _by_name(listed: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Each output once. Before the rules have run, several may have no name."""
+    found: dict[str | int, TensorSpec] = {}
+    for index, spec in enumerate(listed):
+        key = spec.name or index
+        first = found.setdefault(key, spec)
+        found[key] = replace(first, labels=first.labels or spec.labels)
+    return tuple(found.values())
+
+
+def _of_outputs(
+    outputs: tuple[TensorSpec, ...], message: pb.ModelConfig, source: records.SourceMap
+) -> records.SourceMap:
+    """The places of `outputs` by their position there, instead of that in the file."""
+    position = {spec.name: index for index, spec in enumerate(outputs)}
+    moved: dict[str, str] = {}  # the first listing of each output, to its path there
+    for index, tensor in enumerate(message.output):
+        if tensor.name in position:
+            moved[f"output[{index}]"] = f"output[{position.pop(tensor.name)}]"
+    places = {}
+    for path, place in source.places.items():
+        listing, bracket, rest = path.partition("]")
+        if not path.startswith("output["):
+            places[path] = place
+        elif (listing := listing + bracket) in moved:
+            places[moved[listing] + rest] = place
+    return records.SourceMap(source.file, places)
 
 
 def _batch_inputs(message: pb.ModelConfig) -> tuple[records.BatchInput, ...]:

@@ -19,19 +19,19 @@ import os
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Final
 
 from flowserve.config import model_config_pb2 as pb
 from flowserve.config.backends import fill_backend
-from flowserve.config.build import MODEL_CONFIG
+from flowserve.config.build import MODEL_CONFIG, PROBLEMS_MAX
 from flowserve.config.complete import fill_defaults, gpus_to_cpu, merge
 from flowserve.config.convert import to_config
 from flowserve.config.parse import Parsed, field_of, parse, read_text
 from flowserve.config.rules import RULES, RuleInput
 from flowserve.config.types import NO_GPUS, Completion, Gpus, ModelConfig, SourceMap
-from flowserve.config.unsupported import OTHER_BACKEND, ignored_fields, refusals
+from flowserve.config.unsupported import OTHER_BACKEND, ignored_fields, refusals, repeated_outputs
 from flowserve.errors import Place, Problem, Problems
 
 log = logging.getLogger("flowserve.config")
@@ -75,7 +75,7 @@ class Draft:
 @dataclass(frozen=True, slots=True)
 class Validated:
     """The configuration with its defaults; all mistakes of the text and violations of rules, sorted by place; the
-    top-level fields that contain them; and a warning for each ignored field.
+    top-level fields that contain them; and a warning for each field or value that is ignored.
     """
 
     config: ModelConfig
@@ -140,7 +140,8 @@ def validate(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) 
         problems = refused  # the user replaces the model: its other fields do not matter
     elif draft.parsed.problems:
         problems = [*draft.parsed.problems, *independent_problems(problems, source, draft.parsed.broken)]
-    ignored = [*ignored_fields(message, source)]
+    repeated = islice(repeated_outputs(message, source), PROBLEMS_MAX)
+    ignored = [*draft.parsed.warnings, *repeated, *ignored_fields(message, source)]
     fill_defaults(message, completion, gpus)
     problems.sort(key=lambda problem: problem.place or Place(""))
     return Validated(to_config(message, source), problems, broken, ignored)

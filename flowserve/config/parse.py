@@ -33,12 +33,14 @@ SIZE_MAX_BYTES: Final = 1 << 20
 class Parsed:
     """The contents of a text. `problems` are all unknown fields, wrong types and repeated fields, sorted by place;
     fields with problems are not in the `message`. `broken` are the top-level fields that contain such mistakes.
+    `warnings` are about values that do not count, because a later one is given.
     """
 
     message: pb.ModelConfig
     source: SourceMap
     problems: tuple[Problem, ...] = ()
     broken: frozenset[str] = frozenset()
+    warnings: tuple[Problem, ...] = ()
 
 
 def parse_model_config(
@@ -65,7 +67,8 @@ def parse(text: str, file: str, format: Format = "pbtxt") -> Parsed:  # noqa: A0
     message = pb.ModelConfig()
     builder.fill(message, MODEL_CONFIG, tree)
     problems = sorted(builder.problems, key=lambda problem: problem.place or Place(file))
-    return Parsed(message, SourceMap(file, builder.places), tuple(problems), frozenset(map(field_of, builder.broken)))
+    broken = frozenset(map(field_of, builder.broken))
+    return Parsed(message, SourceMap(file, builder.places), tuple(problems), broken, tuple(builder.warnings))
 
 
 def field_of(path: str) -> str:

@@ -46,11 +46,14 @@ class ModelPlace:
 
 @dataclass(frozen=True, slots=True)
 class PlacementFile:
-    """A placement file. `address` is the cluster's, "" if the file has none; `places` are by model."""
+    """A placement file. `address` is the cluster's, "" if the file has none; `places` are by model. `warnings` are
+    about values that do not count.
+    """
 
     source: SourceMap
     address: str = ""
     places: Mapping[str, ModelPlace] = field(default_factory=dict)
+    warnings: tuple[Problem, ...] = ()
 
 
 def read_placement(path: Path) -> PlacementFile:
@@ -70,7 +73,8 @@ def parse_placement(text: str, file: str) -> PlacementFile:
     problems = [*builder.problems, *_violations(message, places)]
     if problems:
         raise Problems(sorted(dict.fromkeys(problems), key=lambda problem: problem.place or Place(file)))
-    return PlacementFile(places, message.cluster.address, {place.model: place for place in _places(message)})
+    by_model = {place.model: place for place in _places(message)}
+    return PlacementFile(places, message.cluster.address, by_model, tuple(builder.warnings))
 
 
 def _places(message: pb.Placement) -> Iterator[ModelPlace]:

@@ -10,9 +10,9 @@ checks that Triton makes at the top level of a configuration, and limits that Tr
 What the admission parameters do is decided in `runtime/admission`.
 
 For inputs and outputs, reshapes, label files, batch inputs and batch outputs, and warm-up samples, decides the checks
-that Triton makes, with its texts; that names are unique and a model has outputs; and errors of batch inputs and outputs
-that Triton finds only when a batch runs: inputs that clients cannot send because the server computes them, unknown
-shapes of batch outputs, and models that do not take a batch as one tensor.
+that Triton makes, with its texts; that names of inputs are unique and a model has outputs; and errors of batch inputs
+and outputs that Triton finds only when a batch runs: inputs that clients cannot send because the server computes them,
+unknown shapes of batch outputs, and models that do not take a batch as one tensor.
 
 For the dynamic batcher and for sequence batching (queues, control tensors, strategies, implicit state), decides which
 settings are invalid or contradict each other, as on Triton. Does not know their effect (`scheduling`).
@@ -454,13 +454,23 @@ def tensorrt_tensors(s: RuleInput) -> Iterator[Problem]:
 
 
 def unique_names(s: RuleInput) -> Iterator[Problem]:
-    for rule, kind, tensors in (("M31", "input", s.message.input), ("M32", "output", s.message.output)):
-        names = [tensor.name for tensor in tensors]
-        for index, name in enumerate(names):
-            if name and name in names[:index]:
-                first = s.source.place(f"{kind}[{names.index(name)}]")
-                text = f"{kind} '{name}' is specified more than once for {s.message.name}"
-                yield s.problem(rule, f"{kind}[{index}].name", text, f"the first is at {first}")
+    """An input is listed once: a request cannot have two of one name. An output listed again is a warning
+    (`unsupported`), but its labels are in one file.
+    """
+    names = [tensor.name for tensor in s.message.input]
+    for index, name in enumerate(names):
+        if name and name in names[:index]:
+            first = s.source.place(f"input[{names.index(name)}]")
+            text = f"input '{name}' is specified more than once for {s.message.name}"
+            yield s.problem("M31", f"input[{index}].name", text, f"the first is at {first}")
+    labelled: dict[str, str] = {}
+    for index, tensor in enumerate(s.message.output):
+        if tensor.name and tensor.label_filename:
+            path = f"output[{index}].label_filename"
+            first_path = labelled.setdefault(tensor.name, path)
+            if first_path != path:
+                text = f"multiple label files for '{tensor.name}'"
+                yield s.problem("M32", path, text, f"the first is at {s.source.place(first_path)}")
 
 
 def model_outputs(s: RuleInput) -> Iterator[Problem]:

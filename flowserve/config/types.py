@@ -320,6 +320,7 @@ class ModelConfig:
     `backend` is "" for ensembles. `json` is the whole message as GET .../config returns it. `decoupled`: a plain model
     may send any number of responses per request; for an ensemble, its steps decide. `placed`: for pictures, where a
     placement file has its instances run; "": in the server. `segment`: for pictures, the segment that it belongs to.
+    `outputs` are by name; `listed_outputs` are those of the file if it lists one more than once, else empty.
     """
 
     name: str
@@ -344,6 +345,7 @@ class ModelConfig:
     response_cache: bool = False
     placed: str = ""
     segment: str = ""
+    listed_outputs: tuple[TensorSpec, ...] = ()
 
     @property
     def is_ensemble(self) -> bool:

@@ -2,8 +2,8 @@
 
 Decides: a feature that would change results is refused by name. Ignored with a warning are hints about performance, or
 about hardware that flowserve does not manage. Further warnings: a Python environment that the model cannot get,
-batching settings without effect, a cache that does not exist, and a parameter key that is nearly one of flowserve's and
-would otherwise pass for the model's own. Callers: `load`, `repository`, `runtime`.
+batching settings without effect, a cache that does not exist, an output that is listed twice, and a parameter key that
+is nearly one of flowserve's and would otherwise pass for the model's own. Callers: `load`, `repository`, `runtime`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 
 from flowserve.config import model_config_pb2 as pb
 from flowserve.config.backends import OTHER_BACKENDS
+from flowserve.config.build import TWICE
 from flowserve.config.parameters import ADMISSION_KEYS, ENVIRONMENT
 from flowserve.config.rules import RuleInput
 from flowserve.config.types import ModelConfig, SourceMap
@@ -99,6 +100,17 @@ def _has_effect(value: Any) -> bool:
     if isinstance(value, pb.ModelOptimizationPolicy.PinnedMemoryBuffer):
         return not value.enable  # enabled is the default
     return bool(value.ListFields() if isinstance(value, Message) else value)
+
+
+def repeated_outputs(message: pb.ModelConfig, source: SourceMap) -> Iterator[Problem]:
+    """A warning for each output that is listed again. The first listing counts, as on Triton."""
+    first: dict[str, str] = {}
+    for index, tensor in enumerate(message.output):
+        path = first.setdefault(tensor.name, f"output[{index}]")
+        if tensor.name and path != f"output[{index}]":
+            text = f"output '{tensor.name}' is listed more than once; the first one counts"
+            hint = "" if source.place(path).path else f"it is at {source.place(path)}"
+            yield Problem(text, source.place(f"output[{index}]"), TWICE, hint)
 
 
 def unused_cache(config: ModelConfig) -> Iterator[Problem]:

@@ -24,6 +24,7 @@ from flowserve.grpc.forward import GrpcForwarder
 from flowserve.grpc.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from flowserve.grpc.inference import EngineAccess, trace_context
 from flowserve.grpc.stream import InferStream
+from flowserve.observe.combined import STATISTICS
 from flowserve.observe.settings import LogSettings
 from flowserve.runtime.group import change
 from flowserve.runtime.loading.control import Control
@@ -94,8 +95,7 @@ class Service:
         """The response to one of CALLS."""
         method, _ = CALLS[name]
         response: Message = getattr(pb, f"{name}Response")()
-        # Statistics have additional fields of flowserve that are not in Triton's message.
-        return ParseDict(await method(self, request) or {}, response, ignore_unknown_fields=name == "ModelStatistics")
+        return ParseDict(await method(self, request) or {}, response)
 
     async def live(self, request: pb.ServerLiveRequest) -> Json:
         return {"live": self._engine.deployments.is_live}
@@ -120,7 +120,7 @@ class Service:
         return {"config": self._engine.deployments.find(request.name, request.version).config.json}
 
     async def statistics(self, request: pb.ModelStatisticsRequest) -> Json:
-        statistics = partial(statistics_of_all, self._engine, request.name, request.version)
+        statistics = partial(statistics_of_all, self._engine, STATISTICS, request.name, request.version)
         if self._engine.group is None:
             return {"model_stats": await statistics()}
         return {"model_stats": await self._access.run_in_trio(statistics)}

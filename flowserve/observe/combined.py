@@ -13,9 +13,11 @@ from typing import Any, Final
 
 from flowserve.observe.exposition import COUNTER, GAUGE, SUMMARY, number
 
-# Kinds of reports: Prometheus' text; the rows of the statistics extension; what the live page counts.
+# Kinds of reports: Prometheus' text; the rows of the statistics extension; those of the graphs; what the live page
+# counts.
 METRICS: Final = "metrics"
 STATISTICS: Final = "statistics"
+GRAPHS: Final = "graphs"
 FIGURES: Final = "figures"
 
 _QUANTILE: Final = 'quantile="'

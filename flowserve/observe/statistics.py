@@ -399,8 +399,8 @@ class Statistics:
         return histogram
 
     def as_json(self, epoch_ns: int) -> dict[str, Any]:
-        """One row of `model_stats`. The key `flowserve` is an extension that Triton's clients ignore. `epoch_ns` is the
-        time since the epoch minus the server's clock.
+        """One row of `model_stats`, with the fields of Triton's message only. `epoch_ns` is the time since the epoch
+        minus the server's clock.
         """
         self.add_up()
         last_ns = self.last_inference_ns
@@ -433,11 +433,17 @@ class Statistics:
                 for rows, size in sorted(self.batches.items())
             ],
             "memory_usage": [],
-            "flowserve": {
-                "failures": dict(self.failures),
-                "nodes": [node.as_json() for node in self.nodes],
-                **({"spaces": [space.as_json() for space in self.spaces]} if self.spaces else {}),
-            },
+        }
+
+    def graph_json(self) -> dict[str, Any]:
+        """What flowserve counts besides: failures by reason, and the nodes, edges and spaces of the graph."""
+        self.add_up()
+        return {
+            "name": self.name,
+            "version": str(self.version),
+            "failures": dict(self.failures),
+            "nodes": [node.as_json() for node in self.nodes],
+            **({"spaces": [space.as_json() for space in self.spaces]} if self.spaces else {}),
         }
 
 
@@ -535,11 +541,6 @@ class SummarisedStatistics(Statistics):
 def summarising(clock: Callable[[], int]) -> Callable[[str, int], Statistics]:
     """A factory of such statistics, in place of `Statistics`."""
     return partial(SummarisedStatistics, clock=clock)
-
-
-def rows_as_json(statistics: Sequence[Statistics], epoch_ns: int) -> list[dict[str, Any]]:
-    """Rows sorted by name and version, as the endpoint returns them. `epoch_ns` is as in `Statistics.as_json`."""
-    return [one.as_json(epoch_ns) for one in sorted(statistics, key=lambda one: (one.name, one.version))]
 
 
 def _sum(count: int, ns: int) -> dict[str, int]:

@@ -7,14 +7,15 @@ the live page's sampler. Caller: `cli`.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from flowserve.http.api.app import Exposition
 from flowserve.http.api.infer import AppOptions
 from flowserve.http.page.sampler import figures
-from flowserve.observe.combined import FIGURES, METRICS, STATISTICS
+from flowserve.observe.combined import FIGURES, GRAPHS, METRICS, STATISTICS
 from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.protocol import statistics_by_version
+from flowserve.runtime.protocol import by_version, statistics_of
 
 
 def reports_of(engine: Engine, exposition: Exposition) -> Mapping[str, Callable[[], Awaitable[Any]]]:
@@ -23,13 +24,14 @@ def reports_of(engine: Engine, exposition: Exposition) -> Mapping[str, Callable[
     async def metrics() -> bytes:
         return b"".join(await exposition.parts())
 
-    async def statistics() -> dict[str, Any]:
-        return statistics_by_version(engine)
+    async def statistics(kind: str) -> dict[str, Any]:
+        return by_version(statistics_of(engine, kind))
 
     async def live() -> dict[str, Any]:
         return figures(engine)
 
-    return {METRICS: metrics, STATISTICS: statistics, FIGURES: live}
+    rows = {kind: partial(statistics, kind) for kind in (STATISTICS, GRAPHS)}
+    return {METRICS: metrics, **rows, FIGURES: live}
 
 
 def changes_of(engine: Engine, options: AppOptions) -> Mapping[str, Callable[..., object]]:

@@ -156,20 +156,26 @@ def server_metadata(name: str) -> dict[str, Any]:
     return {"name": name, "version": __version__, "extensions": EXTENSIONS}
 
 
-def statistics_by_version(engine: Engine) -> dict[str, Any]:
-    """This server's rows of the statistics extension, by NAME/VERSION."""
-    return {f"{row['name']}/{row['version']}": row for row in engine.deployments.statistics()}
-
-
-async def statistics_of_all(engine: Engine, name: str, version: str) -> list[dict[str, Any]]:
-    """The rows of the statistics extension over all servers behind the port, for one name, one version or everything.
-    Raises Invalid for unknown ones.
+def statistics_of(engine: Engine, kind: str, name: str = "", version: str = "") -> list[dict[str, Any]]:
+    """This server's rows, for one name, one version or everything: of the statistics extension (`kind` STATISTICS), or
+    of flowserve's own statistics (GRAPHS). Raises Invalid for unknown names.
     """
-    rows = engine.deployments.statistics(name, version)
+    deployments = engine.deployments
+    return (deployments.statistics if kind == STATISTICS else deployments.graph_statistics)(name, version)
+
+
+def by_version(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Rows of statistics by NAME/VERSION."""
+    return {f"{row['name']}/{row['version']}": row for row in rows}
+
+
+async def statistics_of_all(engine: Engine, kind: str, name: str, version: str) -> list[dict[str, Any]]:
+    """As `statistics_of`, over all servers behind the port."""
+    rows = statistics_of(engine, kind, name, version)
     if engine.group is None:
         return rows
-    whole = await engine.group.report(STATISTICS)
-    return [whole.get(f"{row['name']}/{row['version']}", row) for row in rows]
+    whole = await engine.group.report(kind)
+    return [whole.get(key, row) for key, row in by_version(rows).items()]
 
 
 def model_metadata(deployment: Deployment, version: str = "") -> dict[str, Any]:
@@ -180,7 +186,7 @@ def model_metadata(deployment: Deployment, version: str = "") -> dict[str, Any]:
         "versions": [version] if version else [str(one) for one in deployment.versions],
         "platform": deployment.platform,
         "inputs": [_tensor(spec, batch) for spec in deployment.inputs.values()],
-        "outputs": [_tensor(spec, batch) for spec in deployment.outputs.values()],
+        "outputs": [_tensor(spec, batch) for spec in deployment.config.listed_outputs or deployment.outputs.values()],
     }
 
 

@@ -71,7 +71,7 @@ def test_an_engine_that_is_open_cannot_be_opened_again_and_goes_on() -> None:
 
 
 def test_completion_offers_the_documented_names_only() -> None:
-    documented = {"index", "infer", "load", "statistics", "stream", "unload"}
+    documented = {"graph_statistics", "index", "infer", "load", "statistics", "stream", "unload"}
 
     async def offered() -> set[str]:
         async with Engine(one_step(double, "g")) as engine:

@@ -418,10 +418,10 @@ async def test_skipped_steps_and_rows_of_spaces_are_counted_for_each_request() -
         async with trio.open_nursery() as nursery:
             for numbers in ((0.9,), (0.2,), (0.9,), (0.9, 0.8), (0.2, 0.9), (0.1,)):
                 nursery.start_soon(ask, *numbers)
-        (found,) = engine.statistics("cascade")
-    skipped = {node["name"]: node.get("skipped_count", 0) for node in found["flowserve"]["nodes"]}
+        (found,) = engine.graph_statistics("cascade")
+    skipped = {node["name"]: node.get("skipped_count", 0) for node in found["nodes"]}
     assert skipped == {"small": 0, "large": 3}
-    (space,) = found["flowserve"]["spaces"]
+    (space,) = found["spaces"]
     assert (space["requests"], space["rows"], space["parent_rows"]) == (6, 3, 8)
 
 

@@ -268,6 +268,13 @@ def test_missing_fields_are_completed_from_the_plan(repository: Repository, mach
     assert (found.max_batch_size, found.dynamic_batching) == (16, True)
 
 
+def test_a_whole_configuration_does_not_open_the_plan(repository: Repository, machine: FakeMachine) -> None:
+    repository.write("m", "1/model.plan", b"double")
+    library = FakeTensorRt(machine, PLANS)
+    assert TensorRtBackend(lambda: library).complete(configuration(), repository.files()).inputs is None
+    assert library.engines == []
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [

@@ -46,6 +46,14 @@ def test_every_model_has_the_tensors_of_tritons_backend(repository: Repository) 
     assert (found.outputs[0].name, found.outputs[0].dims) == ("text_output", (-1,))
 
 
+def test_a_tensor_of_the_configuration_keeps_its_dims(repository: Repository) -> None:
+    own = spec("text_input", (-1,), dtype=DType.BYTES)
+    found = registry.find("vllm").complete(config_of("vllm", inputs=[own]), repository.files())
+    assert found.inputs is not None
+    assert {one.name: one.dims for one in found.inputs}["text_input"] == (-1,)
+    assert {one.name: one.dims for one in found.inputs}["sampling_parameters"] == (1,)
+
+
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")
 def test_a_missing_vllm_is_one_sentence_with_the_command(repository: Repository) -> None:
     source_of(repository)

@@ -486,3 +486,61 @@ def test_unencodable_characters_are_escaped_and_a_full_disk_is_reported(tmp_path
         lost = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     said = (lost.returncode, lost.stderr)
     assert said == (1, "flowserve: the output cannot be written: No space left on device\n")
+
+
+def test_what_is_given_twice_is_warned_about_with_both_places(
+    repository: Path, tmp_path: Path, checked: Callable[..., Checked]
+) -> None:
+    path = repository / "pipe" / "config.pbtxt"
+    twice = 'input_map { key: "X" value: "z" }\n    input_map { key: "X" value: "x" }'
+    text = ENSEMBLE.replace('input_map { key: "X" value: "x" }', twice)
+    path.write_text(text + 'output { name: "y" data_type: TYPE_FP32 dims: 3 }\n')
+    status, _, warnings = checked()
+    assert status == 0
+    assert warnings.splitlines() == [
+        'pipe/config.pbtxt:10:17: warning: key "X" is given twice in "input_map"; the last one counts [R17]',
+        "    the one before is at pipe/config.pbtxt:9:17",
+        "pipe/config.pbtxt:14:1: warning: output 'y' is listed more than once; the first one counts [R17]",
+        "    it is at pipe/config.pbtxt:4:1",
+    ]
+    labels = 'labels { key: "a" value: "1" }\nlabels { key: "a" value: "2" }'
+    (tmp_path / "placement").write_text(f'place {{ model: "same" {labels} }}')
+    out, err = io.StringIO(), io.StringIO()
+    assert check([repository], out, err, color=False, placement=tmp_path / "placement") == 0
+    assert 'placement:2:10: warning: key "a" is given twice in "labels"; the last one counts [R17]' in err.getvalue()
+
+
+PLAN = """platform: "tensorrt_plan"
+input { name: "X" data_type: TYPE_FP32 dims: 4 }
+output { name: "Y" data_type: TYPE_FP32 dims: 4 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "there", "found"),
+    [
+        ("", [], "model.plan does not exist; folder plan/1 is empty; put the file there"),
+        ("", ["model.engine"], "model.plan does not exist; "),
+        (
+            "",
+            ["../model.plan"],
+            "model.plan does not exist; it is one folder too high: move plan/model.plan into plan/1/",
+        ),
+        ('default_model_filename: "a.plan"', [], "a.plan does not exist; folder plan/1 is empty; put the file there"),
+        ("", ["model.plan"], ""),
+    ],
+)
+def test_a_tensorrt_model_without_its_plan_is_reported(
+    repository: Path, checked: Callable[..., Checked], more: str, there: list[str], found: str
+) -> None:
+    version = repository / "plan" / "1"
+    version.mkdir(parents=True)
+    (repository / "plan" / "config.pbtxt").write_text(PLAN + more)
+    for name in there:
+        (version / name).write_bytes(b"plan")
+    status, _, errors = checked()
+    assert status == (1 if found else 0)
+    if found:
+        named = found.partition(" ")[0]
+        line = errors.splitlines()[0]
+        assert line.startswith(f"plan/1/{named}: error: failed to load 'plan' version 1: file plan/1/{found}")

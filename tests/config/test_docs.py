@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from flowserve.config.build import MESSAGES, MODEL_CONFIG, Message
-from flowserve.config.load import Draft, finish
+from flowserve.config.load import Draft, finish, validate
+from flowserve.config.types import Completion
 from flowserve.config.unsupported import IGNORED, IGNORED_IN_GROUPS
 from flowserve.errors import Problems
 
@@ -43,6 +44,16 @@ def test_invalid_examples_of_the_page_are_refused_with_these_messages(page: str,
         with pytest.raises(Problems) as caught:
             finish(draft(text), None)
         assert str(caught.value) == expected
+
+
+def test_the_page_shows_the_warnings_about_what_is_given_twice(page: str, draft: Read) -> None:
+    (text, expected), *more = re.findall(
+        r'```pbtxt title="warned about"\n(.*?)```\s+```text\n(.*?)\n```', page, re.DOTALL
+    )
+    validated = validate(draft(text), Completion())
+    assert [*map(str, validated.ignored)] == expected.splitlines()
+    assert not validated.problems
+    assert not more
 
 
 def fields(schema: Message = MODEL_CONFIG, prefix: str = "") -> Iterator[str]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from flowserve.config.convert import to_json
 from flowserve.config.model_config_pb2 import ModelConfig
+from flowserve.config.parse import parse as parse_all
 from flowserve.config.parse import parse_model_config
 from flowserve.errors import Problems
 
@@ -42,6 +43,25 @@ def refusal(text: str) -> str:
 )
 def test_the_result_equals_that_of_protobufs_parser(text: str) -> None:
     assert parse(text) == json_format.Parse(text, ModelConfig())
+
+
+@pytest.mark.parametrize(
+    ("text", "same", "warning"),
+    [
+        ('{"name": "a", "name": "b"}', '{"name": "b"}', "name: field"),
+        ('{"max_batch_size": 4, "maxBatchSize": 8}', '{"max_batch_size": 8}', "maxBatchSize: field"),
+        ('{"input": [{"name": "x"}], "input": [{}]}', '{"input": [{"name": "x"}, {}]}', "input: field"),
+        (
+            '{"metric_tags": {"a": "1", "b": "2"}, "metric_tags": {"a": "3"}}',
+            '{"metric_tags": {"a": "3", "b": "2"}}',
+            "metric_tags[a]: key",
+        ),
+    ],
+)
+def test_what_is_given_twice_is_read_as_triton_reads_it_with_a_warning(text: str, same: str, warning: str) -> None:
+    read = parse_all(text, "override", "json")
+    assert read.message == parse(same)
+    assert any(f"{one.place}: {one.message}".startswith(f"override: {warning}") for one in read.warnings)
 
 
 def test_enumeration_names_are_case_insensitive() -> None:
@@ -99,7 +119,8 @@ def test_a_nested_mistake_is_reported_with_its_full_path() -> None:
         ('{"name": tru}', "1:10: Expected a value, found 't'"),
         ('{"name": "m', "1:10: Unterminated string starting at"),
         ('{"name": "\\ud800"}', ' name: field "name": the string holds half of a surrogate pair'),
-        ('{"name": "a", "name": "b"}', ' name: Non-repeated field "name" is specified multiple times'),
+        ('{"dynamic_batching": {}, "dynamic_batching": {}}', " dynamic_batching: Non-repeated field"),
+        ('{"metric_tags": {"a": "1", "a": "2"}}', ' metric_tags[a]: key "a" is given twice in "metric_tags"'),
         ('{"a":' * 10_000, "1:321: nested deeper than 64 levels"),
         ("[" * 10_000, "1:65: nested deeper than 64 levels"),
     ],

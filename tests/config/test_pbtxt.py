@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from flowserve.config.build import ENUMS, MESSAGES, MODEL_CONFIG, RANGES, Field, Message
 from flowserve.config.model_config_pb2 import ModelConfig
+from flowserve.config.parse import parse as parse_all
 from flowserve.config.parse import parse_model_config, read_text
 from flowserve.errors import Place, Problem, Problems
 
@@ -193,11 +195,89 @@ def test_two_schedulers_are_refused_and_both_are_named() -> None:
     )
 
 
-def test_a_key_given_twice_names_the_first() -> None:
-    text = 'parameters { key: "a" value { } }\nparameters { key: "a" value { } }'
-    assert refusal(text) == (
-        'm/config.pbtxt:2:14: key "a" is given twice in "parameters" (the first is at m/config.pbtxt:1:14)'
-    )
+# Every map field of the schema: its text, the place of the first key, that of the second.
+MAPS = {
+    "parameters": (
+        (
+            'parameters { key: "a" value { string_value: "one" } }\n'
+            'parameters [ { key: "b" }, { key: "a" value { string_value: "two" } } ]'
+        ),
+        "1:14",
+        "2:30",
+    ),
+    "metric_tags": ('metric_tags { key: "a" value: "1" }\nmetric_tags { key: "a" value: "2" }', "1:15", "2:15"),
+    "cc_model_filenames": ('cc_model_filenames [ { key: "7.5" value: "x" }, { key: "7.5" } ]', "1:24", "1:51"),
+    "input_map": (
+        'ensemble_scheduling { step {\ninput_map { key: "X" value: "A" }\ninput_map { key: "X" value: "B" } } }',
+        "2:13",
+        "3:13",
+    ),
+    "output_map": (
+        'ensemble_scheduling { step {\noutput_map { key: "Y" value: "A" }\noutput_map { key: "Y" value: "B" } } }',
+        "2:14",
+        "3:14",
+    ),
+    "inputs": (
+        (
+            'model_warmup {\ninputs { key: "X" value { data_type: TYPE_FP32 dims: [ 7 ] zero_data: true } }\n'
+            'inputs { key: "X" value { data_type: TYPE_INT32 random_data: true } } }'
+        ),
+        "2:10",
+        "3:10",
+    ),
+    "priority_queue_policy": (
+        (
+            "dynamic_batching {\n"
+            "priority_queue_policy { key: 1 value { timeout_action: DELAY max_queue_size: 1 } }\n"
+            "priority_queue_policy { key: 0x1 value { max_queue_size: 2 } } }"
+        ),
+        "2:25",
+        "3:25",
+    ),
+    "accelerators": (
+        (
+            "optimization { execution_accelerators { gpu_execution_accelerator {\n"
+            'parameters { key: "k" value: "1" }\nparameters { key: "k" value: "2" } } } }'
+        ),
+        "2:14",
+        "3:14",
+    ),
+    "agents": (
+        'model_repository_agents { agents {\nparameters { key: "k" value: "1" }\nparameters { key: "k" } } }',
+        "2:14",
+        "3:14",
+    ),
+}
+
+
+@pytest.mark.parametrize("text", [text for text, _, _ in MAPS.values()], ids=MAPS)
+def test_the_last_value_of_a_key_counts_as_for_protobuf(text: str) -> None:
+    assert parse(text) == text_format.Parse(text, ModelConfig())
+
+
+@pytest.mark.parametrize(("text", "first", "second"), MAPS.values(), ids=MAPS)
+def test_a_key_given_twice_is_a_warning_with_both_places(text: str, first: str, second: str) -> None:
+    (warning,) = parse_all(text, "m/config.pbtxt").warnings
+    assert re.fullmatch(r'key "[^"]+" is given twice in "\w+"; the last one counts', warning.message)
+    assert (str(warning.place), warning.rule) == (f"m/config.pbtxt:{second}", "R17")
+    assert warning.hint == f"the one before is at m/config.pbtxt:{first}"
+
+
+def test_a_mistake_in_the_value_that_counts_is_reported_there() -> None:
+    text = 'model_warmup { inputs { key: "X" value { dims: 7 } }\n inputs { key: "X" value { dims: -1 } } }'
+    source = parse_all(text, "m/config.pbtxt").source
+    assert str(source.place("model_warmup[0].inputs[X].dims[0]")) == "m/config.pbtxt:2:28"
+    text = 'model_warmup { inputs { key: "X" value { dims: 7 } }\n inputs { key: "X" value { } } }'
+    source = parse_all(text, "m/config.pbtxt").source
+    assert str(source.place("model_warmup[0].inputs[X].dims[0]")) == "m/config.pbtxt:2:11"  # the key's
+
+
+def test_many_repeated_keys_are_read_at_once_and_a_hundred_of_them_reported() -> None:
+    text = "".join(f'parameters {{ key: "{n}" value {{ string_value: "x" }} }}\n' for n in range(5_000)) * 2
+    started = time.thread_time()
+    read = parse_all(text, "m/config.pbtxt")
+    assert time.thread_time() - started < 5
+    assert (len(read.message.parameters), len(read.warnings)) == (5_000, 100)
 
 
 @pytest.mark.parametrize(
@@ -355,23 +435,24 @@ def _quoted(text: str, as_utf8: bool) -> str:
 
 
 @st.composite
-def block(draw: st.DrawFn, schema: Message, depth: int) -> str:
+def block(draw: st.DrawFn, schema: Message, depth: int, *, own: bool) -> str:
     opening, closing = draw(BRACKETS)
-    return f"{opening}{draw(SPACES)}{draw(entries(schema, depth))}{draw(SPACES)}{closing}"
+    return f"{opening}{draw(SPACES)}{draw(entries(schema, depth, own=own))}{draw(SPACES)}{closing}"
 
 
 @st.composite
-def entries(draw: st.DrawFn, schema: Message, depth: int) -> str:
-    """Some fields of a message, each in one of its possible spellings."""
+def entries(draw: st.DrawFn, schema: Message, depth: int, *, own: bool = True) -> str:
+    """Some fields of a message, each in one of its possible spellings. `own`: also those that Triton does not have."""
     fields = [field for field in schema.fields.values() if depth or field.kind != "message"]
+    fields = [field for field in fields if own or not field.is_own]
     if not fields:
         return ""
     chosen = draw(st.lists(st.sampled_from(fields), unique_by=lambda field: field.oneof or field.name, max_size=4))
     written = []
     for field in chosen:
-        values = [draw(value(field, depth)) for _ in range(draw(st.integers(0, 3)) if field.is_repeated else 1)]
-        if field.is_map:
-            values = values[:1]
+        values = [
+            draw(value(field, depth, own=own)) for _ in range(draw(st.integers(0, 3)) if field.is_repeated else 1)
+        ]
         colon = ":" if field.kind != "message" or draw(st.booleans()) else ""
         name = f"{field.name}{colon}{draw(SPACES)}"
         if field.is_repeated and draw(st.booleans()):
@@ -380,8 +461,8 @@ def entries(draw: st.DrawFn, schema: Message, depth: int) -> str:
     return "".join(written)
 
 
-def value(field: Field, depth: int) -> st.SearchStrategy[str]:
-    return block(MESSAGES[field.type], depth - 1) if field.kind == "message" else plain(field)
+def value(field: Field, depth: int, *, own: bool) -> st.SearchStrategy[str]:
+    return block(MESSAGES[field.type], depth - 1, own=own) if field.kind == "message" else plain(field)
 
 
 @given(entries(MODEL_CONFIG, 3))

@@ -113,6 +113,15 @@ def test_all_mistakes_are_reported_together_with_their_places() -> None:
     ]
 
 
+def test_a_label_given_twice_is_a_warning_and_the_last_one_counts() -> None:
+    text = 'place { model: "m" labels { key: "a" value: "1" }\nlabels { key: "a" value: "2" } }'
+    placement = parse_placement(text, "cluster.pbtxt")
+    assert placement.places["m"].labels == {"a": "2"}
+    (warning,) = placement.warnings
+    assert str(warning.place) == "cluster.pbtxt:2:10"
+    assert warning.hint == "the one before is at cluster.pbtxt:1:29"
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(Problems, match=r"cluster\.pbtxt: .*No such file"):
         read_placement(tmp_path / "cluster.pbtxt")

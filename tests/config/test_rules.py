@@ -448,10 +448,10 @@ def test_rule_M31_no_input_name_twice(said: Said) -> None:
 
 
 @pytest.mark.fault("C6")
-def test_rule_M32_no_output_name_twice(said: Said) -> None:
-    assert said("M32", 'output [ { name: "Y" }, { name: "Y" } ]') == [
-        "1:27: output 'Y' is specified more than once for m (the first is at 1:10)"
-    ]
+def test_rule_M32_an_output_has_one_label_file(said: Said) -> None:
+    text = 'output [ { name: "Y" label_filename: "a" }, { name: "Y" %s } ]'
+    assert said("M32", text % 'label_filename: "a"') == ["1:57: multiple label files for 'Y' (the first is at 1:22)"]
+    assert said("M32", text % "") == []
 
 
 @pytest.mark.fault("C6")

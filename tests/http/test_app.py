@@ -232,6 +232,20 @@ async def test_statistics_count_served_requests(api: Any) -> None:
     )
 
 
+async def test_what_flowserve_counts_besides_has_a_path_of_its_own(api: Any) -> None:
+    await ask(api, "POST", "/v2/models/double/infer", numbers([1, 2, 3, 4], [1, 2, 3, 4]))
+    await ask(api, "POST", "/v2/models/double/infer", b'{"inputs": []}')
+    for path in ("/flowserve/models/double/stats", "/flowserve/models/double/versions/1/stats", "/flowserve/stats"):
+        status, answer = await ask(api, "GET", path)
+        (row,) = answer["graph_stats"]
+        assert (status, row["name"], row["version"], row["failures"]["OTHER"]) == (200, "double", "1", 1)
+        (node,) = row["nodes"]
+        assert (node["name"], node["batch_count"], node["batch_rows"]) == ("double", 1, 2)
+    for path, said in (("models/nope", "model 'nope'"), ("models/double/versions/9", "model version")):
+        status, answer = await ask(api, "GET", f"/flowserve/{path}/stats")
+        assert (status, answer["error"].startswith(f"requested {said} is not available")) == (400, True)
+
+
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"ready": true}'])
 async def test_the_repository_index_lists_all_models(api: Any, body: bytes) -> None:
     row = {"name": "double", "version": "1", "state": "READY"}

@@ -30,7 +30,14 @@ PATHS = {
     ],
     "model-config": ["/v2/models/double/config", "/v2/models/double/versions/1/config"],
     "model-repository": ["/v2/repository/index", "/v2/repository/x/index", "/v2/repository/models/double/load"],
-    "statistics": ["/v2/models/stats", "/v2/models/double/stats", "/metrics", "/live/graphs/double/versions/1"],
+    "statistics": [
+        "/v2/models/stats",
+        "/v2/models/double/stats",
+        "/flowserve/stats",
+        "/flowserve/models/double/stats",
+        "/metrics",
+        "/live/graphs/double/versions/1",
+    ],
     "trace": [
         "/v2/trace/setting",
         "/v2/trace/timeline",

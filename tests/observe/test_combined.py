@@ -97,7 +97,7 @@ def row(count: int, size: int = 4) -> dict[str, Any]:
         "last_inference": 1000 + count,
         "inference_count": count,
         "batch_stats": [{"batch_size": size, "compute_infer": {"count": count, "ns": 5 * count}}],
-        "flowserve": {"nodes": [{"name": "step", "batch_rows": count}]},
+        "nodes": [{"name": "step", "batch_rows": count}],
     }
 
 
@@ -114,7 +114,7 @@ def test_rows_of_statistics_are_added_by_name_and_batch_size() -> None:
             {"batch_size": 4, "compute_infer": {"count": 2, "ns": 10}},
             {"batch_size": 8, "compute_infer": {"count": 4, "ns": 20}},
         ],
-        "flowserve": {"nodes": [{"name": "step", "batch_rows": 6}]},
+        "nodes": [{"name": "step", "batch_rows": 6}],
     }
     assert total["b/1"] == row(1)
 

@@ -421,6 +421,8 @@ def test_metrics_statistics_and_the_live_page_are_those_of_all_workers(repositor
             assert rows["pid"]["inference_stats"]["success"]["count"] == 10
             assert rows["pid"]["batch_stats"][0]["compute_infer"]["count"] == 10
             assert rows["pid"]["last_inference"] <= time.time() * 1000
+        (row,) = json.loads(get(served, "/flowserve/models/pid/stats"))["graph_stats"]
+        assert (row["version"], row["nodes"][0]["batch_count"]) == ("1", 10)
         until(lambda: shown_total(served) == 10)
         assert first_frame(served, "pid")["graph"]["nodes"][0]["instances"] == 2
 

@@ -62,7 +62,7 @@ async def together(engine: Engine, *calls: Callable[[], Any]) -> None:
 
 
 def nodes(engine: Engine, name: str) -> dict[str, Any]:
-    return {node["name"]: node for node in engine.deployments.statistics(name)[0]["flowserve"]["nodes"]}
+    return {node["name"]: node for node in engine.deployments.graph_statistics(name)[0]["nodes"]}
 
 
 @pytest.mark.parametrize("inline", [True, False], ids=["inline", "thread"])
@@ -178,7 +178,7 @@ async def test_parts_of_several_batches_are_copied_and_not_counted_as_regathered
 
 def reasons(engine: Engine, name: str) -> dict[str, int]:
     row = engine.deployments.statistics(name)[0]
-    counted: dict[str, int] = row["flowserve"]["failures"]
+    counted: dict[str, int] = engine.deployments.graph_statistics(name)[0]["failures"]
     assert row["inference_stats"]["fail"]["count"] == sum(counted.values())
     return {reason: count for reason, count in counted.items() if count}
 

@@ -153,8 +153,8 @@ class Served:
 
 def reasons(served: Served, name: str) -> dict[str, int]:
     """Failures of a model by reason."""
-    (row,) = served.engine.deployments.statistics(name)
-    return {reason: count for reason, count in row["flowserve"]["failures"].items() if count}
+    (row,) = served.engine.deployments.graph_statistics(name)
+    return {reason: count for reason, count in row["failures"].items() if count}
 
 
 async def until(is_so: Callable[[], bool]) -> None:

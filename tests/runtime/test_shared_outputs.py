@@ -97,7 +97,7 @@ class Pipeline:
 
     def edge(self) -> dict[str, Any]:
         """The edge from net to post in the statistics."""
-        nodes = self.engine.statistics("ensemble")[0]["flowserve"]["nodes"]
+        nodes = self.engine.graph_statistics("ensemble")[0]["nodes"]
         edge: dict[str, Any]
         (edge,) = next(node["inputs"] for node in nodes if node["name"] == "post")
         assert edge["producer"] == "net"

@@ -122,3 +122,38 @@ async def test_the_state_of_each_sequence_is_kept_between_its_requests(
         assert sums == {7: [7, 21, 42], 8: [8, 24, 48]}
         await add(7, 5, start=True)
         assert sums[7][-1] == 5  # counted from the beginning
+
+
+HEAD = 'platform: "tensorrt_plan"\nmax_batch_size: 8\n'
+X, Y = 'name: "X" data_type: TYPE_FP32', 'name: "Y" data_type: TYPE_FP32'
+FULL = "dims: [ 4 ]"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        f"{HEAD}input [ {{ {X} }} ] output [ {{ {Y} }} ]",
+        f"{HEAD}input [ {{ {X} {FULL} }} ] output [ {{ {Y} }} ]",
+        f"{HEAD}input [ {{ {X} }} ] output [ {{ {Y} {FULL} }} ]",
+        f'{HEAD}input [ {{ name: "X" {FULL} }} ] output [ {{ {Y} {FULL} }} ]',
+        f'{HEAD}input [ {{ name: "X" }} ] output [ {{ name: "Y" }} ]',
+        f"{HEAD}input [ {{ {X} }} ]",
+        f"{HEAD}output [ {{ {Y} }} ]",
+        'platform: "tensorrt_plan"',
+    ],
+)
+async def test_what_the_configuration_leaves_out_of_a_tensor_is_completed_from_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str
+) -> None:
+    (tmp_path / "first/1").mkdir(parents=True)
+    (tmp_path / "first/1/model.plan").write_bytes(b"plan")
+    (tmp_path / "first/config.pbtxt").write_text(config)
+    async with served(tmp_path, monkeypatch, FakeMachine(), DOUBLE) as engine:
+        deployment = engine.deployments.find("first")
+        for side in ("input", "output"):
+            (tensor,) = deployment.config.json[side]
+            assert (tensor["data_type"], tensor["dims"]) == ("TYPE_FP32", [4])
+        assert deployment.config.max_batch_size == 8
+        response = await engine.infer(deployment, Request(inputs={"X": np.ones((2, 4), np.float32)}))
+        assert response.outputs["Y"].tolist() == [[2.0] * 4] * 2
+        del response

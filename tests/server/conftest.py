@@ -399,6 +399,12 @@ class Wire:
         found: dict[str, Any] = row
         return found
 
+    def graph_statistics(self, model: str) -> dict[str, Any]:
+        """The same of flowserve's own statistics."""
+        (row,) = self.get(f"/flowserve/models/{model}/stats").json["graph_stats"]
+        found: dict[str, Any] = row
+        return found
+
     def batches(self, model: str) -> dict[int, int]:
         """Rows of a batch -> how many such batches ran."""
         return {row["batch_size"]: row["compute_infer"]["count"] for row in self.statistics(model)["batch_stats"]}

@@ -117,7 +117,7 @@ class Late:
         return file.read_text().splitlines() if file.exists() else []
 
     def failures(self, model: str) -> dict[str, int]:
-        failures = self.wire.statistics(model)["flowserve"]["failures"]
+        failures = self.wire.graph_statistics(model)["failures"]
         return {reason: count for reason, count in failures.items() if count}
 
     def successes(self, model: str) -> int:

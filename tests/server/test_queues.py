@@ -145,10 +145,10 @@ def _is_busy(wire: Any, model: str) -> bool:
 @contextmanager
 def counted(wire: Any, model: str) -> Iterator[dict[str, int]]:
     """How many more failures of each reason the model counts when the block is over."""
-    before = wire.statistics(model)["flowserve"]["failures"]
+    before = wire.graph_statistics(model)["failures"]
     grown: dict[str, int] = {}
     yield grown
-    after = wire.statistics(model)["flowserve"]["failures"]
+    after = wire.graph_statistics(model)["failures"]
     grown.update({reason: count - before[reason] for reason, count in after.items() if count != before[reason]})
 
 

@@ -296,11 +296,11 @@ def test_a_first_request_without_start_is_refused_and_so_is_one_after_the_end(
 @pytest.mark.fault("Q2")
 def test_a_request_without_a_correlation_id_is_refused(states: Served, wire_to: Any) -> None:
     wire = wire_to(states)
-    before = wire.statistics("direct")["flowserve"]["failures"]
+    before = wire.graph_statistics("direct")["failures"]
     status, text = refused(states, "direct", 1, 0, start=True)
     assert status == "400"
     assert text.startswith("inference request to model 'direct' must specify a non-zero or non-empty correlation ID")
-    after = wire.statistics("direct")["flowserve"]["failures"]
+    after = wire.graph_statistics("direct")["failures"]
     assert after == {**before, "OTHER": before["OTHER"] + 1}, "it did not fit the model"
 
 
@@ -526,7 +526,7 @@ def test_a_connection_closed_while_its_sequence_waits_ends_the_sequence_once(
     states: Served, release_file: Path, wire_to: Any
 ) -> None:
     wire = wire_to(states)
-    before = wire.statistics("gated")["flowserve"]["failures"]
+    before = wire.graph_statistics("gated")["failures"]
     assert before["CANCELED"] == 0
     holds = Later(states, "gated", -1, 1, start=True)
     wire.until(Path(f"{release_file}.busy").exists, "a batch runs")
@@ -543,7 +543,7 @@ def test_a_connection_closed_while_its_sequence_waits_ends_the_sequence_once(
         wire.until(lambda: wire.waiting("gated") == 0, "the queue is empty")
     with pytest.raises(InferenceServerException, match="a request of it was cancelled"):
         waits.result()
-    assert wire.statistics("gated")["flowserve"]["failures"] == {**before, "CANCELED": 3}
+    assert wire.graph_statistics("gated")["failures"] == {**before, "CANCELED": 3}
     release_file.touch()
     assert holds.result() == [-1]
     assert ask(states, "gated", 3, 3, start=True) == [3]

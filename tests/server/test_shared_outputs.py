@@ -89,9 +89,9 @@ def test_a_slow_client_gets_its_whole_response_under_load_and_unload(
             other.sendall(ask(number))
             answer = read(other, *read_head(other))
             assert np.frombuffer(answer[-4 * WIDTH :], np.float32).max() == number
-        other.sendall(request("GET", "/v2/models/both/stats"))
-        (row,) = json.loads(read(other, *read_head(other)))["model_stats"]
-        (edge,) = row["flowserve"]["nodes"][1]["inputs"]
+        other.sendall(request("GET", "/flowserve/models/both/stats"))
+        (row,) = json.loads(read(other, *read_head(other)))["graph_stats"]
+        (edge,) = row["nodes"][1]["inputs"]
         assert (edge["producer"], edge["handed_on_bytes"], edge["copied_bytes"]) == ("net", 3 * 4 * WIDTH, 0)
         for name in ("both", "net", "post"):
             other.sendall(request("POST", f"/v2/repository/models/{name}/unload"))

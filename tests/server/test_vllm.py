@@ -181,6 +181,42 @@ def test_texts_streams_and_parameters_are_those_of_tritons_backend(start: Callab
     assert ["".join(parts) for parts in zip(*halves, strict=True)] == [" A A A"] * 2
 
 
+# Public repositories declare the backend's own tensors with other dims than it does.
+OTHER_DIMS = """
+backend: "vllm"
+input [
+  { name: "text_input" data_type: TYPE_STRING dims: [ -1 ] },
+  { name: "stream" data_type: TYPE_BOOL dims: [ -1 ] optional: true },
+  { name: "sampling_parameters" data_type: TYPE_STRING dims: [ 1, -1 ] optional: true }
+]
+output [
+  { name: "text_output" data_type: TYPE_STRING dims: [ 1 ] },
+  { name: "num_output_tokens" data_type: TYPE_UINT32 dims: [ 1 ] }
+]
+instance_group [ { count: 1 kind: KIND_MODEL } ]
+"""
+
+
+def test_the_tensors_of_the_backend_may_have_other_dims(start: Callable[..., Server]) -> None:
+    server = start(OTHER_DIMS)
+    assert server.text("one two", max_tokens=1) == "one two ONE"
+    assert "".join(one["text_output"] for one in server.stream("one two", max_tokens=2)) == " ONE TWO"
+    assert server.text("a", sampling_parameters='{"max_tokens": 2}') == "a A A"
+    answer = server.generate("a", max_tokens=1, n=2, return_num_output_tokens=True)  # more than the outputs' dims
+    assert (answer["text_output"], answer["num_output_tokens"]) == (["a A", "a A"], [1, 1])
+    assert "output 'text_output': the configuration promises shape [1], the model answered [2]" in server.served.log
+    for name, given in (("text_input", {"text_input": []}), ("stream", {"text_input": "a", "stream": []})):
+        response = server.post("generate", **given)
+        error = json.loads(response.read())["error"]
+        assert (response.status, error) == (400, f"inference input '{name}' must hold one element, and is empty")
+    connection = http.client.HTTPConnection(server.served.address, timeout=60)
+    connections.append(connection)
+    connection.request("GET", "/v2/models/llm")
+    inputs = json.loads(connection.getresponse().read())["inputs"]
+    shapes = {one["name"]: one["shape"] for one in inputs}
+    assert (shapes["text_input"], shapes["sampling_parameters"], shapes["image"]) == ([-1], [1, -1], [-1])
+
+
 def test_an_invalid_request_is_refused_with_its_reason(start: Callable[..., Server]) -> None:
     server = start(SHORT)
     for asked, text in (

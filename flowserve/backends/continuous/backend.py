@@ -1,8 +1,8 @@
 """Makes a backend of a `ContinuousLibrary`: completion, loading, and a process for each engine.
 
-Decides that a model of such a backend is decoupled, is not batched by the server, and has the tensors of its library;
-and that its engine runs in a worker process unless the model says otherwise. It does not know how requests are computed
-(instance.py).
+Decides that a model of such a backend is decoupled, is not batched by the server, and has the tensors of its library,
+with the dims of its configuration; and that its engine runs in a worker process unless the model says otherwise. It
+does not know how requests are computed (instance.py).
 
 Callers: the backends of engines; a worker process calls `instance_here` by its entry point.
 """
@@ -10,7 +10,7 @@ Callers: the backends of engines; a worker process calls `instance_here` by its 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -21,6 +21,7 @@ from flowserve.backends.library.backend import PROCESS, require_installed
 from flowserve.backends.library.interface import ModelSource
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import Invalid, Place, Problem, Problems
+from flowserve.values import TensorSpec
 
 log = logging.getLogger("flowserve.load")
 
@@ -40,9 +41,14 @@ class ContinuousBackend:
         self._library = library
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Completion:
-        """All tensors, also for a configuration that names some of them; the package is not imported."""
+        """All tensors, also for a configuration that names some of them, whose dims it may choose; the package is not
+        imported.
+        """
         return Completion(
-            inputs=tuple(self._library.inputs), outputs=tuple(self._library.outputs), max_batch_size=0, decoupled=True
+            inputs=_with_dims_of(config.inputs, self._library.inputs),
+            outputs=_with_dims_of(config.outputs, self._library.outputs),
+            max_batch_size=0,
+            decoupled=True,
         )
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> ContinuousModel:
@@ -76,6 +82,15 @@ class ContinuousBackend:
             raise Problems(problems)
         require_installed(library.modules, library.requirement, files, path)
         return source
+
+
+def _with_dims_of(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """The library's tensors with the dims that the configuration gives them. The library reads the elements only."""
+    given = {spec.name: spec for spec in ours if spec.dims}
+    return tuple(
+        replace(spec, dims=given[spec.name].dims, reshape=given[spec.name].reshape) if spec.name in given else spec
+        for spec in theirs
+    )
 
 
 def _disagreements(library: ContinuousLibrary, config: ModelConfig) -> list[Problem]:

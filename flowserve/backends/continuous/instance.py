@@ -19,18 +19,19 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Final
 
-from flowserve.backends.base import ClockNs, Results, Sender, Sent, Work
+from flowserve.backends.base import ClockNs, OutputNotes, Results, Sender, Sent, Work
 from flowserve.backends.continuous.interface import ContinuousCall, ContinuousEngine, ContinuousLibrary
 from flowserve.backends.library.interface import ModelSource
 from flowserve.config.types import InstanceGroup
 from flowserve.errors import Cancelled, FlowserveError, Invalid, ModelFailed
 from flowserve.memory.tensor import Tensor
+from flowserve.values import TensorSpec, fits, shape_text
 
 log = logging.getLogger("flowserve.continuous")
 
@@ -83,7 +84,7 @@ class ContinuousInstance:
         self._group = group
         self._owns_process = owns_process
         self._names = [spec.name for spec in source.config.inputs]
-        self._outputs = [spec.name for spec in source.config.outputs]
+        self._outputs = source.config.outputs
         self._running: set[Running] = set()  # requests with responses to come; used on the engine's thread
         self._ended = ""  # why the engine no longer computes
         self._engine: ContinuousEngine[Any]
@@ -246,7 +247,7 @@ class Running:
 
     task: asyncio.Task[None]
 
-    def __init__(self, call: ContinuousCall, sender: Sender, outputs: list[str], clock: ClockNs) -> None:
+    def __init__(self, call: ContinuousCall, sender: Sender, outputs: Sequence[TensorSpec], clock: ClockNs) -> None:
         self.call = call
         self.sender = sender
         self.has_more = False
@@ -285,5 +286,10 @@ class Running:
         began_ns = self._clock()
         self.has_more = False
         made = self.call.response()
-        outputs = [Tensor(made[name]) if name in made else None for name in self._outputs]
-        return Sent(outputs, {}, began_ns - self._since_ns, self._clock() - began_ns)
+        outputs = [Tensor(made[spec.name]) if spec.name in made else None for spec in self._outputs]
+        notes = OutputNotes()
+        for spec in self._outputs:
+            if spec.name in made and not fits(made[spec.name].shape, spec.dims):
+                found, wanted = shape_text(made[spec.name].shape), shape_text(spec.dims)
+                notes.unlike[spec.name] = f"the configuration promises shape {wanted}, the model answered {found}"
+        return Sent(outputs, {}, began_ns - self._since_ns, self._clock() - began_ns, notes.or_none())

@@ -257,15 +257,20 @@ class TensorRtBackend:
         self._library = library
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Completion:
-        """As for ONNX files: nothing for a configuration that names inputs and outputs. Otherwise the plan is opened,
-        which takes a GPU that it was built for.
+        """Nothing for a configuration that has the data type and the dims of its inputs and outputs. Otherwise the plan
+        is opened, which takes a GPU that it was built for. As on Triton, it completes tensors that the configuration
+        names, too.
         """
-        if config.inputs and config.outputs:
+        if _is_whole(config):
             return Completion()
         file = _File(self._library, config, files)
         engine = file.open(0)
         signature = plan_signature(engine, file.shown)
         return completion_of(config, signature, profiles_of(engine, signature), file.shown)
+
+    def verify(self, config: ModelConfig, files: ModelFiles) -> None:
+        """Raises Invalid if there is no plan. What is in it can be read on its GPU only, when the model is loaded."""
+        files.model_file(config, self.default_filename)
 
     def load(self, config: ModelConfig, files: ModelFiles, options: Mapping[str, str]) -> TensorRtModel:
         """Raises Unsupported without TensorRT or without a GPU, Invalid for a plan that was built for another GPU."""
@@ -284,6 +289,16 @@ class TensorRtBackend:
         for group in config.instance_groups:
             profiles_of_group(profiles, group.profiles, config.name, file.shown)
         return TensorRtModel(config, file, signature, profiles)
+
+
+def _is_whole(config: ModelConfig) -> bool:
+    """Whether the plan has nothing to add. A tensor without a data type is only in the JSON of the configuration."""
+    listed = [*config.json.get("input", ()), *config.json.get("output", ())]
+    return (
+        bool(config.inputs and config.outputs)
+        and all(spec.dims for spec in (*config.inputs, *config.outputs))
+        and all(tensor["data_type"] != "TYPE_INVALID" for tensor in listed)
+    )
 
 
 class TensorRtModel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from typing import Final
 
 import trio
 from starlette.applications import Starlette
@@ -31,7 +32,7 @@ from flowserve.http.api.restricted import restricted
 from flowserve.http.page.routes import live_routes
 from flowserve.http.server.connection import RESERVATION
 from flowserve.http.server.response import RETRY_AFTER, no_memory
-from flowserve.observe.combined import METRICS
+from flowserve.observe.combined import GRAPHS, METRICS, STATISTICS
 from flowserve.observe.deployment_metrics import deployment_metrics
 from flowserve.observe.exposition import CONTENT_TYPE, COUNTER, GAUGE, family
 from flowserve.observe.machine import GpuMeter, MachineMeter, machine_text
@@ -45,6 +46,13 @@ from flowserve.runtime.threads import in_thread
 from flowserve.values import BytesLike
 
 _log = logging.getLogger("flowserve.http")
+
+# Outside of /v2, which belongs to the protocol.
+GRAPH_STATISTICS: Final = (
+    "/flowserve/stats",
+    "/flowserve/models/{name}/stats",
+    "/flowserve/models/{name}/versions/{version}/stats",
+)
 
 
 def make_app(engine: Engine, options: AppOptions | None = None, control: Control | None = None) -> ASGIApp:
@@ -96,7 +104,10 @@ def make_routes(engine: Engine, options: AppOptions, control: Control | None) ->
         return json_response(deployments.find(*_names(request)).config.json)
 
     async def statistics(request: Request) -> Response:
-        return json_response({"model_stats": await statistics_of_all(engine, *_names(request))})
+        return json_response({"model_stats": await statistics_of_all(engine, STATISTICS, *_names(request))})
+
+    async def graph_statistics(request: Request) -> Response:
+        return json_response({"graph_stats": await statistics_of_all(engine, GRAPHS, *_names(request))})
 
     async def document(request: Request) -> Response:
         return json_response(openapi())
@@ -122,6 +133,7 @@ def make_routes(engine: Engine, options: AppOptions, control: Control | None) ->
         *settings_routes(engine, options.log, body),
         *generate_routes(engine, body, options),
         Route("/openapi.json", document),
+        *(Route(path, graph_statistics) for path in GRAPH_STATISTICS),
         *live_routes(engine, control),
     ]
     for path in (PREFIX + "{name}", PREFIX + "{name}/versions/{version}"):

@@ -87,6 +87,16 @@ SCHEMAS: Final[Json] = {
             "batch_stats": _list(_ANY),
         }
     ),
+    "GraphStatistics": _object({"graph_stats": _list(_of("OneGraph"))}),
+    "OneGraph": _object(
+        {
+            "name": _TEXT,
+            "version": _TEXT,
+            "failures": {"type": "object", "additionalProperties": _WHOLE},
+            "nodes": _list(_ANY),
+        },
+        {"spaces": _list(_ANY), "there": _ANY},
+    ),
     "InferRequest": _object(
         {"inputs": _list(_of("InferInput"))},
         {"id": _TEXT, "parameters": _of("InferParameters"), "outputs": _list(_of("InferRequestedOutput"))},
@@ -181,6 +191,7 @@ _OF_CLIENT_MEMORY: Final[tuple[_Call, ...]] = (
     ("post", "/region/{name}/register", "register a region", "Region", ""),
     ("post", "/region/{name}/unregister", "forget a region", "", ""),
 )
+_GRAPHS: Final = "failures by reason, and batches and bytes of the nodes and edges of graphs"
 _NAMELESS: Final = "refused: repositories have no names"
 _SEEN: Final = "what the live page shows, about once a second, until the server ends"
 _WINDOW: Final = "requests and batches of the next seconds, as Chrome's trace events"
@@ -191,6 +202,9 @@ _CALLS: Final[tuple[_Call, ...]] = (
     *((method, f"/v2/models/{{name}}{path}", *rest) for method, path, *rest in _OF_A_MODEL),
     *((method, f"/v2/models/{{name}}/versions/{{version}}{path}", *rest) for method, path, *rest in _OF_A_MODEL),
     ("get", "/v2/models/stats", "counts and durations of every model", "", "Statistics"),
+    ("get", "/flowserve/stats", _GRAPHS, "", "GraphStatistics"),
+    ("get", "/flowserve/models/{name}/stats", _GRAPHS, "", "GraphStatistics"),
+    ("get", "/flowserve/models/{name}/versions/{version}/stats", _GRAPHS, "", "GraphStatistics"),
     ("post", "/v2/repository/index", "what the repository holds", "IndexRequest", "Index"),
     ("post", "/v2/repository/models/{name}/load", "load a model", "LoadRequest", ""),
     ("post", "/v2/repository/models/{name}/unload", "unload a model", "UnloadRequest", ""),

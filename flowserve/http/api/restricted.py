@@ -45,6 +45,7 @@ _ELSEWHERE: Final[Mapping[str, frozenset[str]]] = {
     "live": frozenset({"metadata", "model-config", "model-repository", "statistics"}),
     "live/requests": frozenset({"trace"}),
     "metrics": frozenset({"statistics"}),
+    "flowserve": frozenset({"statistics"}),
     "openapi.json": frozenset({"metadata"}),
 }
 

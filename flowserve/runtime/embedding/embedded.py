@@ -107,6 +107,10 @@ class AsyncEngine:
         """As `flowserve.Engine.statistics`. Does not wait."""
         return self._engine.deployments.statistics(name, str(version) if version else "")
 
+    def graph_statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
+        """As `flowserve.Engine.graph_statistics`. Does not wait."""
+        return self._engine.deployments.graph_statistics(name, str(version) if version else "")
+
 
 def engine_of(embedded: AsyncEngine) -> Engine:
     """The engine itself. A function, so that editors do not offer it as an attribute of `AsyncEngine`."""

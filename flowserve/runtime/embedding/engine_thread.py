@@ -285,9 +285,15 @@ class BlockingEngine:
 
     def statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
         """As `flowserve.Engine.statistics`."""
+        return self._read(self._thread.engine.statistics, name, version)
 
-        async def read() -> list[dict[str, Any]]:
-            return self._thread.engine.statistics(name, version)
+    def graph_statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
+        """As `flowserve.Engine.graph_statistics`."""
+        return self._read(self._thread.engine.graph_statistics, name, version)
+
+    def _read(self, function: Callable[[str, int], T], name: str, version: int) -> T:
+        async def read() -> T:
+            return function(name, version)
 
         return self._call(read)
 
@@ -349,10 +355,15 @@ class AsyncioEngine:
 
     def statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
         """As `flowserve.Engine.statistics`. Blocks until the engine's thread has read them, after its current step."""
+        return self._read(self._thread.engine.statistics, name, version)
+
+    def graph_statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
+        """As `flowserve.Engine.graph_statistics`. Blocks as `statistics`."""
+        return self._read(self._thread.engine.graph_statistics, name, version)
+
+    def _read(self, function: Callable[[str, int], T], name: str, version: int) -> T:
         try:
-            return trio.from_thread.run_sync(
-                self._thread.engine.statistics, name, version, trio_token=self._thread.token
-            )
+            return trio.from_thread.run_sync(function, name, version, trio_token=self._thread.token)
         except trio.RunFinishedError:
             raise Unavailable("the engine is closed") from None
 

@@ -27,7 +27,7 @@ from flowserve.memory import rows
 from flowserve.memory.arena import Arena
 from flowserve.memory.devices import lost
 from flowserve.observe.combined import THERE
-from flowserve.observe.statistics import OTHER, Queued, Statistics, rows_as_json, summarising
+from flowserve.observe.statistics import OTHER, Queued, Statistics, summarising
 from flowserve.observe.traffic import NodeTraffic, SpaceTraffic, node_traffics
 from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache, served_by
 from flowserve.runtime.admission.steps import StepCache
@@ -173,30 +173,38 @@ class Deployments:
 
     def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
         """Rows of the statistics extension: for one name, one version, or all that are ready."""
-        return [self._with_others(row) for row in self._rows(name, version)]
+        epoch_ns = wall_clock_ns() - self._clock()
+        return [one.as_json(epoch_ns) for one in self._counted(name, version)]
 
-    def _with_others(self, row: dict[str, Any]) -> dict[str, Any]:
-        """A row with the other server's counters, if the model runs on one."""
-        entry = self.entries.get(row["name"])
-        deployment = None if entry is None else entry.ready.get(int(row["version"]))
+    def graph_statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
+        """Rows of what is counted besides (`Statistics.graph_json`), with the counters of another server for a model
+        that runs there.
+        """
+        return [{**one.graph_json(), **self._counted_there(one)} for one in self._counted(name, version)]
+
+    def _counted_there(self, statistics: Statistics) -> dict[str, Any]:
+        entry = self.entries.get(statistics.name)
+        deployment = None if entry is None else entry.ready.get(statistics.version)
         if deployment is not None and not deployment.graph.is_ensemble:
             for worker in deployment.queues[0].instances[:1]:
                 if isinstance(worker, LocalWorker) and (there := worker.counted_there()):
-                    row["flowserve"][THERE] = there
-        return row
+                    return {THERE: there}
+        return {}
 
-    def _rows(self, name: str, version: str) -> list[dict[str, Any]]:
-        epoch_ns = wall_clock_ns() - self._clock()
-        if not name:
-            return rows_as_json(list(self._statistics.values()), epoch_ns)
+    def _counted(self, name: str, version: str) -> list[Statistics]:
+        """The counters of one name, of one version or of all, by name and version."""
+        found = self._statistics.values() if not name else self._counted_of(name, version)
+        return sorted(found, key=lambda one: (one.name, one.version))
+
+    def _counted_of(self, name: str, version: str) -> list[Statistics]:
         entry = self.entries.get(name)
         if entry is None or not entry.ready:
             raise Invalid(f"requested model '{name}' is not available")
         if not version:
-            return rows_as_json([deployment.statistics for deployment in entry.ready.values()], epoch_ns)
+            return [deployment.statistics for deployment in entry.ready.values()]
         if not _is_version(version) or int(version) not in entry.ready:
             raise Invalid(f"requested model version is not available for model '{name}'")
-        return rows_as_json([entry.ready[int(version)].statistics], epoch_ns)
+        return [entry.ready[int(version)].statistics]
 
     def counters(self) -> list[tuple[Statistics, Queued]]:
         """Every deployment version's counters, and the state of its model's queue. An ensemble has none; its load is
