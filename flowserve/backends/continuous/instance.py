@@ -193,7 +193,7 @@ class ContinuousInstance:
         try:
             async with aclosing(self._engine.generate(call)) as outputs:
                 async for output in outputs:
-                    call.add(output)
+                    running.is_whole = call.add(output)
                     running.has_more = True
                     if call.is_streaming:
                         running.send()
@@ -266,9 +266,10 @@ class Running:
                 self._next = self._made()
             if not self.sender.offer(self._next):
                 return
+            self.is_over = self._next.is_last
             self._next = None
             self._since_ns = self._clock()
-        if self.is_whole and not self.is_over:
+        if self.is_whole and not self.is_over:  # the last item was in an earlier response
             self.is_over = True
             self.sender.finish()
 
@@ -286,4 +287,4 @@ class Running:
         self.has_more = False
         made = self.call.response()
         outputs = [Tensor(made[name]) if name in made else None for name in self._outputs]
-        return Sent(outputs, {}, began_ns - self._since_ns, self._clock() - began_ns)
+        return Sent(outputs, {}, began_ns - self._since_ns, self._clock() - began_ns, is_last=self.is_whole)
