@@ -238,9 +238,9 @@ class InferCall:
         is_accepted: bool = False,
     ) -> None:
         """Submit the request and report to callbacks in the loop. `on_outcome` is called once. For a decoupled model
-        its argument is STREAMED, and `on_response` gets each response, and the end after a response that is not final:
-        None, or the error. `before`: the preceding request of its sequence, whose responses are delivered first. `is_accepted`: as for the
-        engine.
+        its argument is STREAMED, and `on_response` gets each response, and the end unless the last one is final: None,
+        or the error. `before`: the preceding request of its sequence, whose responses are delivered first.
+        `is_accepted`: as for the engine.
         """
         # One iteration of trio's loop runs tasks in random order, so the order must be enforced.
         turn = self._delivered = None if before is None else before._delivered

@@ -184,6 +184,24 @@ async def test_a_step_sends_no_response_one_or_many(repository: Path, execution:
         assert engine.scheduler.in_flight == 0
 
 
+@pytest.mark.parametrize("name", ["repeat", "repeat_square", "limited_1", "limited_4"])
+async def test_the_response_that_ends_a_stream_is_marked(repository: Path, execution: str, name: str) -> None:
+    async with served(repository, execution) as engine:
+        deployment = engine.deployments.find(name)
+        for count in (1, 20):
+            async with engine.stream(deployment, ask(count, with_last=True)) as responses:
+                assert [one.is_final async for one in responses] == [False] * (count - 1) + [True]
+        assert engine.scheduler.in_flight == 0
+        (row,) = engine.deployments.statistics("repeat")
+        assert row["inference_stats"]["success"]["count"] == 2
+        assert [place["success"]["count"] for place in row["response_stats"].values()] == [2] + [1] * 19
+        assert not any(place["empty_response"]["count"] for place in row["response_stats"].values())
+        async with engine.stream(deployment, ask(0)) as responses:
+            assert [one async for one in responses] == []
+        (row,) = engine.deployments.statistics("repeat")
+        assert row["response_stats"]["0"]["empty_response"]["count"] == 1
+
+
 async def test_the_statistics_of_a_stream_include_the_steps_that_its_responses_started(
     repository: Path, execution: str
 ) -> None:
@@ -216,7 +234,7 @@ async def test_an_internal_error_for_a_response_fails_only_its_stream(
         streams = engine.scheduler.streams
         answer = streams.answer
 
-        def slip(*_: object) -> None:
+        def slip(*_: object, **__: object) -> None:
             monkeypatch.setattr(streams, "answer", answer)
             raise RuntimeError("a slip")
 

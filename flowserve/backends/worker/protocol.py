@@ -145,8 +145,8 @@ NOT_RUN: Final = 15
 CANCELLED: Final = 19
 # ... from a decoupled model, at any time; its DONE has NOTHING for every output
 # ANSWER number member last infer_ns output_ns rows segment offset nbytes outputs..., and TEXT parameters, or
-#   [parameters, notes about the outputs], if there are any: one response; uses up one that GRANT permitted. last: it has
-#   the final flag
+#   [parameters, notes about the outputs], if there are any: one response; uses up one that GRANT permitted. last: it
+#   carries the final flag
 ANSWER: Final = 16
 ANSWER_OUTPUTS_AT: Final = 10
 # OVER number member, and TEXT [kind, text] if it failed: there are no more responses; otherwise the final flag came
