@@ -526,10 +526,13 @@ async def test_a_process_that_ends_in_the_middle_of_a_stream_fails_it(repository
         assert engine.scheduler.in_flight == 0
 
 
-async def test_a_response_without_memory_is_an_error_and_not_an_omitted_output(repository: Path) -> None:
+@pytest.mark.parametrize("count", [2, 1])  # 1: it carries the final flag
+async def test_a_response_without_memory_is_an_error_and_not_an_omitted_output(repository: Path, count: int) -> None:
     async with served(repository, "process") as engine:
         with pytest.raises(FlowserveError, match=r"shared memory of .* cannot be had: Too many open files"):
-            await answers(engine, "repeat", ask(2, no_files=True))
+            await answers(engine, "repeat", ask(count, no_files=True, with_last=True))
+        with pytest.raises(FlowserveError, match="let go of a response sender without sending"):
+            await answers(engine, "repeat", ask(count, no_files=True, with_last=True, thread=True))
         assert engine.scheduler.in_flight == 0
 
 
