@@ -441,16 +441,20 @@ async def test_a_cancellation_is_visible_to_the_model(repository: Path, executio
             assert engine.scheduler.in_flight == 0
 
 
-async def test_unread_responses_of_a_cancelled_stream_are_released(repository: Path, execution: str) -> None:
+@pytest.mark.parametrize("with_last", [False, True])  # the final flag, with the last response
+async def test_unread_responses_of_a_cancelled_stream_are_released(
+    repository: Path, execution: str, with_last: bool
+) -> None:
     async with served(repository, execution) as engine:
         gc.collect()
         gc.disable()  # reference cycles would wait for the garbage collector, and unloading for them
         try:
-            for count in (3, 1000):  # all responses sent, and not all
-                async with engine.stream(engine.deployments.find("repeat"), ask(count)) as some:
+            for count in (1, 3, 1000):  # all responses read; all sent; not all sent
+                request = ask(count, with_last=with_last)
+                async with engine.stream(engine.deployments.find("repeat"), request) as some:
                     await anext(some)
                     await trio.sleep(0.1)
-            del some
+            del some, request
             await trio.sleep(0.1)
             assert [one for one in gc.get_objects() if isinstance(one, StreamFlow)] == []
         finally:
