@@ -154,13 +154,16 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Response:
-    """One response: output arrays by name in the model's (or the request's) order, batch dimension included."""
+    """One response: output arrays by name in the model's (or the request's) order, batch dimension included.
+    `is_final`: the final flag came with it, so that no response of its request follows.
+    """
 
     model: str
     version: int
     outputs: dict[str, Array]
     id: str = ""
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    is_final: bool = True
 
 
 def fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:

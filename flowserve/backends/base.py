@@ -122,7 +122,7 @@ class OutputNotes:
 class Sent:
     """One response of a decoupled model: its outputs in the configuration's order, and its parameters. `infer_ns`: the
     time that the model took for it, without waits in `send`; `output_ns`: the time for taking over its outputs.
-    `notes`: how the outputs differ from the configuration.
+    `notes`: how the outputs differ from the configuration. `is_last`: it carries the final flag, and ends the request.
     """
 
     outputs: Sequence[Tensor | None]
@@ -130,6 +130,7 @@ class Sent:
     infer_ns: int = 0
     output_ns: int = 0
     notes: OutputNotes | None = None
+    is_last: bool = False
 
 
 class Sender(Protocol):
@@ -156,8 +157,8 @@ class Sender(Protocol):
     def fail(self, error: FlowserveError) -> None:
         """Fail the request; there are no more responses."""
 
-    def finish(self, *, is_empty: bool = False) -> None:
-        """There are no more responses. `is_empty`: the model declared this separately, not with its last response."""
+    def finish(self) -> None:
+        """There are no more responses, which the last one did not say (`Sent.is_last`): the final flag came alone."""
 
     def is_cancelled(self) -> bool:
         """Whether the client has cancelled the request."""
@@ -265,14 +266,14 @@ class Remote:
         return getattr(importlib.import_module(module), function)(*self.arguments)
 
 
-# The result of a call of another model: a response or an error; None after the last response of a stream.
-Answer = Response | FlowserveError | None
+# The result of a call of another model.
+Answer = Response | FlowserveError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlsCall:
     """A request of a model to a deployment, `version` "" for its latest. `is_stream`: it gets any number of responses,
-    then None; otherwise one response. An error is always last.
+    of which the last `is_final`, and is empty if the final flag came alone; otherwise one response. An error is last.
     """
 
     model: str

@@ -54,30 +54,35 @@ class CreditSender:
             if not self._credits.acquire(blocking=False):  # no credit was granted before `_has_refused` was set
                 return False
         self._has_refused = False
-        if self._is_withdrawn:
-            self._credits.release()
-        else:
-            self._tell_answer(sent)
+        self._pass_on(sent)
         return True
 
     def send(self, sent: Sent) -> None:
         if not self._credits.acquire(blocking=False):
             self._wait()
-        if self._is_withdrawn:
-            self._credits.release()  # for the next thread that sends
-            return
-        self._tell_answer(sent)
+        self._pass_on(sent)
 
     def fail(self, error: FlowserveError) -> None:
         self._changed = None  # breaks a reference cycle with the model's object of the request
         self._tell_over(error)
 
-    def finish(self, *, is_empty: bool = False) -> None:
+    def finish(self) -> None:
         self._changed = None
-        self._tell_over(None, is_empty=is_empty)
+        self._tell_over(None)
 
     def is_cancelled(self) -> bool:
         return self._is_withdrawn
+
+    def _pass_on(self, sent: Sent) -> None:
+        """Send a response, for which a credit was taken. Without a client only the end of the request is reported."""
+        if self._is_withdrawn:
+            self._credits.release()  # for the next thread that sends
+            if sent.is_last:
+                self.finish()
+            return
+        if sent.is_last:
+            self._changed = None
+        self._tell_answer(sent)
 
     def _tell_change(self) -> None:
         changed = self._changed
@@ -96,9 +101,11 @@ class CreditSender:
             self._tell_waits()
 
     def _tell_answer(self, sent: Sent) -> None:
+        """Report a response, and the end of the request if it is the last."""
         raise NotImplementedError
 
-    def _tell_over(self, error: FlowserveError | None, *, is_empty: bool = False) -> None:
+    def _tell_over(self, error: FlowserveError | None) -> None:
+        """Report the end of the request: an error, or the final flag alone."""
         raise NotImplementedError
 
     def _tell_waits(self) -> None:

@@ -230,7 +230,7 @@ class DecoupledFunctionInstance(FunctionInstance):
             except BaseException as error:
                 sender.fail(model_raised(self._failure(error), error))
             else:
-                sender.finish(is_empty=True)
+                sender.finish()
         return Results([], gathered_ns=gathered_ns, computed_ns=clock())
 
     def _send_all(self, arrays: list[Any], sender: Sender, wanted: Sequence[str], clock: ClockNs) -> None:

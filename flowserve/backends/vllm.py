@@ -282,7 +282,7 @@ class VllmCall:
             for sequence in self._sequences:
                 sequence.text = [prompt["prompt"]]
 
-    def add(self, output: Any) -> None:
+    def add(self, output: Any) -> bool:
         self._prompt_tokens = len(output.prompt_token_ids or ())
         for one in output.outputs:
             sequence = self._sequences[one.index]
@@ -292,6 +292,7 @@ class VllmCall:
             sequence.has_logprobs = one.logprobs is not None
             sequence.cumulative_logprob = one.cumulative_logprob or 0.0
             sequence.finish_reason = str(one.finish_reason)
+        return bool(output.finished)
 
     def response(self) -> dict[str, Array]:
         made: dict[str, Array] = {"text_output": _strings([one.take_text() for one in self._sequences])}

@@ -153,9 +153,11 @@ class MessageEncoder:
         return [kept, *blocks]
 
 
-def empty_final_response(model: str, version: str, request_id: str) -> Parts:
-    """A response without outputs that marks the end of a request's responses."""
-    message = ModelInferResponse(model_name=model, model_version=version, id=request_id)
+def empty_final_response(model: str, request_id: str) -> Parts:
+    """A response without outputs that marks the end of a request's responses. As on Triton, it names no version, unlike
+    any response of a model.
+    """
+    message = ModelInferResponse(model_name=model, id=request_id)
     message.parameters[FINAL].bool_param = True
     return [message.SerializeToString()]
 

@@ -114,7 +114,7 @@ class SequenceRelay:
         is_last = bool(response.error_message) or not call.is_decoupled or told.parameters[FINAL].bool_param
         if is_last:
             self._waiting.popleft()
-        is_mark = is_last and call.is_decoupled and not response.error_message and not told.outputs
+        is_mark = is_last and call.is_decoupled and not response.error_message and not told.model_version
         on_message(None if is_mark and not call.message.wants_final else data, is_last)
 
 

@@ -204,11 +204,6 @@ class InferCall:
         self._delivered: trio.Event | None = None  # set when that task has delivered the last one
         self._windows: dict[str, RegionWindow] = {}
 
-    @property
-    def version(self) -> str:
-        """The version that runs the request."""
-        return str(self._deployment.version)
-
     def submit(self, *, is_accepted: bool = False) -> Flow | None:
         """Submit the request. For a decoupled model returns None without submitting it. `is_accepted`: as for the
         engine. Raises FlowserveError.
@@ -243,9 +238,9 @@ class InferCall:
         is_accepted: bool = False,
     ) -> None:
         """Submit the request and report to callbacks in the loop. `on_outcome` is called once. For a decoupled model
-        its argument is STREAMED, and `on_response` gets each response and then the end: None, or the error.
-        `before`: the preceding request of its sequence, whose responses are delivered first. `is_accepted`: as for the
-        engine.
+        its argument is STREAMED, and `on_response` gets each response, and the end unless the last one is final: None,
+        or the error. `before`: the preceding request of its sequence, whose responses are delivered first.
+        `is_accepted`: as for the engine.
         """
         # One iteration of trio's loop runs tasks in random order, so the order must be enforced.
         turn = self._delivered = None if before is None else before._delivered
@@ -333,6 +328,7 @@ class InferCall:
     ) -> None:
         post = self._access.guest.post
         end: FlowserveError | None = Unavailable(STOPPING)
+        has_ended = False
         try:
             with scope:
                 async with responses:
@@ -340,6 +336,7 @@ class InferCall:
                         await turn.wait()
                     async for response in responses:
                         await self._room.acquire()
+                        has_ended = response.is_final
                         post(on_response, response)
             end = None
         except FlowserveError as error:
@@ -347,7 +344,8 @@ class InferCall:
         except Exception as error:
             end = internal_error(error, self._context)
         finally:
-            post(on_response, end)
+            if not has_ended:
+                post(on_response, end)
             delivered.set()
 
 

@@ -217,16 +217,16 @@ class InferStream:
                 first.outgoing = None
 
     def _on_response(self, request: _StreamedRequest, outcome: CallOutcome) -> None:
-        """One response of a decoupled model, or the end: None, or an error."""
+        """One response of a decoupled model, an error, or None: the end, if no response said so."""
         if self._is_over:
             return
         call = request.call
         assert isinstance(call, InferCall)  # it is kept until its end
-        is_last = not isinstance(outcome, Response)
+        is_last = not isinstance(outcome, Response) or outcome.is_final
         if isinstance(outcome, FlowserveError):
             outcome = self._failure(request, outcome)
         elif outcome is None and call.message.wants_final:
-            outcome = stream_message(empty_final_response(request.target[0], call.version, request.id))
+            outcome = stream_message(empty_final_response(request.target[0], request.id))
         self._to_write.put_nowait((request, outcome, is_last))
 
     async def _encoded(self, request: _StreamedRequest, response: Response, *, is_final: bool) -> Message:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from flowserve.backends.base import Sent
@@ -20,7 +22,7 @@ class Told(CreditSender):
     def _tell_answer(self, sent: Sent) -> None:
         self.told.append(sent)
 
-    def _tell_over(self, error: FlowserveError | None, *, is_empty: bool = False) -> None:
+    def _tell_over(self, error: FlowserveError | None) -> None:
         self.told.append("over")
 
     def _tell_waits(self) -> None:
@@ -65,6 +67,29 @@ def test_a_cancellation_is_reported_at_once_also_to_a_later_watch() -> None:
     assert sender.offer(Sent([]))  # dropped
     assert sender.offer(Sent([]))
     assert sender.told == []
+
+
+@pytest.mark.parametrize("send", [Told.send, Told.offer])
+def test_a_response_with_the_final_flag_is_the_only_report_of_the_end(send: Callable[[Told, Sent], object]) -> None:
+    sender, last, changes = Told(), Sent([], is_last=True), list[str]()
+    sender.watch(lambda: changes.append("changed"))
+    sender.grant(1)
+    send(sender, last)
+    sender.withdraw()
+    assert sender.told == [last]
+    assert not changes
+
+
+@pytest.mark.parametrize("send", [Told.send, Told.offer])
+def test_the_end_is_reported_even_if_the_response_that_carries_it_is_dropped(
+    send: Callable[[Told, Sent], object],
+) -> None:
+    sender = Told()
+    sender.withdraw()
+    send(sender, Sent([]))
+    assert sender.told == []
+    send(sender, Sent([], is_last=True))
+    assert sender.told == ["over"]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -102,7 +102,7 @@ RESULT_COLUMN = st.tuples(TEXT, WORD, SHAPE, st.one_of(st.binary(max_size=5), st
 
 @given(
     *(WORD, st.booleans(), WORD, BLOCKS),
-    *(st.one_of(st.none(), st.tuples(TEXT, TEXT).map(list)), st.one_of(st.none(), st.lists(RESULT_COLUMN, max_size=3))),
+    *(st.one_of(st.none(), st.tuples(TEXT, TEXT).map(list)), st.lists(RESULT_COLUMN, max_size=3)),
     st.dictionaries(TEXT, st.one_of(TEXT, st.booleans(), st.integers(-(2**63), 2**64 - 1)), max_size=2),
 )
 def test_the_result_of_a_call_is_read_as_it_was_written(

@@ -76,7 +76,7 @@ def test_an_empty_final_response_is_sent_on_request(stream: Open) -> None:
     assert of_a == [("a", [0], False), ("a", [1], False), ("a", [], True)]
     (last,) = [answer for answer in answers if answer.infer_response.id == "b"]
     assert contents(last) == ("b", [], True)
-    assert (last.infer_response.model_name, last.infer_response.model_version) == ("repeats", "1")
+    assert (last.infer_response.model_name, last.infer_response.model_version) == ("repeats", "")
 
 
 def test_statistics_count_responses_by_position(stream: Open, client: triton.InferenceServerClient) -> None:

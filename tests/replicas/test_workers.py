@@ -76,6 +76,8 @@ STREAM = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
 
 class TritonPythonModel:
     def initialize(self, args):
@@ -88,10 +90,13 @@ class TritonPythonModel:
             if request.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
                 self.sums[which] = 0
             self.sums[which] += number
-            sender = request.get_response_sender()
-            for place in range(self.sums[which]):
-                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([[place]], np.int32))]))
-            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            sender, last = request.get_response_sender(), self.sums[which] - 1
+            is_with_last = number < 0  # the final flag comes with the last response, else alone
+            for place in range(last + 1):
+                response = pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([[place]], np.int32))])
+                sender.send(response, FINAL if is_with_last and place == last else 0)
+            if not is_with_last:
+                sender.send(flags=FINAL)
         return None
 """
 SEQUENCES = "sequence_batching { max_sequence_idle_microseconds: 600000000 }"
@@ -758,13 +763,17 @@ def test_a_stream_over_grpc_keeps_the_order_of_a_sequence_that_is_elsewhere(shar
         stream = partial(other.async_stream_infer, "stream", sequence_id=1)
         stream([tensor(2, triton_grpc)], request_id="a", sequence_start=True)
         stream([tensor(1, triton_grpc)], request_id="b", enable_empty_final_response=True)
-        stream([tensor(-1, triton_grpc)], request_id="c", sequence_end=True)
+        stream([tensor(-1, triton_grpc)], request_id="c", enable_empty_final_response=True)
+        stream([tensor(-1, triton_grpc)], request_id="d", sequence_end=True)
         texts = []
-        for _ in range(2 + 4 + 2):
+        for _ in range(2 + 4 + 2 + 1):
             result = received.get(timeout=20)
-            out = result.as_numpy("OUT")
-            texts.append((result.get_response().id, None if out is None else int(out.ravel()[0])))
-        assert texts == [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2), ("b", None), ("c", 0), ("c", 1)]
+            out, message = result.as_numpy("OUT"), result.get_response()
+            is_final = message.parameters["triton_final_response"].bool_param
+            texts.append((message.id, None if out is None else int(out.ravel()[0]), is_final))
+        of_a = [("a", 0, False), ("a", 1, False)]
+        of_b = [("b", 0, False), ("b", 1, False), ("b", 2, False), ("b", None, True)]
+        assert texts == [*of_a, *of_b, ("c", 0, False), ("c", 1, True), ("d", 0, True)]
         other.async_stream_infer("sum", [tensor(1, triton_grpc)], sequence_id=77, request_id="bad")
         assert "must specify the START flag" in str(received.get(timeout=20))
         other.stop_stream()

@@ -184,6 +184,24 @@ async def test_a_step_sends_no_response_one_or_many(repository: Path, execution:
         assert engine.scheduler.in_flight == 0
 
 
+@pytest.mark.parametrize("name", ["repeat", "repeat_square", "limited_1", "limited_4"])
+async def test_the_response_that_ends_a_stream_is_marked(repository: Path, execution: str, name: str) -> None:
+    async with served(repository, execution) as engine:
+        deployment = engine.deployments.find(name)
+        for count in (1, 20):
+            async with engine.stream(deployment, ask(count, with_last=True)) as responses:
+                assert [one.is_final async for one in responses] == [False] * (count - 1) + [True]
+        assert engine.scheduler.in_flight == 0
+        (row,) = engine.deployments.statistics("repeat")
+        assert row["inference_stats"]["success"]["count"] == 2
+        assert [place["success"]["count"] for place in row["response_stats"].values()] == [2] + [1] * 19
+        assert not any(place["empty_response"]["count"] for place in row["response_stats"].values())
+        async with engine.stream(deployment, ask(0)) as responses:
+            assert [one async for one in responses] == []
+        (row,) = engine.deployments.statistics("repeat")
+        assert row["response_stats"]["0"]["empty_response"]["count"] == 1
+
+
 async def test_the_statistics_of_a_stream_include_the_steps_that_its_responses_started(
     repository: Path, execution: str
 ) -> None:
@@ -216,7 +234,7 @@ async def test_an_internal_error_for_a_response_fails_only_its_stream(
         streams = engine.scheduler.streams
         answer = streams.answer
 
-        def slip(*_: object) -> None:
+        def slip(*_: object, **__: object) -> None:
             monkeypatch.setattr(streams, "answer", answer)
             raise RuntimeError("a slip")
 
@@ -423,16 +441,20 @@ async def test_a_cancellation_is_visible_to_the_model(repository: Path, executio
             assert engine.scheduler.in_flight == 0
 
 
-async def test_unread_responses_of_a_cancelled_stream_are_released(repository: Path, execution: str) -> None:
+@pytest.mark.parametrize("with_last", [False, True])  # the final flag, with the last response
+async def test_unread_responses_of_a_cancelled_stream_are_released(
+    repository: Path, execution: str, with_last: bool
+) -> None:
     async with served(repository, execution) as engine:
         gc.collect()
         gc.disable()  # reference cycles would wait for the garbage collector, and unloading for them
         try:
-            for count in (3, 1000):  # all responses sent, and not all
-                async with engine.stream(engine.deployments.find("repeat"), ask(count)) as some:
+            for count in (1, 3, 1000):  # all responses read; all sent; not all sent
+                request = ask(count, with_last=with_last)
+                async with engine.stream(engine.deployments.find("repeat"), request) as some:
                     await anext(some)
                     await trio.sleep(0.1)
-            del some
+            del some, request
             await trio.sleep(0.1)
             assert [one for one in gc.get_objects() if isinstance(one, StreamFlow)] == []
         finally:
@@ -508,10 +530,13 @@ async def test_a_process_that_ends_in_the_middle_of_a_stream_fails_it(repository
         assert engine.scheduler.in_flight == 0
 
 
-async def test_a_response_without_memory_is_an_error_and_not_an_omitted_output(repository: Path) -> None:
+@pytest.mark.parametrize("count", [2, 1])  # 1: it carries the final flag
+async def test_a_response_without_memory_is_an_error_and_not_an_omitted_output(repository: Path, count: int) -> None:
     async with served(repository, "process") as engine:
         with pytest.raises(FlowserveError, match=r"shared memory of .* cannot be had: Too many open files"):
-            await answers(engine, "repeat", ask(2, no_files=True))
+            await answers(engine, "repeat", ask(count, no_files=True, with_last=True))
+        with pytest.raises(FlowserveError, match="let go of a response sender without sending"):
+            await answers(engine, "repeat", ask(count, no_files=True, with_last=True, thread=True))
         assert engine.scheduler.in_flight == 0
 
 

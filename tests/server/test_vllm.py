@@ -406,6 +406,32 @@ def test_the_queue_has_priorities_a_size_and_timeouts(start: Callable[..., Serve
     assert [one["words"] for one in server.told("add")][SEATS:] == ["urgent", "late0", "late1"]
 
 
+@pytest.mark.parametrize(("is_streaming", "sequences"), [(False, 1), (True, 1), (True, 2)])
+def test_the_last_response_carries_the_final_flag(
+    start: Callable[..., Server], is_streaming: bool, sequences: int
+) -> None:
+    """As from Triton's backend: no empty response follows it."""
+    server = start(options=("--allow-grpc=true", "--grpc-port=0"))
+    finals: list[bool] = []
+    with triton.InferenceServerClient(server.served.grpc_address) as client:
+        given = [triton.InferInput(name, [1], "BYTES") for name in ("text_input", "sampling_parameters")]
+        given.append(triton.InferInput("stream", [1], "BOOL"))
+        given[0].set_data_from_numpy(np.array(["a b"], object))
+        given[1].set_data_from_numpy(np.array([json.dumps({"max_tokens": 9, "n": sequences})], object))
+        given[2].set_data_from_numpy(np.array([is_streaming]))
+
+        def take(result: Any, error: Any) -> None:
+            assert error is None, error
+            assert result.as_numpy("text_output") is not None
+            finals.append(result.get_response().parameters["triton_final_response"].bool_param)
+
+        client.start_stream(take)
+        client.async_stream_infer("llm", given, enable_empty_final_response=True)
+        client.stop_stream()
+    assert finals == [False] * (len(finals) - 1) + [True]
+    assert (len(finals) > 1) == is_streaming
+
+
 GRAPH = """
 platform: "ensemble"
 input { name: "PROMPT" data_type: TYPE_STRING dims: [ 1 ] }

@@ -51,6 +51,7 @@ class StreamSim:
     ended: dict[int, str] = field(default_factory=dict)  # "" or the error
     most: Counter[int] = field(default_factory=Counter)
     most_live: int = 0
+    finals: Counter[int] = field(default_factory=Counter)  # the responses with the final flag, by request
     started: list[tuple[int, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -195,6 +196,8 @@ class StreamSim:
     def _take(self, stream: StreamFlow) -> None:
         answer = stream.take()
         if answer is not None and self.ended.get(stream.stamp) != "left":
+            assert not self.finals[stream.stamp], "a response follows the final one"
+            self.finals[stream.stamp] += stream.has_ended
             held = [answer.tensors[slot] if slot != NO_SLOT else None for slot in self.plan.output_slots]
             self.answers[stream.stamp].append(held)
 
@@ -245,9 +248,10 @@ class StreamSim:
             ended, got = self.ended[request.number], self.answers[request.number]
             assert got == right[: len(got)], f"request {request.number}: {got} is not {right}"
             assert ended or len(got) == len(right), f"request {request.number} got {len(got)} of {len(right)}"
+            stream = self.flows[request.number]
             if not ended:
                 assert request.fails_at is None, "it failed without an error response"
-            stream = self.flows[request.number]
+                assert self.finals[request.number] + stream.ends_empty == 1, "it has no final response, or two"
             assert stream.done
             assert not stream.live
             slots = stream.slots
@@ -306,15 +310,19 @@ class Running:
         self.credit -= 1
         answer = Content((*self.made.made_of, self.sent))
         self.sent += 1
+        is_last = self.sent == self.total and len(self.made.made_of) % 2 == self.source.flow.stamp % 2
         if answer == self.source.flow.request.fails_at:
             self.sim.streams.failed(self.source, ModelFailed("as it was told"))
         else:
-            self.sim.streams.answer(self.source, [answer], self.sim.time)
-        self.go_on()
+            self.sim.streams.answer(self.source, [answer], self.sim.time, is_last=is_last)
+        if is_last:
+            self._end()
+        else:
+            self.go_on()
 
     def _end(self) -> None:
         self.sim.running.pop(self.source)
-        self.sim.streams.last(self.source, self.sim.time)
+        self.sim.streams.last(self.source, self.sim.time)  # no effect if the last response carried the final flag
         if self.following is not None:
             self.following.go_on()
         elif self.model.keeps_instance:

@@ -194,7 +194,7 @@ class ContinuousInstance:
         try:
             async with aclosing(self._engine.generate(call)) as outputs:
                 async for output in outputs:
-                    call.add(output)
+                    running.is_whole = call.add(output)
                     running.has_more = True
                     if call.is_streaming:
                         running.send()
@@ -267,9 +267,10 @@ class Running:
                 self._next = self._made()
             if not self.sender.offer(self._next):
                 return
+            self.is_over = self._next.is_last
             self._next = None
             self._since_ns = self._clock()
-        if self.is_whole and not self.is_over:
+        if self.is_whole and not self.is_over:  # the last item was in an earlier response
             self.is_over = True
             self.sender.finish()
 
@@ -292,4 +293,5 @@ class Running:
             if spec.name in made and not fits(made[spec.name].shape, spec.dims):
                 found, wanted = shape_text(made[spec.name].shape), shape_text(spec.dims)
                 notes.unlike[spec.name] = f"the configuration promises shape {wanted}, the model answered {found}"
-        return Sent(outputs, {}, began_ns - self._since_ns, self._clock() - began_ns, notes.or_none())
+        took_ns, output_ns = began_ns - self._since_ns, self._clock() - began_ns
+        return Sent(outputs, {}, took_ns, output_ns, notes.or_none(), is_last=self.is_whole)

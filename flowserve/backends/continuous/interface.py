@@ -24,8 +24,8 @@ class ContinuousCall(Protocol):
     seats: int
     is_streaming: bool
 
-    def add(self, output: Any) -> None:
-        """Take one item of `ContinuousEngine.generate`."""
+    def add(self, output: Any) -> bool:
+        """Take one item of `ContinuousEngine.generate`. Returns whether it is the last."""
 
     def response(self) -> Mapping[str, Array]:
         """The outputs by name, with all items that were added since the last response."""

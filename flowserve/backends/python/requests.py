@@ -207,19 +207,22 @@ class ResponseSender(InferenceResponseSender):
         with self._one_by_one:
             if self._is_closed:
                 raise TritonModelException(_CLOSED)
-            self._is_closed = is_final
-            if self._has_failed:
-                return
-            if response is not None:
-                answer = self._taken(response)
-                if isinstance(answer, FlowserveError):
-                    self._has_failed = True
-                    self._sender.fail(answer)
-                    return
-                self._sender.send(answer)
-                self._since_ns = self._clock()
-        if is_final:
-            self._sender.finish(is_empty=response is None)
+            if not self._has_failed:
+                self._send(response, is_final=is_final)
+            self._is_closed = is_final  # only now: if sending raised, the request fails with its sender
+
+    def _send(self, response: InferenceResponse | None, *, is_final: bool) -> None:
+        if response is None:
+            self._sender.finish()
+            return
+        answer = self._taken(response)
+        if isinstance(answer, FlowserveError):
+            self._has_failed = True
+            self._sender.fail(answer)
+            return
+        answer.is_last = is_final
+        self._sender.send(answer)
+        self._since_ns = self._clock()
 
     def _taken(self, response: InferenceResponse) -> Sent | FlowserveError:
         began_ns = self._clock()

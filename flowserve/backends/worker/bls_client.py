@@ -286,16 +286,17 @@ class WorkerBlsClient:
         token: int,
         free: Sequence[BlockAddress],
         error: Any,
-        columns: Sequence[protocol.ResultColumn] | None,
+        columns: Sequence[protocol.ResultColumn],
         parameters: Mapping[str, Any],
     ) -> None:
         self._free.extend(free)
         answered = self._waiting.pop(number, None) if is_last else self._waiting.get(number)
-        answer: Answer = None
+        answer: Answer
         if error is not None:
             answer = decode_error(error)
-        elif columns is not None:
-            answer = Response("", 0, {column[0]: self._array(*column) for column in columns}, "", parameters)
+        else:
+            arrays = {column[0]: self._array(*column) for column in columns}
+            answer = Response("", 0, arrays, "", parameters, is_last)
         if token:
             self._say(pack(protocol.READ, (token,)))
         if answered is not None:  # None: the call was withdrawn

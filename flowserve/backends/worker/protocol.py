@@ -144,11 +144,13 @@ NOT_RUN: Final = 15
 # CANCELLED number stages PASSED: the reply to CANCEL: the results of the batch here, if it was run (one stage or none)
 CANCELLED: Final = 19
 # ... from a decoupled model, at any time; its DONE has NOTHING for every output
-# ANSWER number member infer_ns output_ns segment offset nbytes outputs..., and TEXT parameters, or [parameters,
-#   notes about the outputs], if there are any: one response; uses up one that GRANT permitted
+# ANSWER number member last infer_ns output_ns segment offset nbytes outputs..., and TEXT parameters, or [parameters,
+#   notes about the outputs], if there are any: one response; uses up one that GRANT permitted. last: it carries the
+#   final flag
 ANSWER: Final = 16
-ANSWER_OUTPUTS_AT: Final = 8
-# OVER number member empty, and TEXT [kind, text] if it failed: there are no more responses
+ANSWER_OUTPUTS_AT: Final = 9
+# OVER number member, and TEXT [kind, text] if it failed: there are no more responses; otherwise the final flag came
+#   without one
 OVER: Final = 17
 # WAITS number member inside: a thread waits for a GRANT; inside: the thread that runs the batch
 WAITS: Final = 18
@@ -176,9 +178,8 @@ DROP: Final = 14
 #   The blocks, of inputs of calls, are free again: the server does not read them any more.
 SERVER_REPLY: Final = 13
 # RESULT number is_last token blocks (segment offset)... outputs (type segment offset nbytes dimensions dim...)...  TEXT
-#   [[kind, text] or null, names or null, parameters], and behind a line feed the bytes of all outputs whose segment is
-#   0, at these offsets: a response to a CALL, or its end where there are no names. `token` is 0 where no output is in a
-#   segment.
+#   [[kind, text] or null, names, parameters], and behind a line feed the bytes of all outputs whose segment is 0, at
+#   these offsets: a response to a CALL. `token` is 0 where no output is in a segment.
 RESULT: Final = 12
 
 # The fields of a `Request` that are sent with it, in this order: all but its tensors, and its outputs, since a step has
@@ -666,27 +667,27 @@ def encode_result(
     token: int,
     blocks: Sequence[BlockAddress],
     error: Sequence[str] | None,
-    columns: Sequence[ResultColumn] | None,
+    columns: Sequence[ResultColumn],
     parameters: Mapping[str, Any] = NO_PARAMETERS,
 ) -> bytes:
     """A RESULT message."""
-    words = [number, is_last, token, len(blocks), *chain.from_iterable(blocks), len(columns or ())]
+    words = [number, is_last, token, len(blocks), *chain.from_iterable(blocks), len(columns)]
     inline: list[bytes] = []
     size = 0
-    for _, dtype, shape, where in columns or ():
+    for _, dtype, shape, where in columns:
         if isinstance(where, bytes):
             words += (dtype, 0, size, len(where), len(shape), *shape)
             inline.append(where)
             size += len(where)
         else:
             words += (dtype, *where, len(shape), *shape)
-    names = None if columns is None else [column[0] for column in columns]
+    names = [column[0] for column in columns]
     return b"\n".join((pack(RESULT, words, [error, names, dict(parameters)]), b"".join(inline)))
 
 
 def decode_result(
     words: Sequence[int], text: bytes
-) -> tuple[int, bool, int, list[BlockAddress], Any, list[ResultColumn] | None, dict[str, Any]]:
+) -> tuple[int, bool, int, list[BlockAddress], Any, list[ResultColumn], dict[str, Any]]:
     """Read a RESULT message: the arguments of `encode_result`. Raises Garbled."""
     try:
         number, is_last, token, count = words[1:5]
@@ -698,10 +699,10 @@ def decode_result(
         error, names, parameters = json.loads(head)
         if not isinstance(parameters, dict):
             raise Garbled("parameters that are no object")
-        if len(names or ()) != outputs or {*map(type, names or ())} - {str}:
+        if len(names) != outputs or {*map(type, names)} - {str}:
             raise Garbled("a result whose outputs have no names")
         columns: list[ResultColumn] = []
-        for name in names or ():
+        for name in names:
             dtype, segment, offset, nbytes, dimensions = words[at : at + 5]
             stop = at + 5 + dimensions
             where = (segment, offset, nbytes) if segment else inline[offset : offset + nbytes]
@@ -713,7 +714,7 @@ def decode_result(
         raise Garbled(f"a result that is none: {fault}") from None
     if at != len(words):
         raise Garbled("a result that is cut off")
-    return number, bool(is_last), token, blocks, error, None if names is None else columns, parameters
+    return number, bool(is_last), token, blocks, error, columns, parameters
 
 
 def encode_server_reply(number: int, blocks: Sequence[BlockAddress], error: Sequence[str] | None, answer: Any) -> bytes:

@@ -144,19 +144,21 @@ class StreamDriver(Driver):
     # ------------------------------------------------------------------ for its senders, on any thread
 
     def answer(self, number: int, member: int, sent: Sent) -> None:
+        if sent.is_last:
+            self._given_back.pop((number, member), None)
         text: Any = dict(sent.parameters) or None
         if sent.notes is not None:
             text = [dict(sent.parameters), encode_notes(sent.notes)]
         with self._one_by_one:
             placed = self._outputs.place([[one] for one in sent.outputs], None)
-            words = [number, member, sent.infer_ns, sent.output_ns, *placed.words()]
+            words = [number, member, int(sent.is_last), sent.infer_ns, sent.output_ns, *placed.words()]
             super()._send(pack(protocol.ANSWER, words, text))
 
-    def over(self, number: int, member: int, error: FlowserveError | None, *, is_empty: bool) -> None:
+    def over(self, number: int, member: int, error: FlowserveError | None) -> None:
         self._given_back.pop((number, member), None)
         if error is not None:
             self._has_failed = True  # the loss of a GPU is checked after the run, or after the next one
-        self._send(pack(protocol.OVER, [number, member, int(is_empty)], None if error is None else encode_error(error)))
+        self._send(pack(protocol.OVER, [number, member], None if error is None else encode_error(error)))
 
     def waits(self, number: int, member: int) -> None:
         is_inside = threading.current_thread() is self._executor
@@ -174,11 +176,12 @@ class WorkerSender(CreditSender):
 
     def _tell_answer(self, sent: Sent) -> None:
         self._quietly(partial(self._server.answer, *self.key, sent))
+        self._is_over = sent.is_last
 
-    def _tell_over(self, error: FlowserveError | None, *, is_empty: bool = False) -> None:
+    def _tell_over(self, error: FlowserveError | None) -> None:
         if not self._is_over:  # a later exception of the model belongs to the batch, not to this request
             self._is_over = True
-            self._quietly(partial(self._server.over, *self.key, error, is_empty=is_empty))
+            self._quietly(partial(self._server.over, *self.key, error))
 
     def _tell_waits(self) -> None:
         self._quietly(partial(self._server.waits, *self.key))

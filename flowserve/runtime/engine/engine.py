@@ -601,8 +601,10 @@ class Engine:
             raise _own(flow.error, flow)
         return self.response_from(flow)
 
-    def response_from(self, flow: Flow) -> Response:
-        """The response of a flow that finished without error, or one of several (`StreamFlow.take`)."""
+    def response_from(self, flow: Flow, *, is_final: bool = True) -> Response:
+        """The response of a flow that finished without error, or one of several (`StreamFlow.take`). `is_final`:
+        whether it is the last.
+        """
         deployment: Deployment = flow.owner
         slots = flow.tensors
         outputs = {}
@@ -614,7 +616,7 @@ class Engine:
                 outputs[name] = tensor.array
         request = flow.request
         parameters = of_ensemble(request) if deployment.graph.is_ensemble else flow.parameters or NONE
-        return Response(deployment.name, deployment.version, outputs, request.id, parameters)
+        return Response(deployment.name, deployment.version, outputs, request.id, parameters, is_final)
 
     def taken(self) -> None:
         """A caller took a response: models that wait for that may continue."""
@@ -795,7 +797,7 @@ class ResponseIterator:
                 response = flow.take()
                 if response is not None:
                     self._engine.taken()
-                    return self._engine.response_from(response)
+                    return self._engine.response_from(response, is_final=flow.has_ended)
             elif flow.done and not self._is_taken:
                 self._is_taken = True
                 return self._engine.response(flow)

@@ -69,7 +69,7 @@ class CallableEngine(Protocol):
     def call(self, batch: Batch | None, deployment: Any, request: Request, *, is_stream: bool) -> Called: ...
     def withdraw(self, flow: Flow) -> None: ...
     def response(self, flow: Flow) -> Response: ...
-    def response_from(self, flow: Flow) -> Response: ...
+    def response_from(self, flow: Flow, *, is_final: bool = True) -> Response: ...
     def taken(self) -> None: ...
     def post(self, what: Callable[[], None]) -> None:
         """Run a function on the event loop, after earlier posts. On any thread."""
@@ -175,7 +175,7 @@ class Calls:
         if isinstance(flow, StreamFlow):
             # Responses are taken immediately, so that a model never waits for the model that called it.
             while (answer := flow.take()) is not None:
-                pending.answered(self._engine.response_from(answer))
+                pending.answered(self._engine.response_from(answer, is_final=flow.has_ended))
             self._engine.taken()
             if flow not in self._pending:
                 return  # its caller has ended
@@ -186,19 +186,13 @@ class Calls:
             return
         del self._pending[flow]
         self._over(pending)
-        last: Response | None = None
         try:
             if not isinstance(flow, StreamFlow) or flow.error is not None:
-                last = self._engine.response(flow)
-            elif flow.ends_empty and pending.call.is_stream:  # as on Triton
-                last = Response(flow.owner.name, flow.owner.version, {}, flow.request.id)
+                pending.answered(self._engine.response(flow))
+            elif flow.ends_empty:  # as on Triton
+                pending.answered(Response(flow.owner.name, flow.owner.version, {}, flow.request.id))
         except FlowserveError as error:
             pending.answered(error)
-            return
-        if last is not None:
-            pending.answered(last)
-        if pending.call.is_stream:
-            pending.answered(None)
 
     def _over(self, pending: PendingCall) -> None:
         batch = pending.batch

@@ -258,12 +258,13 @@ class ProcessCalls:
         pending = self._pending.get(number)
         if pending is None:
             return
-        is_last = answer is None or isinstance(answer, FlowserveError) or not pending.call.is_stream
+        is_last = isinstance(answer, FlowserveError) or answer.is_final
         home = self._free_blocks()
-        token, columns, error = 0, None, None
+        token, error = 0, None
+        columns: list[ResultColumn] = []
         if isinstance(answer, FlowserveError):
             error = encode_error(answer)
-        elif answer is not None:
+        else:
             try:
                 token, columns = self._columns(answer.outputs)
             except MemoryError as none:  # within the engine's step, which must continue for other requests
@@ -277,7 +278,7 @@ class ProcessCalls:
             error = encode_error(
                 Internal(f"the response of model '{pending.call.model}' has too many outputs or parameters for a call")
             )
-            message = encode_result(number, is_last, 0, home, error, None)
+            message = encode_result(number, is_last, 0, home, error, ())
         if is_last:
             del self._pending[number]
         self._send(message)

@@ -117,7 +117,9 @@ class ResponseStreams:
             statistics.first_answered(now_ns - source.queued_ns)
         source.count += 1
         source.last_ns = now_ns
-        self._streams.answer(source, outputs, now_ns, sent.parameters or None, request)
+        if sent.is_last:
+            self._succeeded(source, now_ns)
+        self._streams.answer(source, outputs, now_ns, sent.parameters or None, request, is_last=sent.is_last)
         stream.wanted = wanted
         if self.observer is not None:
             self.observer.answered(source, now_ns)
@@ -134,30 +136,35 @@ class ResponseStreams:
             self.observer.waits(source)
         self._wake()
 
-    def over(self, source: Source, error: FlowserveError | None = None, *, is_empty: bool = False) -> None:
-        """There are no more responses. No effect if repeated. `is_empty`: the final flag came without a response."""
+    def over(self, source: Source, error: FlowserveError | None = None) -> None:
+        """There are no more responses: an error, or the final flag without a response. No effect if repeated."""
         if source.is_over:
             return
         now_ns = self._clock()
         statistics = _statistics(source)
-        if self.observer is not None:
-            self.observer.over(source, error, now_ns)
-        source.is_counted = True
         if error is None:
-            if is_empty:
-                source.flow.stream.ends_empty = True
-                statistics.responses.was_empty(source.count, now_ns - source.last_ns)
-            took_ns = now_ns - source.started_ns
-            statistics.succeeded([source.queued_ns], source.started_ns, 0, took_ns, 0)
-            flow = source.flow.stream
-            flow.took = longer(flow.took, source.started_ns - source.queued_ns, 0, took_ns, 0)
+            statistics.responses.was_empty(source.count, now_ns - source.last_ns)
+            self._succeeded(source, now_ns)
             self._streams.last(source, now_ns)
         else:
+            if self.observer is not None:
+                self.observer.over(source, error, now_ns)
+            source.is_counted = True
             statistics.failed(1, now_ns - source.queued_ns, BACKEND)
             statistics.responses.failed(source.count, now_ns - source.last_ns)
             self._streams.failed(source, source.located(error, source.instance))
             source.is_over = True
         self._wake()
+
+    def _succeeded(self, source: Source, now_ns: int) -> None:
+        """Record that a step ended without an error. The scheduler is notified afterwards."""
+        if self.observer is not None:
+            self.observer.over(source, None, now_ns)
+        source.is_counted = True
+        took_ns = now_ns - source.started_ns
+        _statistics(source).succeeded([source.queued_ns], source.started_ns, 0, took_ns, 0)
+        flow = source.flow.stream
+        flow.took = longer(flow.took, source.started_ns - source.queued_ns, 0, took_ns, 0)
 
     def cancelled(self, source: Source) -> None:
         """The responses of a step are no longer needed. No effect if it is over."""
@@ -243,15 +250,17 @@ class ThreadSender(CreditSender):
 
     def _tell_answer(self, sent: Sent) -> None:
         source = self._source
+        if sent.is_last:
+            self._source = None
         if source is not None:
             self._streams.post(partial(self._streams.answered, source, sent), source)
 
-    def _tell_over(self, error: FlowserveError | None, *, is_empty: bool = False) -> None:
+    def _tell_over(self, error: FlowserveError | None) -> None:
         source, self._source = self._source, None
         if error is not None:
             check_for_loss()
         if source is not None:
-            self._streams.post(partial(self._streams.over, source, error, is_empty=is_empty), source)
+            self._streams.post(partial(self._streams.over, source, error), source)
 
     def _tell_waits(self) -> None:
         source = self._source
@@ -295,10 +304,10 @@ class ProcessSink:
         if kind == protocol.ANSWER:
             self._take_response(words, text)
         elif kind == protocol.OVER:
-            number, member, is_empty = words[1:]
+            number, member = words[1:]
             source = self._sources.pop((number, member), None)
             if source is not None:
-                self.streams.over(source, decode_error(json.loads(text)) if text else None, is_empty=bool(is_empty))
+                self.streams.over(source, decode_error(json.loads(text)) if text else None)
         elif kind == protocol.WAITS:
             number, member, is_inside = words[1:]
             source = self._sources.get((number, member))
@@ -315,7 +324,7 @@ class ProcessSink:
                 self.streams.over(source, error)
 
     def _take_response(self, words: Sequence[int], text: bytes) -> None:
-        number, member, infer_ns, output_ns, segment, offset, nbytes = words[1:ANSWER_OUTPUTS_AT]
+        number, member, is_last, infer_ns, output_ns, segment, offset, nbytes = words[1:ANSWER_OUTPUTS_AT]
         key = (number, member)
         try:
             block = self.channel.block(segment, offset, nbytes)
@@ -339,8 +348,10 @@ class ProcessSink:
             raise Garbled(f"an answer to member {member} of batch {number}, which may not send one")
         if not isinstance(parameters, dict):
             raise Garbled("parameters of a response that are no object")
+        if is_last:
+            del self._sources[key]
         row = [column[0] for column in outputs]
-        self.streams.answered(source, Sent(row, parameters, infer_ns, output_ns, notes))
+        self.streams.answered(source, Sent(row, parameters, infer_ns, output_ns, notes, bool(is_last)))
 
 
 class ProcessSender:

@@ -61,27 +61,37 @@ class Streams:
         return granted
 
     def answer(
-        self, source: Source, outputs: Sequence[Facts | None], now_ns: int, parameters: Any = None, request: Any = None
+        self,
+        source: Source,
+        outputs: Sequence[Facts | None],
+        now_ns: int,
+        parameters: Any = None,
+        request: Any = None,
+        *,
+        is_last: bool = False,
     ) -> None:
         """A step sent a response in exchange for one credit; `outputs[j]` is its model's j-th output. `parameters` and
-        `request`, if given, are the runtime's: the parameters of the response, and the request from here on.
+        `request`, if given, are the runtime's: the parameters of the response, and the request from here on. `is_last`:
+        the final flag came with the response.
         """
         iteration = source.flow
         if iteration.done or source.is_over:
             return
         assert source.credit > 0, f"{source!r} answered without a credit"
         iteration.stream.promise(source, -1)
+        if is_last:
+            self._forget(source)
         try:
             if self.ending:
                 raise Unavailable(self.ending)
-            self.put(iteration.begin_iteration(source.node, outputs, parameters, request), now_ns)
+            self.put(iteration.begin_iteration(source.node, outputs, parameters, request, is_last=is_last), now_ns)
         except FlowserveError as error:
             self._fail(iteration, error)
             return
         self.mark_due(iteration.stream)
 
     def last(self, source: Source, now_ns: int) -> None:
-        """The step sends no further response."""
+        """The step sends no further response: the final flag came alone."""
         iteration = source.flow
         if iteration.done or source.is_over:
             return

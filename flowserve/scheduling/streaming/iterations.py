@@ -195,10 +195,16 @@ class Iteration(Flow):
         return tickets
 
     def begin_iteration(
-        self, node: PlanNode, outputs: Sequence[Facts | None], parameters: Any = None, request: Any = None
+        self,
+        node: PlanNode,
+        outputs: Sequence[Facts | None],
+        parameters: Any = None,
+        request: Any = None,
+        *,
+        is_last: bool = False,
     ) -> list[Ticket]:
         """The decoupled `node` of this iteration sent a response: begin a child iteration with these `parameters` and,
-        if given, its own request.
+        if given, its own request. `is_last`: the node sends no further response.
         """
         stream = self.stream
         child = Iteration(stream, self)
@@ -216,6 +222,8 @@ class Iteration(Flow):
         for _, slot, _ in node.writes:  # its consumers have the response that begins the child
             for n in stream.nesting.consumers[slot]:
                 child.missing[n] -= 1
+        if is_last:
+            tickets += self.end_responses(node)
         if not child.steps:
             child._complete()
         return tickets
@@ -346,8 +354,9 @@ class StreamFlow(Iteration):
     """The flow of the request, and its one iteration of level 0. `answers`: complete responses in order, to be read.
     `waiter` is called when there is one or the flow is `done`, whichever is first. `live`: the iterations below that
     are not complete. `late`: steps with a slot that wait for a tensor from above. `refusal`: an error that occurred
-    when a step got a slot. `is_answered` and `ends_empty` are the runtime's: whether its first response was counted,
-    and whether a step ended without a response in its final message.
+    when a step got a slot. `ends_empty`: when it was over, nothing was left that the last response could have waited
+    for, so that its end needs a message of its own. `is_answered` is the runtime's: whether its first response was
+    counted.
     """
 
     __slots__ = (
@@ -394,6 +403,11 @@ class StreamFlow(Iteration):
     def has_answers(self) -> bool:
         """Whether a response waits to be read."""
         return bool(self.answers)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last response was read and carries the final flag."""
+        return self.is_over and not self.ends_empty and not self.answers
 
     @property
     def stream(self) -> StreamFlow:  # type: ignore[override]  # an attribute would be a reference cycle
@@ -445,8 +459,13 @@ class StreamFlow(Iteration):
         self.changed(self)
 
     def advance(self) -> None:
-        """Append the responses that are next in order to `answers`, and set `is_over` after the last."""
+        """Append the responses that are next in order to `answers`, and set `is_over` after the last: a response that
+        is appended together with the end carries the final flag.
+        """
+        if self.is_over:
+            return
         deepest = len(self.nesting.splits)
+        is_empty = True
         at: Iteration = self
         while True:
             while at.children:
@@ -457,10 +476,12 @@ class StreamFlow(Iteration):
                 if not at.has_inputs_from_above(self.nesting.answer_late):
                     return
                 self.answers.append(at)
+                is_empty = False
                 self.changed(self)
             above = at.parent
             if above is None:
                 self.is_over = True
+                self.ends_empty = is_empty
                 self.changed(self)
                 return
             above.children.popleft()

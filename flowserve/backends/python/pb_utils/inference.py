@@ -318,7 +318,6 @@ class ResponseIterator:
         self._loop = loop
         self._arrived = asyncio.Event()
         self._answers: SimpleQueue[Answer] = SimpleQueue()
-        self._is_stream = call.is_stream
         self._has_begun = False
         self._is_over = self._is_cancelled = False
         try:
@@ -348,14 +347,12 @@ class ResponseIterator:
         if not self._is_over:
             try:
                 self._caller.wait(lambda: not self._answers.empty())
-                response = self._next(self._answers.get())
+                return self._next(self._answers.get())
             except BaseException as error:
                 self._abandon()
                 if isinstance(error, FlowserveError):
                     raise TritonModelException(str(error)) from None
                 raise
-            if response is not None:
-                return response
         raise StopIteration
 
     def __aiter__(self) -> Self:
@@ -371,23 +368,21 @@ class ResponseIterator:
                         while self._answers.empty():
                             self._arrived.clear()
                             await self._arrived.wait()
-                response = self._next(self._answers.get())
+                return self._next(self._answers.get())
             except BaseException as error:
                 self._abandon()
                 if isinstance(error, FlowserveError):
                     raise TritonModelException(str(error)) from None
                 raise
-            if response is not None:
-                return response
         raise StopAsyncIteration
 
     def __del__(self) -> None:
         if self._has_begun:
             self._abandon()
 
-    def _next(self, answer: Answer) -> InferenceResponse | None:
-        self._is_over = not self._is_stream or answer is None or isinstance(answer, FlowserveError)
-        return None if answer is None else _response(answer)
+    def _next(self, answer: Answer) -> InferenceResponse:
+        self._is_over = isinstance(answer, FlowserveError) or answer.is_final
+        return _response(answer)
 
 
 class InferenceTrace:
@@ -642,5 +637,4 @@ def _response(answer: Answer) -> InferenceResponse:
     if isinstance(answer, FlowserveError):
         code = next((code for code, kind in _KINDS.items() if isinstance(answer, kind)), TritonError.INTERNAL)
         return InferenceResponse(error=TritonError(str(answer), code))
-    assert answer is not None
     return InferenceResponse([Tensor(name, array) for name, array in answer.outputs.items()], None, answer.parameters)
