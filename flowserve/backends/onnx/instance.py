@@ -333,11 +333,12 @@ class OnnxInstance:
                 execute = self._run_session if shared is None else shared.filling(blocks, start, start + rows)
                 made.append(execute(names, feed))
             except Exception as error:
-                raise self._failed(error) from error
+                raise self._failed(error, len(work.rows)) from error
             start += rows
         return made, copied
 
-    def _failed(self, error: Exception) -> ModelFailed:
+    def _failed(self, error: Exception, members: int) -> ModelFailed:
+        """The text is for one request: a batch of several `members` that failed runs again in parts."""
         return ModelFailed(f"model '{self._model.name}' failed: onnxruntime: {cleaned(str(error))}")
 
 
