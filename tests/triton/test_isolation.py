@@ -91,16 +91,27 @@ ensemble_scheduling {{ step [
 SAME = 'def execute(self, requests):\n    return [respond(Y=given(request, "X")) for request in requests]\n'
 
 
+# The slots of other sequences are in the batch without a request.
+SEQUENCES = """
+sequence_batching {
+  direct { }
+  max_sequence_idle_microseconds: 60000000
+  control_input [ { name: "READY" control [ { kind: CONTROL_SEQUENCE_READY fp32_false_true: [ 0, 1 ] } ] } ]
+}
+"""
+
+
 def in_place(place: str) -> str:
     return f'parameters {{ key: "execution" value: {{ string_value: "{place}" }} }}'
 
 
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def repository(tmp_path_factory: pytest.TempPathFactory, on_triton: bool) -> Path:
     folder = tmp_path_factory.mktemp("isolation")
+    places = PLACES[:1] if on_triton else PLACES
 
     def add(name: str, body: str, *more: str) -> None:
-        for place in PLACES:
+        for place in places:
             config = python_config([X], [Y], *BATCHED, in_place(place), *more)
             write_model(folder, f"{name}_{place}", config, body)
 
@@ -115,9 +126,13 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add("no_list", LOOP.format(bad="return (1, 2)"))
     add("sends", SENDS)
     add("same", SAME)
-    for place in PLACES:
+    for place in places:
+        config = python_config([X], [Y], f"max_batch_size: {TOGETHER}", in_place(place), SEQUENCES)
+        only_bad = LOOP.replace("array.min() < 0", f"array.min() == {BAD}")  # empty slots have any values on Triton
+        write_model(folder, f"sequences_{place}", config, only_bad.format(bad=RAISING["value"][0]))
+    for place in places:
         write_model(folder, f"ensemble_{place}", ENSEMBLE.format(place=place))
-    for place in PLACES[:2]:
+    for place in places[:2]:
         decoupled = "model_transaction_policy { decoupled: true }"
         config = python_config([X], [Y], *BATCHED, in_place(place), decoupled)
         write_model(folder, f"decoupled_{place}", config, SENDS)
@@ -145,16 +160,16 @@ class Server:
         self._http.close()
         self._grpc.close()
 
-    def ask(self, protocol: str, model: str, value: float) -> Answer:
+    def ask(self, protocol: str, model: str, value: float, **parameters: Any) -> Answer:
         if protocol == "http":
             tensor = {"name": "X", "shape": [1, 1], "datatype": "FP32", "data": [value]}
-            reply = self._http.post(f"models/{model}/infer", json={"inputs": [tensor]})
+            reply = self._http.post(f"models/{model}/infer", json={"inputs": [tensor], "parameters": parameters})
             told = reply.json()
             if "error" in told:
                 return Answer(reply.status_code, error=told["error"])
             return Answer(reply.status_code, told["outputs"][0]["data"][0])
         try:
-            found = self._grpc.infer(model, [given(value)], client_timeout=60).as_numpy("Y")
+            found = self._grpc.infer(model, [given(value)], client_timeout=60, **parameters).as_numpy("Y")
         except tritonclient.grpc.InferenceServerException as error:
             return Answer(CODES[error.status()], error=error.message())
         return Answer(200, found[0, 0])
@@ -240,8 +255,6 @@ def shows_nothing(answers: Sequence[Answer], kind: str, on_triton: bool) -> None
 def test_a_batch_whose_execute_raises_fails_and_its_clients_get_no_values_of_each_other(
     server: Server, place: str, protocol: str, name: str, on_triton: bool
 ) -> None:
-    if on_triton and name == "exits":
-        pytest.skip("SystemExit ends the process of the model on Triton")
     shows_nothing(server.ask_together(protocol, f"{name}_{place}", VALUES), RAISING[name][1], on_triton)
     assert good(server.ask_together(protocol, f"{name}_{place}", range(TOGETHER))) == GOOD
 
@@ -322,6 +335,18 @@ def test_the_error_of_a_called_model_goes_only_to_the_request_that_caused_it(
     assert good(answers) == [1.0, None]
     assert answers[1].code == 500
     assert "refused [[-77.0]]" in answers[1].error
+
+
+def test_the_only_request_beside_empty_slots_of_sequences_gets_its_text(
+    server: Server, place: str, protocol: str
+) -> None:
+    model, first = f"sequences_{place}", 10 if protocol == "http" else 20
+    for number in range(3):
+        assert server.ask(protocol, model, 1.0, sequence_id=first + number, sequence_start=True).value == 2.0
+    answer = server.ask(protocol, model, BAD, sequence_id=first + 2)
+    assert (answer.code, "refused [[-77.0]]" in answer.error) == (500, True)
+    for number in range(3):
+        assert server.ask(protocol, model, 1.0, sequence_id=first + number, sequence_end=True).value == 2.0
 
 
 # --------------------------------------------------------------------------------------------------- flowserve's own
