@@ -49,7 +49,7 @@ def graph_of(
     sides = {"X": "FP32[2]"}, {"Y": "FP32[2]"}
     whole = {"max_batch_size": TOGETHER, "max_queue_delay_us": 500_000}
     graph = Graph("g")
-    made = graph.input("X", "FP32[2]")
+    made: Any = graph.input("X", "FP32[2]")
     if is_chain:
         made = model(*sides, name="first", **{**whole, **declared})(double)(made)
     made = model(*sides, **{**whole, **declared})(picky)(made)
@@ -251,12 +251,12 @@ async def test_a_saved_graph_isolates_bad_requests_as_the_graph_does(saved: Modu
         answers = await ask_together(engine, "g", values_with((1,), 4))
         assert str(answers[1]).startswith(f"in ensemble 'g', below zero: {[-SECRET - 1] * 2}")
         assert [answer for n, answer in enumerate(answers) if n != 1] == [1, 3, 4]
-        answers = await ask_together(engine, "g", range(8))  # type: ignore[arg-type]  # numbers
+        answers = await ask_together(engine, "g", range(8))
         assert all("ValueError in a batch of 8 requests" in str(answer) for answer in answers)
     config = tmp_path / "models/stores/config.pbtxt"
     config.write_text(config.read_text().replace('"false"', '"true"'))
     async with Engine(tmp_path / "models") as engine:
-        answers = await ask_together(engine, "g", range(8))  # type: ignore[arg-type]  # numbers
+        answers = await ask_together(engine, "g", range(8))
         assert answers[:5] == [1, 2, 3, 4, 5]
         assert ["too large: " in str(answer) for answer in answers[5:]] == [True] * 3
 

@@ -64,7 +64,7 @@ def test_property_each_bad_request_fails_alone_with_its_own_error_within_a_bound
     for request in world.requests:
         right = ("NoneType",) if world.right_answer(request) is not None else ("ModelFailed", "Invalid")
         assert ends[request.number] in (*right, "InstanceDied")  # workers of a route may end
-    seen: set[tuple[str, int]] = set()
+    seen: set[tuple[object, object]] = set()
     retries = 0
     for _, what, *rest in sim.log:
         if what in ("runs", "raises on its route"):
