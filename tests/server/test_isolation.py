@@ -156,6 +156,21 @@ def test_invalid_raised_by_a_function_is_a_400_over_every_protocol(functions: Se
     assert "below zero" not in functions.log
 
 
+def test_no_trace_of_a_good_request_has_the_text_of_a_bad_one_in_its_first_batch(functions: Served) -> None:
+    def ask(value: float) -> httpx.Response:
+        tensor = {"name": "X", "datatype": "FP32", "shape": [1, 1], "data": [value]}
+        url, timing = f"{functions.base_url}/v2/models/on_thread/infer", {"Flowserve-Timing": "1"}
+        return httpx.post(url, json={"inputs": [tensor]}, headers=timing, timeout=60, verify=False)
+
+    with ThreadPoolExecutor(8) as pool:
+        bad, *good = pool.map(ask, [-3.0, *[1.0] * 7])
+    assert "below zero: [[-3.0]]" in bad.headers["Server-Timing"]
+    assert [one.status_code for one in good] == [200] * 7
+    timings = [one.headers["Server-Timing"] for one in good]
+    assert not any("below zero" in one for one in timings)
+    assert any("Invalid in a batch of " in one for one in timings)
+
+
 @pytest.mark.skipif(not SUPPORTED, reason="models in processes need Linux")
 def test_invalid_raised_in_a_models_own_environment_is_a_400(tmp_path: Path) -> None:
     environment = tmp_path / "environment"

@@ -32,7 +32,7 @@ from flowserve.backends.library.run import BatchRun, Execute, Feed
 from flowserve.backends.library.tensors import ModelTensors
 from flowserve.backends.onnx.errors import cleaned
 from flowserve.backends.onnx.session import host_value
-from flowserve.errors import ModelFailed
+from flowserve.errors import ModelFailed, told
 from flowserve.memory.arena import Arena
 from flowserve.memory.assemble import gather, pieces
 from flowserve.memory.column import scatter
@@ -338,8 +338,8 @@ class OnnxInstance:
         return made, copied
 
     def _failed(self, error: Exception, members: int) -> ModelFailed:
-        """The text is for one request: a batch of several `members` that failed runs again in parts."""
-        return ModelFailed(f"model '{self._model.name}' failed: onnxruntime: {cleaned(str(error))}")
+        what = told(error, cleaned(str(error)), members)
+        return ModelFailed(f"model '{self._model.name}' failed: onnxruntime: {what}")
 
 
 def _is_scattered(work: Work) -> bool:
