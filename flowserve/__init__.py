@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flowserve.authoring.engine import Engine
     from flowserve.authoring.files import model_folder, onnx_model
     from flowserve.authoring.graph import Graph
-    from flowserve.errors import FlowserveError, Problems
+    from flowserve.errors import FlowserveError, Invalid, Problems
     from flowserve.graph.builder import Tensor
     from flowserve.graph.function_model import model
 
@@ -22,6 +22,7 @@ _WHERE = {
     "Engine": "flowserve.authoring.engine",
     "Graph": "flowserve.authoring.graph",
     "FlowserveError": "flowserve.errors",
+    "Invalid": "flowserve.errors",
     "Problems": "flowserve.errors",
     "Tensor": "flowserve.graph.builder",
     "model": "flowserve.graph.function_model",
@@ -37,6 +38,7 @@ __all__ = [
     "onnx_model",
     "model_folder",
     "FlowserveError",
+    "Invalid",
     "Problems",
     "__version__",
 ]

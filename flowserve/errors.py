@@ -121,6 +121,16 @@ class Raised:
         return text
 
 
+def told(error: BaseException, text: str, members: int) -> str:
+    """The text about an exception of a model for the clients of its batch, which has so many `members`. `text` has the
+    exception's message, and is for the client of the only one: the message may contain values of any member, so that
+    the clients of several get the exception's type. The log has the message (`model_raised`).
+    """
+    if members == 1:
+        return text
+    return f"{type(error).__name__} in a batch of {members} requests; its text is in the server's log"
+
+
 def model_raised(text: str, error: BaseException) -> ModelFailed:
     """The error of a batch whose model raised `error`. `text`: for the clients."""
     failed = ModelFailed(text)

@@ -3,9 +3,9 @@
 Decides where the function of a deployment is found, and how it is called: once for a batch, or, in decoupled mode, once
 for each request. A deployment has a model.py with an attribute `function`; for a function that exists only in this
 process, that file looks the function up by a key. Decides also in which forms a function may return its outputs, the
-error for an invalid result, and when an array of a result must be copied. An exception of a function is logged with its
-traceback, and is one line in the response. It does not know graphs, queues or processes: functions run in the server's
-process.
+error for an invalid result, when an array of a result must be copied, and whether a failed batch may run again. An
+exception of a function is logged with its traceback, and is one line in the response, except `Invalid`, by which a
+function refuses a request. It does not know graphs, queues or processes: functions run in the server's process.
 
 Callers: the registry; authoring/ calls `offer` for functions that exist only in this process; the runtime runs the
 instances.
@@ -25,8 +25,8 @@ import numpy as np
 
 from flowserve.backends.base import ClockNs, ModelFiles, Results, Sender, Sent, Work
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
-from flowserve.errors import FlowserveError, Invalid, ModelFailed, model_raised
-from flowserve.graph.function_model import BACKEND, FunctionModel
+from flowserve.errors import FlowserveError, Invalid, ModelFailed, Problem, Problems, model_raised, told
+from flowserve.graph.function_model import BACKEND, PURE, FunctionModel
 from flowserve.memory.assemble import gather
 from flowserve.memory.column import Column
 from flowserve.memory.pool import HOST
@@ -116,8 +116,20 @@ def find_function(config: ModelConfig, files: ModelFiles) -> FunctionModel:
     return model
 
 
+def _is_pure(config: ModelConfig, model: FunctionModel) -> bool:
+    """What the configuration says, else the decorator. Raises Problems for any other value."""
+    text = config.parameters.get(PURE, str(model.is_pure)).lower()
+    if text not in ("true", "false"):
+        place = config.source.place(f"parameters[{PURE}]")
+        raise Problems(
+            [Problem(f"model '{config.name}': parameter '{PURE}' must be true or false, found '{text}'", place)]
+        )
+    return text == "true"
+
+
 def _check(config: ModelConfig, model: FunctionModel) -> None:
     """Raises Invalid if the function cannot follow the configuration."""
+    _is_pure(config, model)
     if config.decoupled and not model.decoupled:
         raise Invalid(
             f"model '{config.name}': the configuration says decoupled, and its function answers once; a function that"
@@ -136,7 +148,7 @@ class LoadedFunction:
     """One version: the same function for every instance."""
 
     def __init__(self, config: ModelConfig, model: FunctionModel) -> None:
-        self.is_pure = model.is_pure
+        self.is_pure = _is_pure(config, model)
         self.may_run_inline = config.parameters.get("execution", model.execution) in ("inline", "auto")
         self._config = config
         self._model = model
@@ -171,7 +183,7 @@ class FunctionInstance:
         try:
             answer = [self._function(*arrays)]  # in a list: reference counts tell whether the function keeps an array
         except BaseException as error:  # sys.exit() in a function is its own failure too
-            raise model_raised(self._failure(error), error) from None
+            raise self._failed(error, len(work.rows)) from None
         computed_ns = clock()
         outputs: list[Any] = []  # columns are sequences, read as lists
         columns = self._answers.of_batch(answer, self._rows(work))
@@ -212,8 +224,10 @@ class FunctionInstance:
             copied.append(nbytes)
         return arrays, copied
 
-    def _failure(self, error: BaseException) -> str:
-        return f"model '{self._model}' failed: {_text(error)}"
+    def _failed(self, error: BaseException, members: int) -> FlowserveError:
+        if isinstance(error, Invalid):  # of a batch of several, the scheduler decides which requests get it
+            return Invalid(str(error))
+        return model_raised(f"model '{self._model}' failed: {told(error, _text(error), members)}", error)
 
 
 class DecoupledFunctionInstance(FunctionInstance):
@@ -225,10 +239,12 @@ class DecoupledFunctionInstance(FunctionInstance):
             arrays, _ = self._gather([[column[m]] for column in work.inputs])
             try:
                 self._send_all(arrays, sender, work.wanted[m], clock)
+            except Invalid as error:
+                sender.fail(self._failed(error, 1))
             except FlowserveError as error:
                 sender.fail(error)
             except BaseException as error:
-                sender.fail(model_raised(self._failure(error), error))
+                sender.fail(self._failed(error, 1))
             else:
                 sender.finish()
         return Results([], gathered_ns=gathered_ns, computed_ns=clock())
@@ -262,7 +278,6 @@ class FunctionAnswers:
 
     def __init__(self, config: ModelConfig, declared: FunctionModel) -> None:
         self._model = config.name
-        self._is_pure = declared.is_pure
         self._ragged = declared.ragged_outputs
         self._outputs = config.outputs
         self._names = [spec.name for spec in config.outputs]
@@ -343,10 +358,12 @@ class FunctionAnswers:
             made[number] = np.asarray(made[number])  # plain elements, also for masked arrays
         if spec.dtype is DType.BYTES:
             return self._as_bytes(made[number], spec)
-        if self._is_pure or (made[number].flags.owndata and _holders(made, number) == _ALONE):
-            return made[number]  # type: ignore[no-any-return]  # it is an array
         array: Array = made[number]
-        return array.copy() if array.flags.writeable else array
+        if not array.flags.writeable:
+            return array
+        del array  # otherwise this reference counts as the function's
+        is_only = _holders(made, number) == _ALONE and _owns_memory(made[number])
+        return made[number] if is_only else made[number].copy()  # type: ignore[no-any-return]  # it is an array
 
     def _as_bytes(self, array: Array, spec: TensorSpec) -> Array:
         taken = np.empty(array.shape, np.object_)
@@ -377,8 +394,25 @@ def _holders(made: list[Any], number: int) -> int:
     return sys.getrefcount(made[number])
 
 
-# The reference count of an array that only the list references. It differs between versions of Python.
+def _owns_memory(array: Array) -> bool:
+    """Whether no other array uses this one's memory: it owns it, or it is the only view of the array that does."""
+    if array.flags.owndata:
+        return True
+    base = array.base
+    if not (isinstance(base, np.ndarray) and base.flags.owndata and array.flags.c_contiguous):
+        return False
+    del base  # otherwise this reference counts too
+    return _base_holders(array) == _BASE_ALONE
+
+
+def _base_holders(array: Array) -> int:
+    return sys.getrefcount(array.base)
+
+
+# The reference counts of an array that only the list references, and of one that only a view references. They differ
+# between versions of Python.
 _ALONE: Final = _holders([np.zeros(1)], 0)
+_BASE_ALONE: Final = _base_holders(np.zeros(2)[:1])
 
 
 def _read_only(array: Array) -> Array:

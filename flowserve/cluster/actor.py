@@ -57,7 +57,7 @@ from flowserve.cluster.files import files_here
 from flowserve.cluster.frames import Buffer, OutgoingArena, inputs_of_block
 from flowserve.cluster.link import ActorLink, greet_server, server_context
 from flowserve.cluster.pipes import read_pickled, standard_pipes
-from flowserve.errors import FlowserveError, ModelFailed, Unavailable, Unsupported
+from flowserve.errors import FlowserveError, ModelFailed, Unavailable, Unsupported, told
 from flowserve.memory.column import Column, whole_output
 from flowserve.memory.heap import tune_malloc
 from flowserve.memory.pool import HOST
@@ -397,8 +397,8 @@ class _Instance:
         except Exception as error:
             # A backend's own fault: its traceback belongs in the log, never in a response.
             log.exception("instance %s failed", self._job.name)
-            what = f"model '{self._job.config.name}', instance '{self._job.name}' failed: {error}"
-            self._fail(run, ModelFailed(what))
+            what = told(error, str(error), len(run.message.rows))
+            self._fail(run, ModelFailed(f"model '{self._job.config.name}', instance '{self._job.name}' failed: {what}"))
 
     def _work(self, run: _Run) -> Work:
         message = run.message

@@ -21,6 +21,7 @@ from flowserve.values import TensorSpec
 ExecutionPlace = Literal["thread", "auto", "inline"]
 Function = Callable[..., Any]
 BACKEND: Final = "callable"
+PURE: Final = "pure"  # parameter: whether a failed batch may run again, if it is not what the decorator says
 
 
 @dataclass(eq=False, repr=False)
@@ -57,6 +58,8 @@ class FunctionModel(DeclaredPart):
             "instance_group": [{"count": self.instances, "kind": "KIND_CPU"}],
             "parameters": {"execution": {"string_value": self.execution}},
         }
+        if not self.is_pure:
+            made["parameters"][PURE] = {"string_value": "false"}
         if self.decoupled:
             made["model_transaction_policy"] = {"decoupled": True}
         elif self.max_batch_size:
@@ -78,7 +81,7 @@ def model(
     max_queue_delay_us: int = 0,
     instances: int = 1,
     execution: ExecutionPlace = "thread",
-    is_pure: bool = False,
+    is_pure: bool = True,
     decoupled: bool = False,
 ) -> Callable[[Function], FunctionModel]:
     """Declare a function as a model: `@model({"X": "FP32[4]"}, {"Y": "FP32[1]"}, max_batch_size=16)`.
@@ -93,9 +96,9 @@ def model(
     generator, or as any iterator that it returns), each with any number of rows.
 
     `name` defaults to the function's. `execution`: "thread" gives each instance its own thread, "inline" runs on the
-    event loop (only for functions of a few microseconds), "auto" measures. `is_pure` promises that the function has no
-    side effects and that its results are not modified later: a batch that raised is then retried in halves. Raises
-    Problems.
+    event loop (only for functions of a few microseconds), "auto" measures. A batch that raised runs again in halves, so
+    that one bad request does not fail the others; `is_pure=False` prevents that for a function with side effects. A
+    function refuses a request by raising `flowserve.Invalid`. Raises Problems.
     """
     place = calling_line()
     for side in (inputs, outputs):

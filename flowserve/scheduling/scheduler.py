@@ -31,6 +31,8 @@ from flowserve.errors import (
     InstanceDied,
     Invalid,
     MachineLost,
+    ModelFailed,
+    Raised,
     Unavailable,
 )
 from flowserve.graph.plan import PlanNode
@@ -784,6 +786,11 @@ class Scheduler:
             if self.rate_limit is not None:
                 self._mark(batch.queue)
             return True
+        if isinstance(error, Invalid) and len(batch.tickets) > 1:  # which of the requests is invalid is unknown
+            text = f"model '{batch.queue.key.name}' refused a request of a batch of {len(batch.tickets)}"
+            shared = ModelFailed(f"{text}; the server's log has the reason")
+            shared.raised = Raised(str(error))  # for the log only: it is about one of them
+            error = shared
         if batch.queue.order is not None:
             errors = {m: ticket.located(error, batch.instance) for m, ticket in enumerate(batch.tickets)}
             batch.queue.order.hold(batch.tickets, (), errors)

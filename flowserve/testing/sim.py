@@ -16,7 +16,7 @@ from itertools import count
 from random import Random
 from typing import Self
 
-from flowserve.errors import DeadlineExceeded, FlowserveError, InstanceDied, ModelFailed, Unavailable
+from flowserve.errors import DeadlineExceeded, FlowserveError, InstanceDied, Invalid, ModelFailed, Unavailable
 from flowserve.graph.plan import NO_SLOT
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.affinity import NO_DEVICE
@@ -32,6 +32,7 @@ from flowserve.testing import strategies
 from flowserve.testing.simulation import Agenda, BatchResults
 from flowserve.testing.strategies import Handle, SimModel, SimRequest, World
 
+_POISON = "poison of "
 STEPS_MAX = 100_000  # a longer history is a livelock
 Step = tuple[int, int]  # the number of a request, and the index of a node of its plan
 StepKey = tuple[object, ...]  # of steps with the same outcome
@@ -58,6 +59,7 @@ class Sim(Agenda):
         self._excused: set[int] = set()  # refused, or in a batch that an impure model failed as a whole
         self._begun: set[Step] = set()  # started steps
         self._running: set[Step] = set()
+        self._tried: Counter[Step] = Counter()  # executions of a step, without those on routes
         self._again: dict[Step, int] = {}  # steps that wait for a retry, and since when
         self._has_ended = False  # the server stops: no new batches
         self._ordered: dict[ModelKey, OrderedModel] = {}  # models that keep order
@@ -186,6 +188,7 @@ class Sim(Agenda):
             self._check_device(batch, model)
         self._busy.add((model.key, batch.instance))
         self._running.update(map(step_of, batch.tickets))
+        self._tried.update(map(step_of, batch.tickets))
         self._check_single_flight(model)
         self.batch_rows[model.key].append(batch.rows)
         self._note("runs", model.key.name, batch.instance, *map(number_of, batch.tickets))
@@ -262,7 +265,7 @@ class Sim(Agenda):
                 self._ordered[model.key].back.update(dict.fromkeys(batch.tickets, False))
             if again:
                 self._try_again(batch.tickets)
-            is_retried = self.scheduler.complete(batch, [], ModelFailed("poison"), self.now_ns)
+            is_retried = self.scheduler.complete(batch, [], self._raised(batch, model), self.now_ns)
             assert is_retried == again
             return
         self._note("returns", model.key.name, *numbers)
@@ -279,6 +282,16 @@ class Sim(Agenda):
             if m not in errors and step_of(ticket) in self._keys:
                 self._keep(batch.queue, ticket, [column[m] for column in outputs])
         self.scheduler.complete(batch, [BatchResults(outputs, errors)], None, self.now_ns)
+
+    def _raised(self, batch: Batch, model: SimModel) -> FlowserveError:
+        """The error of a batch that raised. Its text has the numbers of the requests to blame, as a model's exception
+        has their values; a backend hides it if it knows that several clients would get it.
+        """
+        blamed = [number_of(ticket) for ticket in batch.tickets if model.key in ticket.flow.request.poison]
+        text = f"{_POISON}{' '.join(map(str, blamed))}"
+        if model.number % 2:
+            return Invalid(text)
+        return ModelFailed(text if model.is_pure or len(batch.tickets) == 1 else "one of several")
 
     # ------------------------------------------------------------------------------------------------ response cache
 
@@ -505,7 +518,7 @@ class Sim(Agenda):
         may_again = model.is_pure and len(numbers) > 1
         if not may_again and len(numbers) > 1:
             self._excused.update(numbers)
-        again = self.scheduler.complete(batch, run.made, ModelFailed("poison"), self.now_ns)
+        again = self.scheduler.complete(batch, run.made, self._raised(stage, model), self.now_ns)
         assert not again or may_again
         if again:
             self._try_again(stage.tickets)
@@ -529,6 +542,10 @@ class Sim(Agenda):
         request: SimRequest = flow.request
         assert self.flows.get(request.number) is flow, f"request {request.number} was answered twice, or after it left"
         right = self.world.right_answer(request)
+        told = str(flow.error)
+        assert not told.startswith(_POISON) or told == f"{_POISON}{request.number}", (
+            f"request {request.number} got the error of others: {told}"
+        )
         is_late = isinstance(flow.error, DeadlineExceeded)
         was_ended = self._has_ended and isinstance(flow.error, Unavailable)
         if flow.error is None:
@@ -597,6 +614,8 @@ class Sim(Agenda):
             is_decided = bool(ticket.flow.tensors)  # it ended after its batch was decided, in the same step
             assert not ticket.flow.done or is_decided, "a step of a flow that is over was started"
             assert ticket.node.index not in self._finished[number_of(ticket)], "a step ran twice"
+            halvings = (model.max_batch_size - 1).bit_length() if model.is_pure and model.max_batch_size else 0
+            assert self._tried[step_of(ticket)] <= halvings, "a step is retried more often than its batch is halved"
             assert step_of(ticket) not in self._running, "a step runs twice at a time"
             assert not self._has_ended or step_of(ticket) in self._begun, "a step was started after the end"
 

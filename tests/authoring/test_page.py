@@ -56,7 +56,7 @@ def beside(root: Path, folder: Path) -> dict[str, list[tuple[str, str, str]]]:
 
 
 def test_every_block_prints_its_documented_output(done_beside: dict[str, list[tuple[str, str, str]]]) -> None:
-    assert len(done_beside["python-graphs"]) == 5
+    assert len(done_beside["python-graphs"]) == 6
     for error, printed, shown in done_beside["python-graphs"]:
         assert (error, printed) == ("", shown)
 

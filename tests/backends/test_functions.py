@@ -13,7 +13,7 @@ import pytest
 from flowserve.backends.base import ModelFiles, Results, Work
 from flowserve.backends.functions import CallableBackend, LoadedFunction, offer
 from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
-from flowserve.errors import Invalid, ModelFailed
+from flowserve.errors import Invalid, ModelFailed, Problems
 from flowserve.graph.function_model import FunctionModel, model
 from flowserve.memory import raw
 from flowserve.memory.column import Column
@@ -153,13 +153,12 @@ def test_strings_are_returned_as_bytes_and_other_objects_are_refused() -> None:
         run(function(lambda x: np.array([[1, 2]], object), {"Y": "BYTES[2]"}), [row(1, 2)])
 
 
-def test_an_array_that_a_function_keeps_is_copied_unless_it_is_pure() -> None:
+@pytest.mark.parametrize("answer", [lambda kept: kept, lambda kept: kept[:], lambda kept: kept.reshape(1, 2)])
+def test_an_array_that_a_function_keeps_is_copied(answer: Callable[[Array], Array]) -> None:
     kept = np.zeros((1, 2), np.float32)
-    for is_pure in (False, True):
-        kept[...] = 0
-        results = run(function(lambda x: kept, is_pure=is_pure), [row(1, 2)])
-        kept[...] = 7
-        assert arrays(results) == ([[[7, 7]]] if is_pure else [[[0, 0]]])
+    results = run(function(lambda x: answer(kept)), [row(1, 2)])
+    kept[...] = 7
+    assert arrays(results) == [[[0, 0]]]
 
 
 @pytest.mark.parametrize("answer", [lambda x: (x + 1,) * 2, lambda x: ((y := x + 1), y[:, ::-1])])
@@ -172,13 +171,14 @@ def test_outputs_share_no_memory_since_readers_may_write_to_them(answer: Callabl
     assert not np.shares_memory(first.array, second.array)
 
 
-def test_a_new_array_is_taken_without_a_copy() -> None:
+@pytest.mark.parametrize("answer", [lambda made: made, lambda made: made.ravel().reshape(1, 2)])
+def test_a_new_array_is_taken_without_a_copy(answer: Callable[[Array], Array]) -> None:
     addresses: list[int] = []
 
     def fresh(x: Array) -> Array:
         made = x + 1
         addresses.append(made.ctypes.data)
-        return made
+        return answer(made)
 
     tensor = run(function(fresh), [row(1, 2)]).outputs[0][0]
     assert tensor is not None
@@ -206,19 +206,42 @@ WRITTEN = """
 import numpy as np
 from flowserve import model
 
-@model({"X": "FP32[2]"}, {"Y": "FP32[2]"}, max_batch_size=4, is_pure=True)
+@model({"X": "FP32[2]"}, {"Y": "FP32[2]"}, max_batch_size=4, is_pure=False)
 def function(x):
     return x
 """
 
 
 def test_a_model_py_has_the_function_and_its_decorator_completes_the_configuration(tmp_path: Path) -> None:
-    assert loaded_from(tmp_path, WRITTEN).is_pure
+    assert not loaded_from(tmp_path, WRITTEN).is_pure
     bare = ModelConfig("m", "callable", "", 0, (), (), SourceMap("m/config.pbtxt"))
     said = CallableBackend().complete(bare, ModelFiles(tmp_path, tmp_path / "m", 1))
     assert (said.max_batch_size, said.dynamic_batching) == (4, True)
     assert said.inputs is not None
     assert [str(spec.dtype) for spec in said.inputs] == ["FP32"]
+
+
+@pytest.mark.parametrize(
+    ("declared", "written", "is_pure"),
+    [(True, None, True), (False, None, False), (True, "false", False), (False, "true", True)],
+)
+def test_a_function_may_run_again_unless_its_decorator_or_the_configuration_forbids_it(
+    declared: bool, written: str | None, is_pure: bool
+) -> None:
+    made = function(lambda x: x, is_pure=declared)
+    parameters = {} if written is None else {"pure": written}
+    assert LoadedFunction(config(made, **parameters), made).is_pure is is_pure
+    saved = made.config()["parameters"]
+    assert saved.get("pure", {}) == ({} if declared else {"string_value": "false"})
+
+
+def test_another_value_of_pure_is_refused_with_its_place(tmp_path: Path) -> None:
+    made = function(lambda x: x)
+    files = ModelFiles(tmp_path, tmp_path / "m", 1)
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / "model.py").write_text(offer(made))
+    with pytest.raises(Problems, match="parameter 'pure' must be true or false, found 'no'"):
+        CallableBackend().verify(config(made, pure="no"), files)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +262,7 @@ def test_a_model_py_without_a_function_is_refused(tmp_path: Path, text: str, sai
 
 
 def test_a_function_of_this_process_is_found_while_it_is_referenced(tmp_path: Path) -> None:
-    declared = function(lambda x: x, is_pure=True)
+    declared = function(lambda x: x)
     text = offer(declared)
     assert loaded_from(tmp_path, text).is_pure
     del declared

@@ -179,7 +179,7 @@ def test_ragged_inputs_are_one_list_and_flat_outputs_are_split(served: Open) -> 
         ("x.astype(np.float64)", "the configuration promises FP32, the model answered float64"),
         ("x[:1]", "the batch has 2 rows, the model answered shape [1,4]"),
         ("x[:, :2]", "the configuration promises shape [2,4], the model answered [2,2]"),
-        ("1 / 0", "model 'm' failed: Fake: ZeroDivisionError: division by zero"),
+        ("1 / 0", "model 'm' failed: Fake: ZeroDivisionError in a batch of 2 requests"),
     ],
 )
 def test_a_wrong_output_and_an_exception_fail_the_batch_with_their_reason(
@@ -189,6 +189,9 @@ def test_a_wrong_output_and_an_exception_fail_the_batch_with_their_reason(
     with pytest.raises(ModelFailed) as caught:
         model.run({"x": rows(1)}, {"x": rows(1)})
     assert text in str(caught.value)
+    if expression == "1 / 0":
+        with pytest.raises(ModelFailed, match=r"^model 'm' failed: Fake: ZeroDivisionError: division by zero$"):
+            model.run({"x": rows(1)})
 
 
 class Exported:

@@ -223,7 +223,7 @@ def test_members_that_run_separately_are_written_contiguously(images: Opened) ->
 def test_if_one_of_them_fails_the_batch_fails_and_memory_is_returned(images: Opened) -> None:
     before = arena(images).lent_bytes
     for _ in range(10):
-        with pytest.raises(ModelFailed, match="indices element out of data bounds"):
+        with pytest.raises(ModelFailed, match="InvalidArgument in a batch of 3 requests"):
             images.run(*({"x": np.full((1, 65536), number, np.float32)} for number in (1, 9, 2)))
     gc.collect()
     assert arena(images).lent_bytes <= before + PAGE, "but for the page that an output keeps"

@@ -524,7 +524,7 @@ async def test_a_fault_about_one_member_of_a_batch_leaves_no_member_without_a_re
         await wait_all_tasks_blocked()
         assert engine.response(flows[0]).outputs["OUT"][0, 0] == 2
         for flow in flows[1:]:
-            with pytest.raises(Internal, match=r"'double_0': the results of a batch cannot be processed: .*: a fault"):
+            with pytest.raises(Internal, match="'double_0': the results of a batch cannot be processed: RuntimeError"):
                 engine.response(flow)
         assert [flow.done for flow in flows] == [True] * 3
         assert told == flows
@@ -553,7 +553,7 @@ class FaultyObserver:
         ("started", ""),
         ("computed", ""),
         ("finished", ""),
-        ("failed", "thirteen"),
+        ("failed", "ValueError in a batch of 3 requests"),
     ],
 )
 async def test_an_exception_of_an_observer_changes_no_response(

@@ -132,7 +132,7 @@ async def test_each_sample_runs_in_batches_of_its_size_in_the_order_of_the_file(
         await trio.to_thread.run_sync(worker.close)
 
 
-async def test_a_sample_that_fails_is_named_and_those_after_it_do_not_run() -> None:
+async def test_a_sample_that_fails_is_named_and_those_after_it_do_not_run(caplog: pytest.LogCaptureFixture) -> None:
     def fail(array: Array) -> Array:
         raise ValueError("cold")
 
@@ -140,11 +140,12 @@ async def test_a_sample_that_fails_is_named_and_those_after_it_do_not_run() -> N
         instance = FunctionInstance(fail)
         worker = instance_of(engine, instance, inline=False)
         model = config(ZEROS, RANDOM)
-        with pytest.raises(ModelFailed, match=r"^failed to run warmup sample 'zeros': .*cold"):
+        with pytest.raises(ModelFailed, match=r"^failed to run warmup sample 'zeros': .*ValueError in a batch of 3"):
             await warm_up(engine, worker, model, 1, read_samples(model, Path()))
         assert instance.batches == [[1, 1, 1]]
         assert engine.scheduler.in_flight == 0
         await trio.to_thread.run_sync(worker.close)
+    assert caplog.text.count("ValueError: cold") == 1
 
 
 async def test_a_sample_that_does_not_fit_the_model_is_refused_as_a_request_would_be() -> None:

@@ -42,6 +42,10 @@ SHOUT = MODEL.format(made="made = np.array([one.upper() for one in array.ravel()
 TIMEOUT = MODEL.format(made="made = array * 0 + request.timeout()")
 SLOW = MODEL.format(made="import time; time.sleep(0.8); made = array * 2")
 RAISE = MODEL.format(made="raise ValueError('no such thing')")
+REFUSE = MODEL.format(made="error = pb_utils.TritonError('no such thing', {})").replace(
+    'InferenceResponse([pb_utils.Tensor("Y", made)])', "InferenceResponse(error=error)"
+)
+REFUSALS = {"invalid": ("INVALID_ARG", 400, 500), "busy": ("UNAVAILABLE", 503, 503)}
 
 
 def config(dtype: str = "FP32", rows: int = 8, more: str = "") -> str:
@@ -74,6 +78,9 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     write_model(folder, "raise", config(more=PYTHON), {"1/model.py": RAISE})
     write_model(folder, "timeout", config(more=PYTHON), {"1/model.py": TIMEOUT})
     write_model(folder, "slow", config(more=PYTHON), {"1/model.py": SLOW})
+    for name, (code, *_) in REFUSALS.items():
+        source = REFUSE.format(f"pb_utils.TritonError.{code}")
+        write_model(folder, name, config(more=PYTHON), {"1/model.py": source})
     return folder, free_port()
 
 
@@ -89,6 +96,10 @@ def served(other: Served, there: tuple[Path, int], tmp_path_factory: pytest.Temp
     folder, port = tmp_path_factory.mktemp("here"), there[1]
     for name in ("double", "shout", "one", "raise", "timeout"):
         write_model(folder, name, remote(port), {"1/.gitkeep": ""})
+    for name in ("raise", *REFUSALS):
+        named = f'parameters {{ key: "model_name" value {{ string_value: "{name}" }} }} max_batch_size: 4 '
+        named += "dynamic_batching { max_queue_delay_microseconds: 800000 }"
+        write_model(folder, f"{name}_together", remote(port, named), {"1/.gitkeep": ""})
     steps = "".join(
         f'step {{ model_name: "{model}" model_version: -1 input_map {{ key: "X" value: "{x}" }} '
         f'output_map {{ key: "Y" value: "{y}" }} }}'
@@ -242,6 +253,23 @@ def test_errors_of_the_other_server_name_it(served: Served, there: tuple[Path, i
     failed = ask(served, "raise", [[1.0]])
     assert failed.status_code == 500
     assert f"model 'raise' at grpc://127.0.0.1:{there[1]}" in failed.json()["error"]
+    assert "no such thing" in failed.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "alone", "together"), [("raise", 500, 500), *((name, *codes) for name, (_, *codes) in REFUSALS.items())]
+)
+def test_the_text_of_the_other_server_reaches_only_the_client_of_a_request_alone_in_its_batch(
+    served: Served, name: str, alone: int, together: int
+) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        shared = [*pool.map(lambda _: ask(served, f"{name}_together", [[1.0]]), range(4))]
+    assert {one.status_code for one in shared} == {together}
+    assert not any("no such thing" in one.text for one in shared)
+    assert all(f"model '{name}' at grpc://" in one.json()["error"] for one in shared)
+    assert "no such thing" in served.log
+    failed = ask(served, f"{name}_together", [[1.0]])
+    assert failed.status_code == alone
     assert "no such thing" in failed.json()["error"]
 
 

@@ -314,7 +314,7 @@ def test_a_request_that_fails_in_the_engine_fails_alone(server: Server) -> None:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("die", "Error generating stream: vLLM has ended: EngineDeadError: EngineCore encountered an issue."),
+        ("die", "Error generating stream: vLLM has ended: EngineDeadError"),
         ("exit", "exit status 7"),
     ],
 )

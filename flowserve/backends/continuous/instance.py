@@ -223,9 +223,10 @@ class ContinuousInstance:
         return ModelFailed(text)
 
     def _end(self, error: Exception) -> None:
-        what = f"{self._library.title} has ended: {type(error).__name__}: {error}"
+        # The message may be about one request, and all requests that run or come later get the text.
+        what = f"{self._library.title} has ended: {type(error).__name__}"
         self._ended = f"model '{self._source.config.name}': {what}; load the model again"
-        log.error("model '%s': %s", self._source.config.name, what)
+        log.error("model '%s': %s: %s", self._source.config.name, what, error)
         for running in [*self._running]:
             running.fail(ModelFailed(f"{_FAILED}: {what}"))
         if self._owns_process:

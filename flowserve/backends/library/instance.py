@@ -17,7 +17,7 @@ from flowserve.backends.library.interface import Library, Program
 from flowserve.backends.library.run import BatchRun, Execute, Feed
 from flowserve.backends.library.tensors import ModelTensors
 from flowserve.config.types import ModelConfig
-from flowserve.errors import FlowserveError, ModelFailed
+from flowserve.errors import FlowserveError, ModelFailed, model_raised, told
 
 
 class LibraryInstance:
@@ -58,7 +58,10 @@ class LibraryInstance:
             made.append(np.empty((0, *(max(dim, 0) for dim in dims)), spec.dtype.numpy))
         return made
 
-    def _failed(self, error: Exception) -> ModelFailed:
-        if isinstance(error, FlowserveError):
-            return ModelFailed(f"model '{self._model.name}' failed: {error}")
-        return ModelFailed(f"model '{self._model.name}' failed: {self._library.title}: {self._library.explain(error)}")
+    def _failed(self, error: Exception, members: int) -> ModelFailed:
+        where, text = f"model '{self._model.name}' failed", str(error)
+        if not isinstance(error, FlowserveError):
+            where, text = f"{where}: {self._library.title}", self._library.explain(error)
+        if members > 1:  # only the log has the text
+            return model_raised(f"{where}: {told(error, text, members)}", error)
+        return ModelFailed(f"{where}: {text}")

@@ -31,10 +31,10 @@ Execute = Callable[[list[str], Feed], Sequence[Any]]
 
 class BatchRun:
     """`execute` may be replaced between two runs; a run in progress is not changed. `failed` makes the error of a run
-    that raised.
+    that raised, from the exception and the number of members.
     """
 
-    def __init__(self, model: ModelTensors, execute: Execute, failed: Callable[[Exception], ModelFailed]) -> None:
+    def __init__(self, model: ModelTensors, execute: Execute, failed: Callable[[Exception, int], ModelFailed]) -> None:
         self.execute = execute
         self._model = model
         self._failed = failed
@@ -78,7 +78,7 @@ class BatchRun:
                     arrays = [*map(as_array, arrays)]
                     break
         except Exception as error:
-            raise self._failed(error) from error
+            raise self._failed(error, len(rows)) from error
         computed_ns = clock()
         outputs: list[Sequence[Tensor | None]] = [[None] * len(rows)] * len(model.outputs)
         for j, array in zip(indices, arrays, strict=True):

@@ -26,7 +26,7 @@ from typing import Any, Final
 from flowserve.backends.base import ClockNs, Results, Work
 from flowserve.backends.library.tensors import ModelTensors
 from flowserve.backends.onnx.errors import cleaned
-from flowserve.errors import ModelFailed
+from flowserve.errors import ModelFailed, told
 from flowserve.memory.device_memory import DeviceMemory
 from flowserve.memory.device_tensor import DeviceArray
 from flowserve.memory.stream import DeviceStream
@@ -99,7 +99,7 @@ class OnnxDeviceInstance:
             _, indices = model.selected(work.wanted)
             made = [self._bind_output(binding, j, total) for j in indices]
             gathered_ns = clock()
-            self._compute(binding, self._options)
+            self._compute(binding, self._options, len(work.rows))
             values = binding.get_outputs() if None in made else ()
             for k, j in enumerate(indices):
                 if made[k] is None:
@@ -108,12 +108,12 @@ class OnnxDeviceInstance:
             outputs = model.deliver(stream, work, indices, _present(made), total)
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=clock(), copied=copied)
 
-    def _compute(self, binding: Any, options: Any) -> None:
+    def _compute(self, binding: Any, options: Any, members: int) -> None:
         try:
             self._session.run_with_iobinding(binding, options)
         except Exception as error:
-            text = cleaned(str(error))
-            raise ModelFailed(f"model '{self._model.name}' failed: onnxruntime: {text}") from error
+            what = told(error, cleaned(str(error)), members)
+            raise ModelFailed(f"model '{self._model.name}' failed: onnxruntime: {what}") from error
 
     def _bind(self, bind: Callable[..., None], name: str, array: DeviceArray) -> None:
         """Bind an input or an output by its address. For onnxruntime, host memory, pinned or not, is the CPU's: it
@@ -159,7 +159,7 @@ class OnnxDeviceInstance:
                 stream.copy(array, place)
                 copied.append(nbytes)
             gathered_ns = clock()
-            self._compute(buffers.binding, buffers.options)
+            self._compute(buffers.binding, buffers.options, len(work.rows))
             made = []
             for output in buffers.outputs:
                 made.append(stream.empty(output.dtype, output.shape))

@@ -32,7 +32,7 @@ from flowserve.backends.library.run import BatchRun, Execute, Feed
 from flowserve.backends.library.tensors import ModelTensors
 from flowserve.backends.onnx.errors import cleaned
 from flowserve.backends.onnx.session import host_value
-from flowserve.errors import ModelFailed
+from flowserve.errors import ModelFailed, told
 from flowserve.memory.arena import Arena
 from flowserve.memory.assemble import gather, pieces
 from flowserve.memory.column import scatter
@@ -333,12 +333,13 @@ class OnnxInstance:
                 execute = self._run_session if shared is None else shared.filling(blocks, start, start + rows)
                 made.append(execute(names, feed))
             except Exception as error:
-                raise self._failed(error) from error
+                raise self._failed(error, len(work.rows)) from error
             start += rows
         return made, copied
 
-    def _failed(self, error: Exception) -> ModelFailed:
-        return ModelFailed(f"model '{self._model.name}' failed: onnxruntime: {cleaned(str(error))}")
+    def _failed(self, error: Exception, members: int) -> ModelFailed:
+        what = told(error, cleaned(str(error)), members)
+        return ModelFailed(f"model '{self._model.name}' failed: onnxruntime: {what}")
 
 
 def _is_scattered(work: Work) -> bool:

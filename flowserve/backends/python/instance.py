@@ -2,9 +2,9 @@
 
 Decides when and with which arguments the methods of the class are called, which errors the failures of `execute`
 become, how coroutines are run, and how a request that runs again (iterative sequences) may be answered. The model's
-traceback goes to the log, never into a response. It does not know whether it runs on a thread, on the event loop or in
-a worker process, what a model may do with a request and its sender (requests.py), nor how responses are checked
-(answers.py).
+traceback goes to the log, never into a response, and the text of an exception only into the response to a request that
+is alone in its batch. It does not know whether it runs on a thread, on the event loop or in a worker process, what a
+model may do with a request and its sender (requests.py), nor how responses are checked (answers.py).
 
 Coroutines: a model whose `execute` is a coroutine has an asyncio loop. A decoupled model in a process of its own runs
 several of them at the same time, as on Triton: `execute` counts as returned when its coroutine is scheduled, so that
@@ -26,7 +26,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from types import ModuleType, NoneType
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple
 
 from flowserve.backends.base import BlsClient, ClockNs, Results, Sender, Work
 from flowserve.backends.python.answers import AnswerReader
@@ -47,7 +47,7 @@ from flowserve.backends.python.requests import (
 )
 from flowserve.backends.python.source import CLASS, RAISED, ModelSource, forget_model, line_of, reason
 from flowserve.config.types import InstanceGroup
-from flowserve.errors import FlowserveError, Invalid, ModelFailed, model_raised
+from flowserve.errors import FlowserveError, Invalid, ModelFailed, model_raised, told
 
 log = logging.getLogger("flowserve.python")
 
@@ -145,23 +145,33 @@ class PythonInstance:
             returned = self._execute(requests)
             if returned is None:
                 return [None] * len(work.rows), None
-            if not isinstance(returned, list):
-                text = f"Expected a list in the execute return, found type '{type(returned)}'."
-                raise TypeError(f"{text} It holds one InferenceResponse for each request")
-            return [*returned], None
+            if isinstance(returned, list):
+                return [*returned], None
         except RAISED as error:
-            if work.senders is None and any(has_response(request) for request in requests):
-                return self._sent_before(requests, error)
-            self._raise(error, work.senders or ())
+            return self._after_failure(self._failed(error, work), requests, work)
         finally:
             self._running = None
+        text = f"TypeError: Expected a list in the execute return, found type '{type(returned)}'."
+        text = self._failure(f"{text} It holds one InferenceResponse for each request", self._source.shown)
+        return self._after_failure(ModelFailed(text), requests, work)
 
-    def _sent_before(self, requests: Sequence[ReceivedRequest], error: BaseException) -> tuple[list[Any], LateFailure]:
-        """`execute` raised after it had sent responses: those count, and the other requests get the error."""
+    def _after_failure(
+        self, error: FlowserveError, requests: Sequence[ReceivedRequest], work: Work
+    ) -> tuple[list[Any], LateFailure]:
+        """`execute` failed. Raises the error, unless it has sent responses: those count, and the other requests get the
+        error.
+        """
+        if work.senders is not None or not any(has_response(request) for request in requests):
+            for sender in work.senders or ():
+                sender.fail(error)  # before the frames free their requests, which would report another error
+            try:
+                raise error from None
+            finally:
+                del error  # breaks the reference cycle with this frame, which would delay the release of tensors
         failed = [m for m, request in enumerate(requests) if not has_response(request)]
         placeholder = InferenceResponse(error=TritonError("raised"))  # `run` sets the error
         responses = [placeholder if m in failed else None for m in range(len(requests))]
-        return responses, LateFailure(self._failed(error), failed)
+        return responses, LateFailure(error, failed)
 
     def is_withdrawn(self, work: Work, member: int) -> bool:
         """Whether the client of a member has cancelled it. False for a batch that no longer runs, whose responses are
@@ -172,16 +182,6 @@ class PythonInstance:
             return self._running is work and caller is not None and caller.is_withdrawn(member)
         except FlowserveError:
             return True  # the server is gone
-
-    def _raise(self, error: BaseException, senders: Sequence[Sender]) -> NoReturn:
-        """Fail the batch with the exception that `execute` raised."""
-        failed = self._failed(error)
-        for sender in senders:
-            sender.fail(failed)  # before the frames free their requests, which would report another error
-        try:
-            raise failed from None
-        finally:
-            del failed, error  # breaks the reference cycle with this frame, which would delay the release of tensors
 
     def _results(
         self, requests: Sequence[BatchMember], responses: list[Any], work: Work, gathered_ns: int, computed_ns: int
@@ -231,13 +231,25 @@ class PythonInstance:
         """
         return self._owns_process and self._source.config.decoupled and not self.is_iterative
 
-    def _failed(self, error: BaseException) -> ModelFailed:
+    def _failed(self, error: BaseException, work: Work) -> FlowserveError:
+        members = self._members(work)
+        if isinstance(error, Invalid) and members == 1:
+            return Invalid(str(error))
         where = line_of(self._source.raised_at(error))
-        text = (
-            f"Failed to process the request(s) for model instance '{self._name}', message: {reason(error)} "
-            f"(model '{self.model_name}', {where}{self._missing_input(error)})"
-        )
+        text = self._failure(told(error, reason(error), members), f"{where}{self._missing_input(error)}")
         return model_raised(text, error)
+
+    def _failure(self, message: str, where: str) -> str:
+        return (
+            f"Failed to process the request(s) for model instance '{self._name}', message: {message} "
+            f"(model '{self.model_name}', {where})"
+        )
+
+    def _members(self, work: Work) -> int:
+        """The number of requests in a batch. Its empty slots of sequences are members without a sequence."""
+        if self._source.config.sequence is None:
+            return len(work.rows)
+        return sum(request.sequence_id != 0 for request in work.requests) or len(work.rows)  # without ids: a warm-up
 
     def _missing_input(self, error: BaseException) -> str:
         """A remedy if the model used a tensor that `get_input_tensor_by_name` did not find, "" otherwise."""
@@ -250,7 +262,7 @@ class PythonInstance:
 class LateFailure(NamedTuple):
     """The exception that a model raised after it had responded to some members of a batch, and the other `members`."""
 
-    error: ModelFailed
+    error: FlowserveError
     members: Sequence[int]
 
 
@@ -322,7 +334,7 @@ class ConcurrentCoroutines:
         self,
         model: str,
         execute: Callable[[Any], Awaitable[Any]],
-        failed: Callable[[BaseException], FlowserveError],
+        failed: Callable[[BaseException, Work], FlowserveError],
     ) -> None:
         self._model = model
         self._execute = execute
@@ -336,14 +348,15 @@ class ConcurrentCoroutines:
         asyncio.run_coroutine_threadsafe(self._run(requests), self._loop)
 
     async def _run(self, requests: Sequence[ReceivedRequest]) -> None:
-        senders = requests[0]._work.senders or ()
+        work = requests[0]._work
+        senders = work.senders or ()
         try:
             returned = await self._execute(requests)
             refuse_returned([returned] if returned is None else returned, senders, self._model)
-        except FlowserveError as error:
+        except ModelFailed as error:  # of a model that returned something
             self._fail(error, senders)
         except BaseException as error:  # as in `PythonInstance.run`, everything is the model's failure
-            self._fail(self._failed(error), senders, error)
+            self._fail(self._failed(error, work), senders, error)
 
     @staticmethod
     def _fail(failed: FlowserveError, senders: Sequence[Sender], error: BaseException | None = None) -> None:

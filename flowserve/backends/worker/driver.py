@@ -25,7 +25,7 @@ from flowserve.backends.base import ClockNs, Instance, Results, Work
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import Garbled, Job, RunMessage, encode_error, encode_notes, pack, unpack
 from flowserve.backends.worker.tensors import NOTHING_PLACED, InputReader, OutputWriter, Placed, Run, Together
-from flowserve.errors import FlowserveError, model_raised
+from flowserve.errors import FlowserveError, model_raised, told
 from flowserve.memory.device import why_lost
 from flowserve.memory.release import Idle, ProcessMemory
 from flowserve.memory.segment import Segment
@@ -155,8 +155,9 @@ class Driver:
             text, self._has_failed = encode_error(error), True
         except Exception as error:
             # A backend's own fault: its traceback belongs in the log, never in a response.
-            what = f"model '{self._job.model}', instance '{self._job.instance}' failed: {error}"
-            text, self._has_failed = encode_error(model_raised(what, error)), True
+            what = told(error, str(error), len(message.rows))
+            failed = model_raised(f"model '{self._job.model}', instance '{self._job.instance}' failed: {what}", error)
+            text, self._has_failed = encode_error(failed), True
         kept = self._inputs.finish(run)
         if self._has_failed:
             self._look_for_loss()

@@ -13,6 +13,7 @@ Callers: the registry; the runtime runs the instances.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,10 +26,22 @@ import grpc
 from flowserve.backends.base import ClockNs, ModelFiles, Results, Work
 from flowserve.config.convert import to_config
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig, SourceMap
-from flowserve.errors import Cancelled, FlowserveError, Invalid, ModelFailed, Problem, Problems, Unavailable
+from flowserve.errors import (
+    Cancelled,
+    FlowserveError,
+    Invalid,
+    ModelFailed,
+    Problem,
+    Problems,
+    Raised,
+    Unavailable,
+    told,
+)
 from flowserve.grpc import service_pb2 as pb
 from flowserve.grpc.remote.messages import Batches
 from flowserve.values import BY_WIRE, TensorSpec
+
+log = logging.getLogger("flowserve.remote")
 
 # A server that does not respond for so long counts as lost. During a long batch it is probed by a call and not by
 # HTTP/2 pings: servers end connections on which they get pings, by default after the third in five minutes.
@@ -177,8 +190,8 @@ class RemoteServer:
             call.cancel()
             failure = self.failure(error)
             if error.code() is grpc.StatusCode.UNAVAILABLE:
-                self._outage = str(failure)
-                raise _Disconnected(self._outage) from None
+                self._outage = f"{self.target} cannot be reached"  # other requests get this text; a probe follows
+                raise _Disconnected(str(failure)) from None
             raise failure from None
 
     def _check_alive(self) -> None:
@@ -379,10 +392,26 @@ class RemoteInstance:
     def run(self, work: Work, clock: ClockNs) -> Results:
         message, copied = self._batches.pack(work)
         gathered_ns = clock()
-        answer = self._server.infer(message, self._timeout_s, is_pure=self._is_pure)
+        try:
+            answer = self._server.infer(message, self._timeout_s, is_pure=self._is_pure)
+        except FlowserveError as error:
+            if len(work.rows) == 1:
+                raise
+            raise self._failed(error, len(work.rows)) from None
         computed_ns = clock()
         outputs = self._batches.unpack(answer, work.rows)
         return Results(outputs, gathered_ns=gathered_ns, computed_ns=computed_ns, copied=copied)
+
+    def _failed(self, error: FlowserveError, members: int) -> FlowserveError:
+        """The error of a batch of several requests, which were one for the other server: its text may have values of
+        any of them.
+        """
+        if isinstance(error, Unavailable):
+            log.warning("a batch of %d requests failed: %s", members, error)
+            return Unavailable(f"{self._server.target} cannot be reached, or cannot run the batch now")
+        failed = ModelFailed(f"{self._server.target}: {told(error, str(error), members)}")
+        failed.raised = Raised(str(error))
+        return failed
 
     def close(self) -> None:
         """The connection is the model's."""

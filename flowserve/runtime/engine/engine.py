@@ -23,7 +23,7 @@ import trio
 from trio.lowlevel import Abort, RaiseCancelT, Task, current_task, reschedule, wait_task_rescheduled
 
 from flowserve.backends.base import LoadedModel, Results
-from flowserve.errors import DeadlineExceeded, FlowserveError, Internal, Unavailable
+from flowserve.errors import DeadlineExceeded, FlowserveError, Internal, Unavailable, told
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
 from flowserve.observe.log_fields import of_request
@@ -284,7 +284,8 @@ class Engine:
         log.error(
             "instance %s: the results of a batch cannot be processed", name, exc_info=error, extra=fields_of(batch)
         )
-        what = f"the results of a batch cannot be processed: {type(error).__name__}: {error}"
+        reason = told(error, f"{type(error).__name__}: {error}", len(batch.tickets))
+        what = f"the results of a batch cannot be processed: {reason}"
         try:
             self.scheduler.break_off(batch, Internal(f"model '{model}', instance '{name}': {what}"))
         except Exception:

@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.backends.base import Results
-from flowserve.errors import FlowserveError, InstanceDied
+from flowserve.errors import FlowserveError, InstanceDied, Invalid, told
 from flowserve.memory.tensor import Tensor
 from flowserve.observe import trace as reasons
 from flowserve.observe.log_fields import of_request
@@ -422,7 +422,9 @@ class Tracing:
     ) -> None:
         """Record a batch, or one stage of it, that was executed; the scheduler is notified afterwards."""
         if isinstance(outcome, FlowserveError):
-            execution.error = str(outcome)
+            text = str(outcome)
+            # The traces of all members have it, also of those that succeed when the batch runs again in halves.
+            execution.error = told(outcome, text, len(stage.tickets)) if isinstance(outcome, Invalid) else text
             execution.ran(stage.started_ns, stage.started_ns, now_ns, now_ns)
         elif not isinstance(outcome, Passed):
             execution.ran(stage.started_ns, outcome.gathered_ns, outcome.computed_ns, now_ns)

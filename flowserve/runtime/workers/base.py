@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import trio
 
 from flowserve.backends.base import Results, Work
-from flowserve.errors import FlowserveError, Internal, Overloaded
+from flowserve.errors import FlowserveError, Internal, Overloaded, told
 from flowserve.memory.column import Column
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.log_fields import of_requests
@@ -237,7 +237,8 @@ def cannot_start(worker: Worker, batch: Batch, error: Exception) -> FlowserveErr
         log.error("%s: MemoryError: %s", where, error, extra=fields_of(batch))
         return Overloaded(f"{where}: MemoryError: {error}")
     log.exception("instance %s: a batch cannot be started", worker.name, extra=fields_of(batch))
-    return Internal(f"{where}: {type(error).__name__}: {error}")
+    what = told(error, f"{type(error).__name__}: {error}", len(batch.tickets))
+    return Internal(f"{where}: {what}")
 
 
 def writable_members(tickets: Sequence[Ticket], i: int) -> list[bool]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from flowserve.backends.base import CallsModels, Instance, NeedsOthers, Results, SharesOutputs, Work
-from flowserve.errors import FlowserveError, ModelFailed, Unavailable, model_raised
+from flowserve.errors import FlowserveError, ModelFailed, Unavailable, model_raised, told
 from flowserve.memory import raw
 from flowserve.memory.column import Column, whole_output
 from flowserve.memory.devices import check_for_loss, lost
@@ -226,7 +226,8 @@ class LocalWorker:
             return _without_frames(error)
         except BaseException as error:  # any kind: requests would wait for ever for a dead thread
             check_for_loss()
-            return model_raised(f"model '{self._model}', instance '{self.name}' failed: {error}", error)
+            what = told(error, str(error), len(work.rows))
+            return model_raised(f"model '{self._model}', instance '{self.name}' failed: {what}", error)
         taken = results.taken = []
         for column in work.inputs:
             taken.append(column.nbytes)  # noqa: PERF401  # a comprehension is one more call
