@@ -1,0 +1,44 @@
+"""The documented differences: which of those found they explain.
+
+Each names the row of section 3 of docs/from-triton.md by the beginning of its first cell; a test compares them with the page.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tests.compatibility.differences import Difference
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """`row`: the beginning of the row. The others are regular expressions, found anywhere in their part."""
+
+    row: str
+    subject: str
+    flowserve: str = ""
+    triton: str = ""
+
+    def explains(self, one: Difference) -> bool:
+        return all(
+            re.search(expression, text, re.DOTALL)
+            for expression, text in ((self.subject, one.subject), (self.flowserve, one.flowserve), (self.triton, one.triton))
+        )
+
+
+KNOWN = (
+    Known("an exception in `execute`", r"error$", r"model instance '", r"for model '"),
+    Known("`generate` for a model that answers none or several times", r"generate: status", r"^400", r"^200"),
+    Known("an error of a kind other than `INVALID_ARG` from a model, over `generate`", r"generate(_stream)?: status", "", r"^400"),
+    Known("responses that a decoupled model sends after an error", r"responses$"),
+    Known("an ensemble that contains itself", r"reason", r"->.*->", r"\.\.\."),
+    Known("an ensemble with a step that failed to load", r"reason", r"which is not valid", r"which has no loaded version"),
+    Known("`set_dynamic_batching()` of a Python model without a batch", r"config\.dynamic_batching", r"^absent"),
+    Known("an ensemble that joins the outputs of a decoupled step", r"ready", r"^ready"),
+)
+
+
+def row_of(one: Difference) -> str:
+    """The row that explains a difference; empty for one that is not documented."""
+    return next((known.row for known in KNOWN if known.explains(one)), "")
