@@ -22,7 +22,7 @@ from tritonclient.utils import InferenceServerException
 from tests.compatibility.requests import Array, Protocol, Question
 from tests.compatibility.servers import Addresses
 
-ANSWER_S_MAX = 20.0
+ANSWER_S_MAX = 10.0
 JSON_TYPES = {"BOOL": bool, "BYTES": object, "FP32": np.float32, "FP64": np.float64}
 NO_ANSWER = "no answer"
 
@@ -93,6 +93,8 @@ class Client:
                     return self._ask_grpc(question)
         except httpx.TransportError as error:
             return Answer(NO_ANSWER, type(error).__name__)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            return Answer("unreadable", repr(error))
 
     def _ask_json(self, question: Question) -> Answer:
         inputs = [
@@ -107,7 +109,7 @@ class Client:
         reply = self._http.post(f"/v2/models/{question.model}/infer", json=body)
         if reply.status_code != 200:
             return _refused(reply)
-        told = reply.json()
+        told = _json(reply.content)
         outputs = []
         for one in told.pop("outputs", ()):
             dtype = JSON_TYPES.get(one["datatype"], one["datatype"].lower())
@@ -161,7 +163,7 @@ class Client:
             return self._stream(client, question, inputs)
         except InferenceServerException as error:
             status = str(error.status() or "")
-            if "UNAVAILABLE" in status and not self.is_live():
+            if "DEADLINE_EXCEEDED" in status or ("UNAVAILABLE" in status and not self.is_live()):
                 return Answer(NO_ANSWER, error.message())
             return Answer(status, error.message())
         finally:
@@ -177,6 +179,8 @@ class Client:
         try:
             while True:
                 result, error = arrived.get(timeout=ANSWER_S_MAX + 1)
+                if error is not None and "DEADLINE_EXCEEDED" in str(error.status()):
+                    return Answer(NO_ANSWER, "no final response", answer.responses)
                 if error is not None:
                     return Answer(str(error.status() or "error in the stream"), error.message(), answer.responses)
                 answer.responses.append(_of_grpc(result))
@@ -209,7 +213,7 @@ def _refused(reply: httpx.Response) -> Answer:
 
 def _json(content: bytes) -> Any:
     try:
-        return json.loads(content)
+        return json.loads(content.decode(errors="backslashreplace"))
     except ValueError:
         return content.decode(errors="replace")
 

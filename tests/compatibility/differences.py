@@ -26,7 +26,8 @@ NORMALISED = (
 )
 OF_ANY_BACKEND = ("name", "max_batch_size", "input", "output")
 ONLY_WITH = ("status", "ready", "index", "server")  # without these differences the counts are compared
-TEXT_COMPARED = 60
+TEXT_COMPARED = 160
+SHOWN_BEFORE = 60
 RELATIVE_TOLERANCE = 1e-4
 ABSENT = "absent"
 
@@ -63,12 +64,12 @@ def differences(
         if our.ready != their.ready:
             found.append(Difference(name, "ready", _state(our), _state(their)))
         elif our.ready:
+            found += _deep(name, "index", *(_versions(name, seen) for seen in (ours, theirs)))
             found += _of_model(name, our, their, name in run_in_python)
         else:
             found += _texts(name, "reason of the failed load", our.reason, their.reason)
     if not any(one.subject.endswith(ONLY_WITH) for one in found) and not left_out:
         found += _of_counts(ours, theirs)
-    found += _deep("", "index", _indexed(ours, left_out), _indexed(theirs, left_out))
     return found
 
 
@@ -100,7 +101,8 @@ def _of_answers(
         return
     yield from _texts(name, f"{question}: error", our.error, their.error)
     if len(our.responses) != len(their.responses):
-        yield Difference(name, f"{question}: responses", str(len(our.responses)), str(len(their.responses)))
+        after = " after an error" if our.error else ""
+        yield Difference(name, f"{question}: responses{after}", str(len(our.responses)), str(len(their.responses)))
     varies = any(_values_vary(*pair) for pair in (ours, theirs))
     for i, (one, other) in enumerate(zip(our.responses, their.responses, strict=False)):
         subject = f"{question}: response {i}" if len(our.responses) > 1 else question
@@ -126,7 +128,7 @@ def _of_outputs(name: str, subject: str, ours: Output, theirs: Output, varies: b
     if shown[0] != shown[1]:
         yield Difference(name, f"{subject}: shape", *shown)
     elif not varies and not _equal(ours.array, theirs.array):
-        yield Difference(name, f"{subject}: values", *(_cut(str(one.array.ravel()[:8].tolist())) for one in (ours, theirs)))
+        yield Difference(name, f"{subject}: values", *_around(*(str(one.array.ravel()[:64].tolist()) for one in (ours, theirs))))
 
 
 def _values_vary(first: Answer, second: Answer) -> bool:
@@ -161,7 +163,8 @@ def _texts(name: str, subject: str, ours: str, theirs: str) -> Iterator[Differen
 def normalised(text: str) -> str:
     """An error text without what differs for a reason."""
     text = re.sub(r"^(\[request id: [^\]]*\] )+", "", text)
-    text = re.sub(r"\n\nAt:.*", "", text, flags=re.DOTALL)
+    text = re.sub(r"(\\n|\n){2}At:.*", "", text, flags=re.DOTALL)
+    text = text.replace("for model instance '", "for model '")  # as in later versions of Triton
     text = re.sub(r"/[\w./-]*/(?=[\w.-]+)", "", text)
     return re.sub(r"\s+", " ", text).strip()
 
@@ -175,12 +178,12 @@ def _deep(name: str, subject: str, ours: Any, theirs: Any) -> Iterator[Differenc
         for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             yield from _deep(name, f"{subject}[{i}]", one, other)
     elif not _same(ours, theirs):
-        yield Difference(name, subject, _cut(str(ours)), _cut(str(theirs)))
+        yield Difference(name, subject, *_around(str(ours), str(theirs)))
 
 
 def _same(ours: Any, theirs: Any) -> bool:
     if type(ours) is float or type(theirs) is float:
-        return isinstance(ours, int | float) and isinstance(theirs, int | float) and bool(np.isclose(ours, theirs))
+        return isinstance(ours, int | float) and isinstance(theirs, int | float) and bool(np.isclose(ours, theirs, equal_nan=True))
     return bool(ours == theirs) and type(ours) is type(theirs)
 
 
@@ -188,17 +191,9 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _indexed(seen: Observed, left_out: Collection[str]) -> dict[str, Any]:
-    """The index by model; only names and versions, as other parts are compared for each model."""
-    found: dict[str, Any] = {}
-    for entry in seen.index:
-        state = entry.get("state", ABSENT)
-        found.setdefault(entry["name"], {})[entry.get("version", "no version")] = state
-    return {
-        name: versions
-        for name, versions in found.items()
-        if name not in left_out and any(state == "READY" for state in versions.values())
-    }
+def _versions(name: str, seen: Observed) -> dict[str, str]:
+    """The states of a model's versions in the index."""
+    return {one.get("version", "no version"): one.get("state", ABSENT) for one in seen.index if one["name"] == name}
 
 
 def _state(model: Model) -> str:
@@ -207,6 +202,14 @@ def _state(model: Model) -> str:
 
 def _death(seen: Observed) -> str:
     return f"ended at the request {seen.died_at}" if seen.died_at else "served to the end"
+
+
+def _around(ours: str, theirs: str) -> tuple[str, str]:
+    """Two texts, of long ones the part around the first place where they differ."""
+    place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
+    start = max(0, place - SHOWN_BEFORE)
+    shown = [_cut(("…" if start else "") + text[start:]) for text in (ours, theirs)]
+    return shown[0], shown[1]
 
 
 def _cut(text: str, length: int = 200) -> str:

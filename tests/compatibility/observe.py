@@ -83,6 +83,9 @@ def _ask(
         if first.status == NO_ANSWER and not client.is_live():
             seen.died_at = f"{name}, {question.name}"
             return False
+        if first.status == NO_ANSWER:  # the next one would wait as long
+            model.answers[question.name] = first, first
+            break
         model.answers[question.name] = first, client.ask(question)
     return True
 
