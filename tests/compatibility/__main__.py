@@ -1,7 +1,7 @@
 """`python -m tests.compatibility FOLDER`: how flowserve serves the model repositories of FOLDER, compared with Triton.
 
-Decides arguments, the order of work and the exit status: 1 if there are differences that are not documented, or, without
-a tritonserver, if flowserve does not serve or answer.
+Decides arguments, the order of work and the exit status: 1 if there are differences that are not documented, or,
+without a tritonserver, if flowserve does not serve or answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,16 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.compatibility", description=(__doc__ or "").split("\n\n")[0])
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m tests.compatibility", description=summary)
     parser.add_argument("folder", type=Path, help="a folder with model repositories, at any depth; it is not changed")
     parser.add_argument(
         "--against",
         metavar="LAUNCHER",
-        help="the launcher of a tritonserver, as `python -m bench.triton` makes it; default: the variable TRITONSERVER; "
+        help="the launcher of a tritonserver, as `python -m bench.triton` makes it; default: TRITONSERVER; "
         "without one, flowserve alone is asked",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON too")
-    parser.add_argument("--verbose", action="store_true", help="print stand-ins, problems and documented differences too")
+    parser.add_argument("--verbose", action="store_true", help="print stand-ins and documented differences too")
     parser.add_argument("--gpu", action="store_true", help="leave instances on GPUs; both servers have GPUs")
     parser.add_argument(
         "--keep",
@@ -85,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _modules_of(launcher: str):  # noqa: ANN202
+def _modules_of(launcher: str) -> Callable[[str], bool]:
     """Whether a module exists for flowserve's models and, if its environment lies beside the launcher, for Triton's."""
     python = Path(shlex.split(launcher)[0]).parent / "venv" / "bin" / "python" if launcher else None
 

@@ -195,9 +195,13 @@ class Client:
 
 def _of_grpc(result: Any) -> Response:
     message = result.get_response()
-    outputs = [Output(one.name, one.datatype, _reshaped(result.as_numpy(one.name), one.shape)) for one in message.outputs]
+    outputs = [
+        Output(one.name, one.datatype, _reshaped(result.as_numpy(one.name), one.shape)) for one in message.outputs
+    ]
     told = MessageToDict(message, preserving_proto_field_name=True)
-    return Response(outputs, {key: value for key, value in told.items() if key not in ("outputs", "raw_output_contents")})
+    return Response(
+        outputs, {key: value for key, value in told.items() if key not in ("outputs", "raw_output_contents")}
+    )
 
 
 def _reshaped(array: Array | None, shape: Iterable[int]) -> Array:

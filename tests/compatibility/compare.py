@@ -23,7 +23,9 @@ from tests.compatibility.stand_ins import Machine, StandIn, make_stand_ins, run_
 
 @dataclass(slots=True)
 class Result:
-    """`answered`: requests without an error; `left_out`: models that are not compared, with the reason. `known`: each documented difference with its row. `failures`: models that flowserve alone did not serve or answer."""
+    """`answered`: requests without an error; `left_out`: models that are not compared, with the reason; `known`: each
+    documented difference with its row; `failures`: models that flowserve alone did not serve, and its errors.
+    """
 
     repository: str
     models: list[str] = field(default_factory=list)

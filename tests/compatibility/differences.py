@@ -1,7 +1,7 @@
 """Compare what two servers showed of one repository.
 
-Decides what counts as equal: numbers within a tolerance, the beginning of error texts, shapes alone where a model's answers
-vary. NORMALISED lists what is left out. Does not know which differences are documented.
+Decides what counts as equal: numbers within a tolerance, the beginning of error texts, shapes alone where a model's
+answers vary. NORMALISED lists what is left out. Does not know which differences are documented.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NORMALISED = (
     "the order of a JSON object's fields",
     "the order of an ensemble's outputs",
     "paths of folders, ids of requests, stacks and Python's versions of one message in error texts",
-    "statistics: times, and the object `flowserve`",
+    "statistics: times, the object `flowserve`, and models with warm-up requests",
     "64-bit numbers of gRPC's messages: text or number",
     "configuration of a model whose ONNX file a Python model runs on Triton: all but its tensors",
 )
@@ -88,7 +88,7 @@ def _of_model(name: str, ours: Model, theirs: Model, other_backend: bool) -> Ite
 
 def _of_counts(ours: Observed, theirs: Observed) -> Iterator[Difference]:
     for name, our in ours.models.items():
-        if name in theirs.models:
+        if name in theirs.models and our.config and not our.config.get("model_warmup"):
             yield from _deep(name, "statistics", our.counts, theirs.models[name].counts)
 
 
@@ -97,10 +97,12 @@ def _of_answers(
 ) -> Iterator[Difference]:
     our, their = ours[0], theirs[0]
     if our.status != their.status:
-        yield Difference(name, f"{question}: status", f"{our.status} {_cut(our.error)}", f"{their.status} {_cut(their.error)}")
+        yield Difference(
+            name, f"{question}: status", f"{our.status} {_cut(our.error)}", f"{their.status} {_cut(their.error)}"
+        )
         return
     yield from _texts(name, f"{question}: error", our.error, their.error)
-    if len(our.responses) != len(their.responses):
+    if len(our.responses) != len(their.responses) and bool(our.error) == bool(their.error):
         after = " after an error" if our.error else ""
         yield Difference(name, f"{question}: responses{after}", str(len(our.responses)), str(len(their.responses)))
     varies = any(_values_vary(*pair) for pair in (ours, theirs))
@@ -128,7 +130,9 @@ def _of_outputs(name: str, subject: str, ours: Output, theirs: Output, varies: b
     if shown[0] != shown[1]:
         yield Difference(name, f"{subject}: shape", *shown)
     elif not varies and not _equal(ours.array, theirs.array):
-        yield Difference(name, f"{subject}: values", *_around(*(str(one.array.ravel()[:64].tolist()) for one in (ours, theirs))))
+        yield Difference(
+            name, f"{subject}: values", *_around(*(str(one.array.ravel()[:64].tolist()) for one in (ours, theirs)))
+        )
 
 
 def _values_vary(first: Answer, second: Answer) -> bool:
@@ -162,7 +166,7 @@ def _texts(name: str, subject: str, ours: str, theirs: str) -> Iterator[Differen
 
 def normalised(text: str) -> str:
     """An error text without what differs for a reason."""
-    text = re.sub(r"^(\[request id: [^\]]*\] )+", "", text)
+    text = re.sub(r"\[request id: [^\]]*\] ", "", text)
     text = re.sub(r"(\\n|\n){2}At:.*", "", text, flags=re.DOTALL)
     text = text.replace("for model instance '", "for model '")  # as in later versions of Triton
     text = re.sub(r"/[\w./-]*/(?=[\w.-]+)", "", text)
@@ -183,7 +187,11 @@ def _deep(name: str, subject: str, ours: Any, theirs: Any) -> Iterator[Differenc
 
 def _same(ours: Any, theirs: Any) -> bool:
     if type(ours) is float or type(theirs) is float:
-        return isinstance(ours, int | float) and isinstance(theirs, int | float) and bool(np.isclose(ours, theirs, equal_nan=True))
+        return (
+            isinstance(ours, int | float)
+            and isinstance(theirs, int | float)
+            and bool(np.isclose(ours, theirs, equal_nan=True))
+        )
     return bool(ours == theirs) and type(ours) is type(theirs)
 
 

@@ -46,9 +46,8 @@ class TritonPythonModel:
             if rows is None:
                 array = self.filled(data_type, shape, self.number(arrays))
             else:
-                array = np.stack(
-                    [self.filled(data_type, shape, self.number([a[i] for a in arrays if len(a) == rows])) for i in range(rows)]
-                )
+                numbers = [self.number([a[i] for a in arrays if len(a) == rows]) for i in range(rows)]
+                array = np.stack([self.filled(data_type, shape, number) for number in numbers])
             tensors.append(pb_utils.Tensor(name, array))
         return pb_utils.InferenceResponse(tensors)
 

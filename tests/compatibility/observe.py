@@ -6,6 +6,7 @@ server that has died is asked no more. Does not compare.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from tests.compatibility.requests import Question, questions
 from tests.compatibility.servers import Addresses
 
 MODELS_MAX = 200
+COUNTED_AFTER_S = 0.3  # Triton counts a request after its response
 
 
 @dataclass(slots=True)
@@ -57,6 +59,7 @@ def observe(addresses: Addresses, asked: Mapping[str, Sequence[Question]] | None
         for name, model in seen.models.items():
             if model.ready and not _ask(client, name, model, asked, seen):
                 return seen
+        time.sleep(COUNTED_AFTER_S)
         for name, model in seen.models.items():
             if model.ready:
                 model.counts = _counts(client.get(f"/v2/models/{name}/stats")[1])

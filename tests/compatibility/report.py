@@ -15,8 +15,8 @@ SCHEMA = "flowserve.compatibility/1"
 
 def print_result(result: Result, *, with_triton: bool, verbose: bool) -> None:
     """One line for a repository, and one for each difference, or, without Triton, for each failure."""
-    state = _state(result, with_triton)
-    print(f"{result.repository:<40} {len(result.models):>3} models {result.answered:>4} of {result.requests:<4} requests answered  {state}", flush=True)
+    asked = f"{len(result.models):>3} models, {result.answered:>3} of {result.requests:<3} requests answered"
+    print(f"{result.repository:<40} {asked}  {_state(result, with_triton)}", flush=True)
     for name, reason in result.left_out.items():
         print(f"    {name}: not compared: {reason}")
     for one in result.different:
@@ -31,7 +31,7 @@ def print_result(result: Result, *, with_triton: bool, verbose: bool) -> None:
             print(f"    check: {problem}")
         for difference, row in result.known:
             print(f"    documented: {difference} [{row}]")
-    
+
 
 def print_total(results: Sequence[Result], *, with_triton: bool) -> None:
     models, requests = sum(len(one.models) for one in results), sum(one.requests for one in results)

@@ -1,7 +1,7 @@
 """The requests that both servers get for one model, made of its metadata and configuration.
 
-Decides their values from a fixed seed, the sizes of dimensions of -1, and the protocols. A request of a decoupled model is
-a gRPC stream. A model with a batch dimension gets requests of one and of two rows. Does not send them.
+Decides their values from a fixed seed, the sizes of dimensions of -1, and the protocols. A decoupled model is asked for
+a stream. A model with a batch dimension gets requests of one and of two rows. Does not send them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ VARIABLE_SIZE = 4
 JSON_ELEMENTS_MAX = 20_000
 ELEMENTS_MAX = 4_000_000
 TEXTS = ('{"text": "hello", "n": 1}', "a short text", "12", "Zürich")
-SEQUENCE = {"sequence_id": 7, "sequence_start": True, "sequence_end": True}
 ONLY_BINARY = {"FP16", "BF16"}
 
 
@@ -63,7 +62,7 @@ def questions(metadata: Json, config: Json) -> list[Question]:
     """All requests for a model; empty for one whose inputs are too large."""
     model, largest = metadata["name"], int(config.get("max_batch_size", 0))
     decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
-    parameters = SEQUENCE if "sequence_batching" in config else {}
+    parameters = _sequence(config) if "sequence_batching" in config else {}
     labelled = tuple(one["name"] for one in config.get("output", ()) if one.get("label_filename"))
     made: list[Question] = []
     for rows in (1, 2)[:largest] if largest else (0,):
@@ -80,6 +79,13 @@ def questions(metadata: Json, config: Json) -> list[Question]:
         if labelled and Protocol.JSON in protocols and not decoupled:
             made.append(Question(model, Protocol.JSON, rows, tensors, parameters, labelled))
     return made
+
+
+def _sequence(config: Json) -> Json:
+    """A sequence of one request, with an id of the type that the model's control takes."""
+    inputs = config["sequence_batching"].get("control_input", ())
+    texts = any(one.get("data_type") == "TYPE_STRING" for given in inputs for one in given["control"])
+    return {"sequence_id": "seven" if texts else 7, "sequence_start": True, "sequence_end": True}
 
 
 def _tensor(spec: Json, rows: int) -> Tensor:

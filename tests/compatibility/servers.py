@@ -1,6 +1,6 @@
 """Start one server on a copy of a repository, with options under which a model that fails stops no other.
 
-Decides the options, both servers' addresses, and that a server which does not start gives its reason. It ends with the block.
+Decides the options, both servers' addresses, and that a server which does not start gives its reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from flowserve.testing.serve import DidNotServe
 from tests.support.triton_like import free_port, like_triton
 
-OPTIONS = ("--exit-on-error=false", "--strict-readiness=false", "--allow-grpc=true")
+OPTIONS = ("--exit-on-error=false", "--strict-readiness=false", "--allow-grpc=true", "--exit-timeout-secs=3")
 SHOWN_OF_A_LOG = 600
 
 

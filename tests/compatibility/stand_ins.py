@@ -45,7 +45,7 @@ class StandIn:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a copy may need: whether there are GPUs, the backends that are kept, and whether a module can be imported."""
+    """What a copy may use: GPUs, the backends whose models are kept, and the modules that can be imported."""
 
     has_gpu: bool = False
     kept_backends: frozenset[str] = frozenset({"python", "onnxruntime", "ensemble"})
@@ -179,13 +179,17 @@ def _imported(node: ast.AST) -> Iterator[str]:
 
 def _write_onnx(path: Path, config: ModelConfig) -> None:
     inputs = [
-        OnnxTensor(one.name, DataType.Name(one.data_type), tuple(one.reshape.shape if one.HasField("reshape") else one.dims))
+        OnnxTensor(
+            one.name, DataType.Name(one.data_type), tuple(one.reshape.shape if one.HasField("reshape") else one.dims)
+        )
         for one in config.input
     ]
     for control in config.sequence_batching.control_input:
         inputs += [OnnxTensor(control.name, _type_of_control(one), (1,)) for one in control.control[:1]]
     outputs = [
-        OnnxTensor(one.name, DataType.Name(one.data_type), tuple(one.reshape.shape if one.HasField("reshape") else one.dims))
+        OnnxTensor(
+            one.name, DataType.Name(one.data_type), tuple(one.reshape.shape if one.HasField("reshape") else one.dims)
+        )
         for one in config.output
     ]
     for state in config.sequence_batching.state:
@@ -205,7 +209,7 @@ def _type_of_control(control: object) -> str:
 
 def _completion(file: Path, config: ModelConfig) -> str:
     """Fields that Triton's backend for ONNX adds to the configuration of this file."""
-    names = {number: name for name, number in ONNX_TYPES.items()}
+    names = {int(number): name for name, number in ONNX_TYPES.items()}
     graph = onnx.load(str(file), load_external_data=False).graph
     shapes = {
         one.name: [n.dim_value if n.HasField("dim_value") else -1 for n in one.type.tensor_type.shape.dim]
