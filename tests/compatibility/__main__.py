@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="BACKEND",
         action="append",
         default=[],
-        help="a backend that both servers have, whose models get no stand-ins if their files are there; may be repeated",
+        help="a backend that both servers have: its models need no stand-ins if their files are there; repeatable",
     )
     parser.add_argument(
         "--backends-of-triton",

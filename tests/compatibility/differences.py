@@ -20,12 +20,11 @@ NORMALISED = (
     "the order of a JSON object's fields",
     "the order of an ensemble's outputs",
     "paths of folders, ids of requests, stacks and Python's versions of one message in error texts",
-    "statistics: times, the object `flowserve`, and models with warm-up requests",
+    "statistics: times, the object `flowserve`, models with warm-up requests, repositories with failed requests",
     "64-bit numbers of gRPC's messages: text or number",
     "configuration of a model whose ONNX file a Python model runs on Triton: all but its tensors",
 )
 OF_ANY_BACKEND = ("name", "max_batch_size", "input", "output")
-ONLY_WITH = ("status", "ready", "index", "server")  # without these differences the counts are compared
 TEXT_COMPARED = 160
 SHOWN_BEFORE = 60
 RELATIVE_TOLERANCE = 1e-4
@@ -68,7 +67,7 @@ def differences(
             found += _of_model(name, our, their, name in run_in_python)
         else:
             found += _texts(name, "reason of the failed load", our.reason, their.reason)
-    if not any(one.subject.endswith(ONLY_WITH) for one in found) and not left_out:
+    if _all_succeeded(ours) and _all_succeeded(theirs) and not left_out:
         found += _of_counts(ours, theirs)
     return found
 
@@ -84,6 +83,12 @@ def _of_model(name: str, ours: Model, theirs: Model, other_backend: bool) -> Ite
     for question, answers in ours.answers.items():
         if question in theirs.answers:
             yield from _of_answers(name, question, answers, theirs.answers[question], is_ensemble)
+
+
+def _all_succeeded(seen: Observed) -> bool:
+    """Whether all models serve and all requests were answered; the counts of others are not compared."""
+    answers = [answer for model in seen.models.values() for pair in model.answers.values() for answer in pair]
+    return all(model.ready for model in seen.models.values()) and all(answer.is_success for answer in answers)
 
 
 def _of_counts(ours: Observed, theirs: Observed) -> Iterator[Difference]:

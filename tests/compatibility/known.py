@@ -47,7 +47,6 @@ KNOWN = (
     Known("bytes that are not UTF-8 in a JSON response", r"status$", r"^400 .*not UTF-8", r"^unreadable"),
     Known("an `execute` that returns no response", r"status$", r"returned no InferenceResponse", r"^no answer"),
     Known("a class without `execute`", r"^ready$", r"has no method execute", r"^ready"),
-    Known("a request that failed, in the statistics", r"^statistics\..*\.fail\.count$"),
     Known("response statistics of a decoupled `model.py`", r"^statistics\..*\.response_stats\.", "", r"^absent"),
     Known("a tensor of numpy's text type", r"status$", r"^(200|OK)", r"NumPy dtype is not supported"),
     Known(

@@ -18,7 +18,6 @@ class TritonPythonModel:
                 "parameters": json.loads(one.parameters()),
                 "cancelled": one.is_cancelled(),
                 "inputs": [tensor.name() for tensor in one.inputs()],
-                "shape": list(x.shape()) if callable(getattr(x, "shape", None)) else None,
                 "dtype": str(x.triton_dtype()),
                 "missing": pb_utils.get_input_tensor_by_name(one, "NONE") is None,
                 "writeable": x.as_numpy().flags.writeable,

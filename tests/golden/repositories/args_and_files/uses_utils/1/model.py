@@ -15,8 +15,6 @@ class TritonPythonModel:
             "decoupled": pb_utils.using_decoupled_model_transaction_policy(config),
             "serialized": str(type(pb_utils.serialize_byte_tensor(np.array([b"ab", b"c"], object))).__name__),
             "read": [s.decode() for s in pb_utils.deserialize_bytes_tensor(bytes.fromhex("020000006162"))],
-            "error": [str(pb_utils.TritonError("text")), pb_utils.TritonError("text").message(), pb_utils.TritonError("text").code()],
-            "codes": [pb_utils.TritonError.UNKNOWN, pb_utils.TritonError.CANCELLED, pb_utils.TritonError.UNSUPPORTED],
             "final": pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
             "flags": [pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START, pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END],
             "memory": [str(pb_utils.TRITONSERVER_MEMORY_CPU), str(pb_utils.TRITONSERVER_MEMORY_GPU)],

@@ -27,13 +27,12 @@ class TritonPythonModel:
     @staticmethod
     def shown(response):
         if response.has_error():
-            return {"error": response.error().message(), "code": int(response.error().code())}
+            return {"error": response.error().message()}
         return {
             "outputs": {
                 t.name(): [t.as_numpy().dtype.name, list(t.as_numpy().shape), t.as_numpy().ravel()[:4].tolist()]
                 for t in response.output_tensors()
             },
-            "parameters": response.parameters() if callable(getattr(response, "parameters", None)) else None,
         }
 
     def execute(self, requests):
@@ -53,8 +52,7 @@ class TritonPythonModel:
                 "preferred": self.call(
                     "add", [tensor_of(two)], preferred_memory=pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_CPU, 0)
                 ),
-                "parameters": self.call("add", [tensor_of(two)], parameters={"a": 1, "b": "c", "d": True}),
-                "empty": self.call("add", [tensor_of(np.zeros((1, 0), np.float32))]),
+                    "empty": self.call("add", [tensor_of(np.zeros((1, 0), np.float32))]),
                 "fails": self.call("fails", [tensor_of(two)]),
                 "many": self.call("many", [tensor_of(two[0])], decoupled=True),
                 "one_by_decoupled": self.call("add", [tensor_of(two)], decoupled=True),
