@@ -8,8 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.compatibility.compare import Result
-from tests.compatibility.differences import NORMALISED
+from tests.compatibility.differences import NORMALISED, Difference
+from tests.compatibility.requests import Protocol
 
+SAME_TEXT = 40  # characters: what follows in texts may be numbers of rows
 SCHEMA = "flowserve.compatibility/1"
 
 
@@ -19,8 +21,8 @@ def print_result(result: Result, *, with_triton: bool, verbose: bool) -> None:
     print(f"{result.repository:<40} {asked}  {_state(result, with_triton)}", flush=True)
     for name, reason in result.left_out.items():
         print(f"    {name}: not compared: {reason}")
-    for one in result.different:
-        print(f"    {one}")
+    for one, count in _grouped(result.different):
+        print(f"    {one}{f' ({count} requests)' if count > 1 else ''}")
     if not with_triton:
         for failure in result.failures:
             print(f"    {' '.join(failure.split())[:300]}")
@@ -46,6 +48,17 @@ def print_total(results: Sequence[Result], *, with_triton: bool) -> None:
 def write_json(path: Path, results: Sequence[Result]) -> None:
     told = {"schema": SCHEMA, "normalised": NORMALISED, "repositories": [asdict(one) for one in results]}
     path.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def _grouped(found: Sequence[Difference]) -> list[tuple[Difference, int]]:
+    """The first of those that differ in the protocol and the number of rows only, and how many there are."""
+    groups: dict[tuple[str, ...], list[Difference]] = {}
+    for one in found:
+        request, _, part = one.subject.partition(":")
+        is_request = any(request.startswith(protocol.value) for protocol in Protocol)
+        shown = one.flowserve[:SAME_TEXT], one.triton[:SAME_TEXT]
+        groups.setdefault((one.model, part if is_request else one.subject, *shown), []).append(one)
+    return [(group[0], len(group)) for group in groups.values()]
 
 
 def _state(result: Result, with_triton: bool) -> str:

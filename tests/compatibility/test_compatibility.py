@@ -19,11 +19,12 @@ import pytest
 
 from tests.compatibility.__main__ import main
 from tests.compatibility.ask import Answer, Output, Response
-from tests.compatibility.compare import compare
+from tests.compatibility.compare import Result, compare
 from tests.compatibility.configs import fill_template, with_backend, without_gpus
 from tests.compatibility.differences import Difference, differences
 from tests.compatibility.known import KNOWN, row_of
 from tests.compatibility.observe import Model, Observed
+from tests.compatibility.report import print_result
 from tests.compatibility.repositories import find_repositories
 from tests.compatibility.requests import Protocol, questions
 from tests.compatibility.stand_ins import Machine
@@ -283,6 +284,18 @@ def test_a_difference_is_documented_only_if_both_sides_fit() -> None:
 )
 def test_single_fields_of_a_text_are_changed(change: Callable[[str], str], text: str, expected: str) -> None:
     assert change(text) == expected
+
+
+def test_a_difference_of_several_requests_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        Difference("m", f"{name}: Y: shape", "FP32 [1]", "FP32 [1,1]") for name in ("HTTP JSON, 1 row", "gRPC, 1 row")
+    ]
+    other = Difference("m", "ready", "ready", "not ready")
+    print_result(Result("r", different=[*rows, other]), with_triton=True, verbose=False)
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()[1:]] == [
+        "m: HTTP JSON, 1 row: Y: shape: flowserve FP32 [1], Triton FP32 [1,1] (2 requests)",
+        "m: ready: flowserve ready, Triton not ready",
+    ]
 
 
 def test_golden_repositories_are_found(root: Path) -> None:
