@@ -47,6 +47,12 @@ KNOWN = (
     Known("bytes that are not UTF-8 in a JSON response", r"status$", r"^400 .*not UTF-8", r"^unreadable"),
     Known("an `execute` that returns no response", r"status$", r"returned no InferenceResponse", r"^no answer"),
     Known("a class without `execute`", r"^ready$", r"has no method execute", r"^ready"),
+    Known(
+        "the id of a sequence as a control of type STRING",
+        r"status$",
+        r"^(200|OK)",
+        r"unexpected number of string elem",
+    ),
     Known("response statistics of a decoupled `model.py`", r"^statistics\..*\.response_stats\.", "", r"^absent"),
     Known("a tensor of numpy's text type", r"status$", r"^(200|OK)", r"NumPy dtype is not supported"),
     Known(
