@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.compatibility.ask import NO_ANSWER, Answer, Client
-from tests.compatibility.requests import Question, questions
+from tests.compatibility.requests import Question, questions, sequence_parameters
 from tests.compatibility.servers import Addresses
 
 MODELS_MAX = 200
@@ -56,8 +56,9 @@ def observe(addresses: Addresses, asked: Mapping[str, Sequence[Question]] | None
             if model.ready:
                 model.metadata = client.get(f"/v2/models/{name}")[1]
                 model.config = client.get(f"/v2/models/{name}/config")[1]
+        of_each = requests_of(seen) if asked is None else asked
         for name, model in seen.models.items():
-            if model.ready and not _ask(client, name, model, asked, seen):
+            if model.ready and not _ask(client, name, model, of_each.get(name, ()), seen):
                 return seen
         time.sleep(COUNTED_AFTER_S)
         for name, model in seen.models.items():
@@ -70,18 +71,16 @@ def observe(addresses: Addresses, asked: Mapping[str, Sequence[Question]] | None
 
 def requests_of(seen: Observed) -> dict[str, list[Question]]:
     """The requests that the metadata of one server suggest."""
+    configs = {name: model.config for name, model in seen.models.items() if isinstance(model.config, dict)}
     return {
-        name: questions(model.metadata, model.config)
-        for name, model in seen.models.items()
-        if model.ready and isinstance(model.config, dict)
+        name: questions(seen.models[name].metadata, config, sequence_parameters(name, configs))
+        for name, config in configs.items()
     }
 
 
-def _ask(
-    client: Client, name: str, model: Model, asked: Mapping[str, Sequence[Question]] | None, seen: Observed
-) -> bool:
+def _ask(client: Client, name: str, model: Model, asked: Sequence[Question], seen: Observed) -> bool:
     """False if the server has died."""
-    for question in questions(model.metadata, model.config) if asked is None else asked.get(name, ()):
+    for question in asked:
         first = client.ask(question)
         if first.status == NO_ANSWER and not client.is_live():
             seen.died_at = f"{name}, {question.name}"

@@ -58,14 +58,15 @@ class Question:
         return f"{self.protocol.value}{rows}{', classes' if self.classes else ''}"
 
 
-def questions(metadata: Json, config: Json) -> list[Question]:
-    """All requests for a model; empty for one whose inputs are too large."""
+def questions(metadata: Json, config: Json, parameters: Json | None = None) -> list[Question]:
+    """All requests for a model; empty for one whose inputs are too large. `parameters`: those of a sequence, if it is
+    one request of a sequence, which has one row.
+    """
     model, largest = metadata["name"], int(config.get("max_batch_size", 0))
     decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
-    parameters = _sequence(config) if "sequence_batching" in config else {}
     labelled = tuple(one["name"] for one in config.get("output", ()) if one.get("label_filename"))
     made: list[Question] = []
-    for rows in (1, 2)[:largest] if largest else (0,):
+    for rows in ((1,) if parameters else (1, 2)[:largest]) if largest else (0,):
         tensors = tuple(_tensor(one, rows) for one in metadata.get("inputs", ()))
         elements = sum(one.array.size for one in tensors)
         if elements > ELEMENTS_MAX:
@@ -75,14 +76,22 @@ def questions(metadata: Json, config: Json) -> list[Question]:
             protocols.insert(0, Protocol.JSON)
             if all(one.array.size == 1 for one in tensors) and rows <= 1:
                 protocols.append(Protocol.GENERATE_STREAM if decoupled else Protocol.GENERATE)
-        made += [Question(model, protocol, rows, tensors, parameters) for protocol in protocols]
+        made += [Question(model, protocol, rows, tensors, parameters or {}) for protocol in protocols]
         if labelled and Protocol.JSON in protocols and not decoupled:
-            made.append(Question(model, Protocol.JSON, rows, tensors, parameters, labelled))
+            made.append(Question(model, Protocol.JSON, rows, tensors, parameters or {}, labelled))
     return made
 
 
-def _sequence(config: Json) -> Json:
-    """A sequence of one request, with an id of the type that the model's control takes."""
+def sequence_parameters(name: str, configs: Mapping[str, Json]) -> Json:
+    """A sequence of one request, with an id of the type that the model's control takes; empty for a model without
+    sequences. Those of an ensemble are those of its steps.
+    """
+    config = configs.get(name, {})
+    for step in config.get("ensemble_scheduling", {}).get("step", ()):
+        if found := sequence_parameters(step["model_name"], configs):
+            return found
+    if "sequence_batching" not in config:
+        return {}
     inputs = config["sequence_batching"].get("control_input", ())
     texts = any(one.get("data_type") == "TYPE_STRING" for given in inputs for one in given["control"])
     return {"sequence_id": "seven" if texts else 7, "sequence_start": True, "sequence_end": True}

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from tests.compatibility.known import KNOWN, row_of
 from tests.compatibility.observe import Model, Observed
 from tests.compatibility.report import print_result
 from tests.compatibility.repositories import find_repositories
-from tests.compatibility.requests import Protocol, questions
+from tests.compatibility.requests import Protocol, questions, sequence_parameters
 from tests.compatibility.stand_ins import Machine
 from tests.support.triton_models import python_config, spec, write_model
 
@@ -178,6 +179,19 @@ def test_requests_have_one_and_two_rows_and_are_the_same_each_time() -> None:
 )
 def test_a_decoupled_model_is_asked_for_a_stream(config: dict[str, object], expected: set[Protocol]) -> None:
     assert {one.protocol for one in questions(METADATA, config)} == expected
+
+
+def test_an_ensemble_of_a_model_with_sequences_is_asked_for_a_sequence() -> None:
+    control = {"name": "ID", "control": [{"kind": "CONTROL_SEQUENCE_CORRID", "data_type": "TYPE_STRING"}]}
+    configs: dict[str, dict[str, Any]] = {
+        "keeps": {"sequence_batching": {"control_input": [control]}},
+        "outer": {"ensemble_scheduling": {"step": [{"model_name": "plain"}, {"model_name": "keeps"}]}},
+        "plain": {},
+    }
+    assert sequence_parameters("plain", configs) == {}
+    assert sequence_parameters("outer", configs)["sequence_id"] == "seven"
+    made = questions(METADATA, {"max_batch_size": 8}, sequence_parameters("outer", configs))
+    assert {one.rows for one in made} == {1}
 
 
 def answer(*values: float, status: str = "200", error: str = "", name: str = "Y") -> tuple[Answer, Answer]:
