@@ -1,0 +1,7 @@
+import triton_python_backend_utils as pb_utils
+from scaling import FACTOR
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", r.inputs()[0].as_numpy() * FACTOR)]) for r in requests]

@@ -1,0 +1,10 @@
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.array([[b"text"]] * len(r.inputs()[0].as_numpy())))])
+            for r in requests
+        ]

@@ -1,0 +1,3 @@
+class TritonPythonModel:
+    def execute(self, requests):
+        return requests[0].no_such_method()
