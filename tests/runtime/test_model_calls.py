@@ -267,9 +267,10 @@ async def test_a_failed_call_is_a_response_with_an_error(served: Served) -> None
     await served.add("version", "return value(request('bad', given, model_version=7).exec())")
     await served.add("shape", "return value(request('bad', given[0]).exec())")
     await fails(served, "a", "1 no luck")
-    await fails(served, "b", "2 Request for unknown model: 'nobody' is not found")
-    await fails(served, "c", "names no model")
-    await fails(served, "version", "2 Request for unknown model: 'bad' version 7 is not found")
+    refused = "2 Model {0} - Error when running inference: .* Model '{0}' is not ready. Request for unknown model: '{0}'"
+    await fails(served, "b", refused.format("nobody"))
+    await fails(served, "c", refused.format(""))
+    await fails(served, "version", "2 Model bad - .* Request for unknown model: 'bad' version 7 is not found")
     await fails(served, "shape", "3 .*unexpected shape for input 'IN'")
     assert served.counted("bad") == (0, 2)
 
@@ -371,7 +372,7 @@ async def test_a_process_is_ended_with_the_reason_if_the_server_has_no_descripto
 
 async def test_a_model_with_one_instance_that_calls_itself_gets_an_error(served: Served) -> None:
     await served.add("a", "return value(request('a', given - 1).exec()) if given[0, 0] > 0 else given")
-    await fails(served, "a", "4 model 'a' -> 'a': this call can never be answered")
+    await fails(served, "a", "4 Model a - Error when running inference: model 'a' -> 'a': this call can never be answered")
     assert await served.ask("a", 0) == [0]
     assert reasons(served, "a") == {"REJECTED": 1, "BACKEND": 1}, "the call, and the caller that says so"
 
@@ -379,7 +380,7 @@ async def test_a_model_with_one_instance_that_calls_itself_gets_an_error(served:
 async def test_a_model_with_several_instances_may_call_itself_as_often(served: Served) -> None:
     await served.add("a", "return value(request('a', given - 1).exec()) + 1 if given[0, 0] > 0 else given", instances=3)
     assert await served.ask("a", 2) == [2]
-    await fails(served, "a", "4 model 'a' -> 'a'", 3)
+    await fails(served, "a", "4 Model a - Error when running inference: model 'a' -> 'a'", 3)
 
 
 async def test_a_call_refused_for_its_size_is_a_failure_of_the_called_model(served: Served) -> None:
@@ -394,7 +395,7 @@ async def test_a_cycle_of_calls_is_refused_with_the_names_of_its_models(served: 
     for name, other in (("a", "b"), ("b", "a")):
         await served.add(name, f"return value(request('{other}', given - 1).exec()) if given[0, 0] > 0 else given")
     assert await served.ask("a", 1) == [0]
-    await fails(served, "a", "4 model 'a' -> 'b' -> 'a': this call can never be answered", 2)
+    await fails(served, "a", "4 Model a - Error when running inference: model 'a' -> 'b' -> 'a': this call can never be answered", 2)
 
 
 async def test_models_that_call_each_other_under_load_never_hang(served: Served) -> None:
@@ -539,7 +540,7 @@ async def test_calls_of_an_unloaded_model_fail_until_it_is_loaded_again(served: 
     await served.add("twice", TWICE)
     await served.add("caller", CALL.format("twice"))
     served.engine.deployments.withdraw_name("twice", "unloaded")
-    await fails(served, "caller", "4 Request for unknown model: 'twice' is not at ready state: unloaded")
+    await fails(served, "caller", "4 Model twice - .* Request for unknown model: 'twice' is not at ready state: unloaded")
     await served.add("twice", TWICE)
     assert await served.ask("caller", 1) == [3]
 
@@ -722,7 +723,7 @@ async def test_the_responses_of_a_called_decoupled_model_arrive_in_order(served:
     assert await served.ask("gathering", 40) == [*range(40), -1, *range(40), -1]
     assert await served.ask("cancelling", 40) == [0, 1, 0]
     assert await served.ask("impatient", 40) == [40]
-    await fails(served, "one", "5 Model count is using the decoupled.* Please use 'decoupled=True'")
+    await fails(served, "one", "5 Model count - Error when running inference: Model count is using the decoupled.* Please use 'decoupled=True'")
     await served.add("wrong", "return value(request('count', given.astype('float64')).exec())")
     await fails(served, "wrong", "3 .*data-type is 'FP64', but model 'count' expects 'FP32'")
 

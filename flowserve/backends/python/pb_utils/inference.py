@@ -561,8 +561,6 @@ async def _awaitable(responses: ResponseIterator) -> ResponseIterator:
 def _call_of(request: InferenceRequest, model: str, *, is_stream: bool) -> BlsCall:
     """The call of another model that `model` makes with this request. Raises TritonModelException if it is invalid."""
     name = request.model_name()
-    if not name:
-        raise TritonModelException(f"model '{model}': the request names no model (model_name)")
     version = request.model_version()
     flags = request.flags()
     for tensor in request.inputs():

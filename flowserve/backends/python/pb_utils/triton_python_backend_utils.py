@@ -19,7 +19,7 @@ import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Any, ClassVar, Final
 
 from flowserve.backends.base import IS_READY, LOAD, METRIC_VALUE, NO_FILES, OPEN_FAMILY, UNLOAD, BlsClient, Cells
@@ -320,10 +320,16 @@ class ModelConfig:
 class Logger:
     """Log messages of models, in Python's logging under "flowserve.model.<name>". Used as a class, as on Triton."""
 
-    INFO: ClassVar[int] = 0
-    WARNING: ClassVar[int] = 1
-    ERROR: ClassVar[int] = 2
-    VERBOSE: ClassVar[int] = 3
+    class LogLevel(IntEnum):
+        INFO = 0
+        WARNING = 1
+        ERROR = 2
+        VERBOSE = 3
+
+    INFO: ClassVar = LogLevel.INFO
+    WARNING: ClassVar = LogLevel.WARNING
+    ERROR: ClassVar = LogLevel.ERROR
+    VERBOSE: ClassVar = LogLevel.VERBOSE
 
     @staticmethod
     def log(message: str, level: int = 0) -> None:
