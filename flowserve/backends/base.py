@@ -33,7 +33,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 from flowserve.config.suggest import misnamed
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
-from flowserve.errors import FlowserveError, Invalid, Problem, Problems, Unsupported
+from flowserve.errors import FlowserveError, Invalid, Problem, Problems
 from flowserve.memory.column import Column
 from flowserve.memory.tensor import Tensor
 from flowserve.values import MemoryPlace, Request, Response
@@ -314,7 +314,7 @@ class BlsClient(Protocol):
         """Send a call. The request's arrays are copied before this returns. `answered` is called for each result, on
         any thread, and must not block; the model owns the arrays in it. Returns a function that withdraws the call;
         with True the call still has a last result, an error with the code CANCELLED if it was not over. Raises
-        Unsupported if it cannot be made here, such as in a process that the model has forked.
+        Unsupported if it cannot be made here, such as on the event loop.
         """
 
     def wait(self, is_there: Callable[[], bool]) -> None:
@@ -349,14 +349,6 @@ def answer_or_raise(answer: Any) -> Any:
         finally:
             del answer  # breaks the reference cycle with this frame, which would keep the tensors of a batch alive
     return answer
-
-
-def forked(what: str) -> Unsupported:
-    """The error of a call in a process that the model has forked, such as one of a `multiprocessing.Pool`."""
-    return Unsupported(
-        f"{what} in a process that it has forked: the connection to the server belongs to the process that runs "
-        "execute; make the call there, and give the forked process its result"
-    )
 
 
 @runtime_checkable

@@ -237,8 +237,8 @@ class BatchPolicy:
 
 @dataclass(frozen=True, slots=True)
 class LevelPolicy:
-    """The queue policy of one level. `max_size` counts requests (0: no limit). `timeout_ns`: how long each may wait (0: no
-    limit, whatever a request says, as on Triton). `may_override`: a smaller timeout of a request applies instead.
+    """The queue policy of one level. `max_size` counts requests (0: no limit). `timeout_ns`: how long each may wait (0:
+    no limit, whatever a request says, as on Triton). `may_override`: a smaller timeout of a request applies instead.
     `is_delayed`: a ticket whose timeout passed moves behind the others of its level instead of being refused.
     """
 

@@ -195,7 +195,8 @@ class Channel:
         self.number = number
         self.free_blocks: deque[BlockAddress] = deque()
         self.is_closed = False
-        self.on_calls: Callable[[int], None] | None = None  # receives the socket for the model's calls of other models
+        # Receives a socket for the model's calls of other models, and whether a fork of the process made it.
+        self.on_calls: Callable[[int, bool], None] | None = None
         self._socket = sock
         self._model = model
         self._outbox = Outbox(sock, readiness)
@@ -361,7 +362,7 @@ class Channel:
             if kind == protocol.SEGMENT:
                 self._take_segment(words[1], taken)
             elif kind == protocol.CALLS and taken and self.on_calls is not None:
-                self.on_calls(taken.pop())
+                self.on_calls(taken.pop(), bool(words[1]))
             elif not taken:
                 raise Garbled(NO_DESCRIPTOR)
             else:

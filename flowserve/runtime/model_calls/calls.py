@@ -34,7 +34,6 @@ from flowserve.backends.base import (
     BlsCall,
     Cells,
     answer_or_raise,
-    forked,
 )
 from flowserve.errors import Cancelled, FlowserveError, Internal, Unsupported
 from flowserve.memory.pool import HOST
@@ -287,15 +286,17 @@ class ThreadCaller:
 
     def wait(self, is_there: Callable[[], bool]) -> None:
         """Not used: the caller waits at its own queue."""
-        self._check_process("wait for a call")
 
     def awaited_on(self, loop: asyncio.AbstractEventLoop) -> AbstractContextManager[None]:
-        self._check_process("wait for a call")
         return nullcontext()
 
     def _check_process(self, what: str) -> None:
-        if os.getpid() != self._pid:  # it has no event loop
-            raise forked(f"model '{self._model}' cannot {what}")
+        """Raises Unsupported in a process that the model has forked: it has no event loop."""
+        if os.getpid() != self._pid:
+            raise Unsupported(
+                f"model '{self._model}' cannot {what} in a process that it has forked from the server's: that is "
+                'possible with execution "process"; or make the call in execute, and give the forked process its result'
+            )
 
 
 def _refused(call: BlsCall, error: FlowserveError, text: str) -> FlowserveError:

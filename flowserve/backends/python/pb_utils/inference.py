@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -315,6 +316,7 @@ class ResponseIterator:
         awaits the responses.
         """
         self._caller = caller
+        self._pid = os.getpid()
         self._loop = loop
         self._arrived = asyncio.Event()
         self._answers: SimpleQueue[Answer] = SimpleQueue()
@@ -346,6 +348,7 @@ class ResponseIterator:
     def __next__(self) -> InferenceResponse:
         self._has_begun = True
         if not self._is_over:
+            self._check_process()
             try:
                 self._caller.wait(lambda: not self._answers.empty())
                 response = self._next(self._answers.get())
@@ -364,6 +367,7 @@ class ResponseIterator:
     async def __anext__(self) -> InferenceResponse:
         self._has_begun = True
         if not self._is_over:
+            self._check_process()
             assert self._loop is not None, "made without a running loop"
             try:
                 if self._answers.empty():
@@ -384,6 +388,13 @@ class ResponseIterator:
     def __del__(self) -> None:
         if self._has_begun:
             self._abandon()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise TritonModelException(
+                f"model '{active.model}' cannot wait for a call in a process that it has forked: the responses go to "
+                "the process that made the call; make it in this one"
+            )
 
     def _next(self, answer: Answer) -> InferenceResponse | None:
         self._is_over = not self._is_stream or answer is None or isinstance(answer, FlowserveError)

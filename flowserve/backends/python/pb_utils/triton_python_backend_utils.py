@@ -333,8 +333,8 @@ class Logger:
 
     @staticmethod
     def log(message: str, level: int = 0) -> None:
-        levels = {Logger.WARNING: logging.WARNING, Logger.ERROR: logging.ERROR, Logger.VERBOSE: logging.DEBUG}
-        _log(levels.get(level, logging.INFO), message)
+        levels = [logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG]
+        _log(levels[level] if 0 <= level < len(levels) else logging.INFO, message)
 
     @staticmethod
     def log_info(message: str) -> None:
