@@ -352,6 +352,16 @@ def answer_or_raise(answer: Any) -> Any:
 
 
 @runtime_checkable
+class KnowsReadiness(Protocol):
+    """Implemented by an `Instance` whose own code may say that it is not ready."""
+
+    def readiness(self) -> Callable[[], str] | None:
+        """The function that returns why it is not ready, or ""; None if there is no such code. Called after `open`. The
+        function blocks, raises nothing, and is called on any thread, also during a run.
+        """
+
+
+@runtime_checkable
 class CallsModels(Protocol):
     """Implemented by an `Instance` whose code may call other models."""
 

@@ -207,7 +207,9 @@ def test_a_process_forked_by_a_forked_process_calls_models(base_url: str) -> Non
     assert ask(base_url, "forked(2, nested)") == [0, [0, 0], [0, 0]]
 
 
-def test_a_pool_of_processes_calls_models(base_url: str) -> None:
+def test_a_pool_of_processes_calls_models(base_url: str, on_triton: bool) -> None:
+    if on_triton:
+        pytest.skip("it hangs in a process of Triton that has forked before")
     pool = "multiprocessing.get_context('fork').Pool(3)"
     assert ask(base_url, f"[pool := {pool}, pool.map(in_pool, range(6)), pool.terminate()][1]") == [0] * 6
 

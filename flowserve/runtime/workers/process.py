@@ -34,6 +34,7 @@ import trio
 from flowserve.backends.base import Remote, Results
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import Garbled, Job, decode_error, encode_about, encode_run
+from flowserve.backends.worker.readiness import ask
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, InstanceDied, Internal, ModelFailed, Unavailable
 from flowserve.runtime.clock import ClockNs
@@ -177,6 +178,11 @@ class ProcessWorker:
             child.kill(why=f"its process was killed, because it had not ended {CLOSE_S_MAX:g} s after it was told to")
             log.error("model '%s', instance '%s': %s", self._model, self.name, child.why)
         self._post(self._read_last)
+
+    def readiness(self) -> Callable[[], str] | None:
+        """As `AsksModel.readiness`."""
+        questions = None if self.channel is None else self.channel.questions
+        return None if questions is None else partial(ask, questions)
 
     def _drop(self, child: Child, channel: Channel) -> None:
         channel.close()
