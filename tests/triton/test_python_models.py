@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,6 +91,23 @@ def execute(self, requests):
             sender.send(respond(Y=np.array([number], np.float32)))
         sender.send(flags=FINAL)
 """
+# Sends 50 responses without looking whether they are wanted. A negative number asks how often it has sent all.
+IGNORES_CANCEL = """
+def initialize(self, args):
+    self.ended = 0
+
+def execute(self, requests):
+    for request in requests:
+        sender = request.get_response_sender()
+        if given(request, "X")[0] < 0:
+            sender.send(respond(Y=np.array([self.ended], np.float32)))
+        else:
+            for number in range(50):
+                sender.send(respond(Y=np.full(SIZE, number, np.float32)))
+                time.sleep(0.002)
+            self.ended += 1
+        sender.send(flags=FINAL)
+"""
 LOGS = """
 def execute(self, requests):
     for request in requests:
@@ -136,6 +154,27 @@ async def called(how, model, number=1.0, **more):
     return [shown(response) for response in await request.async_exec(decoupled=True)]
 
 
+kept = []
+
+
+async def left(way, how, model):
+    "Begin a stream and stop reading it in some way."
+    request = made(model)
+    responses = request.exec(decoupled=True) if how == "exec" else await request.async_exec(decoupled=True)
+    if way == "unread":
+        return "left"
+    first = [shown(response)[0][0] for response, _ in zip(responses, range(1 if way != "half" else 25))]
+    if way == "kept":
+        kept.append(responses)
+    if way in ("cancelled", "cancelled and read"):
+        responses.cancel()
+    if way == "cancelled and read":
+        assert len([*responses]) < 50
+    if way == "raises":
+        raise RuntimeError("stops")
+    return first[0]
+
+
 class TritonPythonModel:
     async def execute(self, requests):
         return [await self.answer(request) for request in requests]
@@ -176,6 +215,7 @@ POLICIES: Mapping[str, Policy] = {
         f"{LEVELS} priority_queue_policy {{ key: 1 value {{ {ALLOWED} {LONG} }} }}", counts=False, priority=2
     ),
 }
+OF_CALLS = ("no_batcher", "no_policy", "allowed_without_default", "not_allowed", "allowed")
 SEQUENCES = """sequence_batching { max_sequence_idle_microseconds: 60000000 control_input [ {
   name: "START" control [ { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } ] } ] }"""
 
@@ -184,7 +224,7 @@ def execution(place: str) -> str:
     return f'parameters {{ key: "execution" value {{ string_value: "{place}" }} }}'
 
 
-def write_repository(repository: Path) -> None:
+def write_models(repository: Path) -> None:
     for place in PLACES:
         where = CPU, execution(place)
         write_model(repository, f"no_outputs_{place}", python_config([X], [], *where), RETURNS_MORE)
@@ -197,21 +237,38 @@ def write_repository(repository: Path) -> None:
         if place != "inline":
             streams = python_config([X], [], *where, DECOUPLED)
             write_model(repository, f"no_outputs_streams_{place}", streams, STREAMS_NOTHING)
-        write_source(repository, f"evaluates_{place}", TEXT + execution(place), EVALUATES)
     write_model(repository, "logs", TEXT, LOGS)
+
+
+def write_callers(repository: Path) -> None:
+    for place in PLACES:
+        write_source(repository, f"evaluates_{place}", TEXT + execution(place), EVALUATES)
     one = python_config([X], [Y], CPU)
     for name, body in (("doubles", DOUBLES), ("fails", FAILS), ("raises", RAISES), ("does_not_load", DOES_NOT_LOAD)):
         write_model(repository, name, one, body)
     write_model(repository, "streams", one + DECOUPLED, STREAMS)
+    for size in (1, 20_000):
+        write_model(repository, f"sends_{size}", one + DECOUPLED, IGNORES_CANCEL.replace("SIZE", str(size)))
     write_model(repository, "in_sequences", one + "max_batch_size: 1\n" + SEQUENCES, SLEEPS)
     full = "dynamic_batching { default_queue_policy { max_queue_size: 1 } }"
     write_model(repository, "has_room_for_one", one + full + "\nmax_batch_size: 1", SLEEPS)
     write_source(repository, "around_fails", ENSEMBLE.replace("MODEL", "fails"))
-    for name, policy in POLICIES.items():
-        batching = "" if policy.batching is None else f"dynamic_batching {{ {policy.batching} }}"
-        write_model(repository, name, python_config([X], [Y], CPU, "max_batch_size: 1", batching), SLEEPS)
+    for name in OF_CALLS:
+        write_queue(repository, name)
+
+
+def write_queues(repository: Path) -> None:
+    write_model(repository, "in_sequences", python_config([X], [Y], CPU, "max_batch_size: 1", SEQUENCES), SLEEPS)
+    for name in POLICIES:
+        write_queue(repository, name)
         around = "max_batch_size: 1\n" + ENSEMBLE.replace("MODEL", name)
         write_source(repository, f"around_{name}", around)
+
+
+def write_queue(repository: Path, name: str) -> None:
+    batching = POLICIES[name].batching
+    text = "" if batching is None else f"dynamic_batching {{ {batching} }}"
+    write_model(repository, name, python_config([X], [Y], CPU, "max_batch_size: 1", text), SLEEPS)
 
 
 class Server(NamedTuple):
@@ -265,22 +322,42 @@ class Server(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, triton_like: Callable[..., str]) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("python_models")
-    repository = folder / "models"
-    write_repository(repository)
-    port = free_port()
-    url = triton_like(
-        repository,
-        "--exit-on-error=false",
-        "--log-info=true",
-        f"--log-file={folder / 'log'}",
-        "--allow-grpc=true",
-        "--grpc-address=127.0.0.1",
-        f"--grpc-port={port}",
-    )
-    with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{port}") as client:
-        yield Server(url, client, folder / "log")
+def start(tmp_path_factory: pytest.TempPathFactory, triton_like: Callable[..., str]) -> Iterator[Callable[..., Server]]:
+    """Starts a server of the models that a function writes."""
+    with ExitStack() as stack:
+
+        def start(write: Callable[[Path], None]) -> Server:
+            folder = tmp_path_factory.mktemp(write.__name__)
+            write(folder / "models")
+            port = free_port()
+            url = triton_like(
+                folder / "models",
+                "--exit-on-error=false",
+                "--log-info=true",
+                f"--log-file={folder / 'log'}",
+                "--allow-grpc=true",
+                "--grpc-address=127.0.0.1",
+                f"--grpc-port={port}",
+            )
+            client = stack.enter_context(tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{port}"))
+            return Server(url, client, folder / "log")
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def models(start: Callable[..., Server]) -> Server:
+    return start(write_models)
+
+
+@pytest.fixture(scope="module")
+def callers(start: Callable[..., Server]) -> Server:
+    return start(write_callers)
+
+
+@pytest.fixture(scope="module")
+def queues(start: Callable[..., Server]) -> Server:
+    return start(write_queues)
 
 
 # ------------------------------------------------------------------------------------------------- undeclared tensors
@@ -294,53 +371,53 @@ IN_EACH_PLACE = pytest.mark.parametrize("place", PLACES)
 @IN_EACH_PLACE
 @pytest.mark.parametrize("kind", ["no_outputs", "no_outputs_empty", "no_outputs_rows"])
 def test_a_model_without_declared_outputs_runs_and_answers_without_outputs(
-    server: Server, protocol: str, place: str, kind: str
+    models: Server, protocol: str, place: str, kind: str
 ) -> None:
     model = f"{kind}_{place}"
-    before = server.executed(model)
+    before = models.executed(model)
     given = {"X": ONE[None] if kind == "no_outputs_rows" else ONE}
-    assert server.infer(protocol, model, given) == (200, {})
-    assert server.executed(model) == before + 1
-    status, error = server.infer(protocol, model, given, outputs=["MORE"])
+    assert models.infer(protocol, model, given) == (200, {})
+    assert models.executed(model) == before + 1
+    status, error = models.infer(protocol, model, given, outputs=["MORE"])
     assert (status, f"unexpected inference output 'MORE' for model '{model}'" in error) == (400, True)
-    assert server.infer(protocol, model, {})[0] == 400
-    metadata = httpx.get(f"{server.url}/v2/models/{model}", verify=False).json()
+    assert models.infer(protocol, model, {})[0] == 400
+    metadata = httpx.get(f"{models.url}/v2/models/{model}", verify=False).json()
     assert (metadata["outputs"], [one["name"] for one in metadata["inputs"]]) == ([], ["X"])
 
 
 @PROTOCOLS
 @IN_EACH_PLACE
-def test_a_model_without_declared_inputs_runs(server: Server, protocol: str, place: str) -> None:
+def test_a_model_without_declared_inputs_runs(models: Server, protocol: str, place: str) -> None:
     model = f"no_inputs_{place}"
-    assert server.infer(protocol, model, {}) == (200, {"Y": [2.0]})
-    assert server.infer(protocol, model, {}, outputs=["Y"]) == (200, {"Y": [2.0]})
-    status, error = server.infer(protocol, model, {"X": ONE})
+    assert models.infer(protocol, model, {}) == (200, {"Y": [2.0]})
+    assert models.infer(protocol, model, {}, outputs=["Y"]) == (200, {"Y": [2.0]})
+    status, error = models.infer(protocol, model, {"X": ONE})
     assert (status, f"expected 0 inputs but got 1 inputs for model '{model}'" in error) == (400, True)
 
 
 @PROTOCOLS
 @IN_EACH_PLACE
-def test_a_model_without_any_tensors_runs(server: Server, protocol: str, place: str) -> None:
+def test_a_model_without_any_tensors_runs(models: Server, protocol: str, place: str) -> None:
     model = f"no_tensors_{place}"
-    before = server.executed(model)
-    assert server.infer(protocol, model, {}) == (200, {})
-    assert server.executed(model) == before + 1
+    before = models.executed(model)
+    assert models.infer(protocol, model, {}) == (200, {})
+    assert models.executed(model) == before + 1
 
 
 @PROTOCOLS
 @IN_EACH_PLACE
-def test_an_output_that_is_not_declared_is_left_out(server: Server, protocol: str, place: str) -> None:
+def test_an_output_that_is_not_declared_is_left_out(models: Server, protocol: str, place: str) -> None:
     model = f"more_outputs_{place}"
-    assert server.infer(protocol, model, {"X": ONE}) == (200, {"Y": [2.0]})
-    status, error = server.infer(protocol, model, {"X": ONE}, outputs=["MORE"])
+    assert models.infer(protocol, model, {"X": ONE}) == (200, {"Y": [2.0]})
+    status, error = models.infer(protocol, model, {"X": ONE}, outputs=["MORE"])
     assert (status, f"unexpected inference output 'MORE' for model '{model}'" in error) == (400, True)
 
 
 @pytest.mark.parametrize("place", ["process", "thread"])
-def test_a_decoupled_model_without_declared_outputs_streams_empty_responses(server: Server, place: str) -> None:
+def test_a_decoupled_model_without_declared_outputs_streams_empty_responses(models: Server, place: str) -> None:
     model = f"no_outputs_streams_{place}"
     body = {"X": 1.0}
-    reply = httpx.post(f"{server.url}/v2/models/{model}/generate_stream", json=body, timeout=60, verify=False)
+    reply = httpx.post(f"{models.url}/v2/models/{model}/generate_stream", json=body, timeout=60, verify=False)
     events = [json.loads(line.removeprefix("data: ")) for line in reply.text.splitlines() if line]
     assert (reply.status_code, events) == (200, [{"model_name": model, "model_version": "1"}] * 2)
 
@@ -374,23 +451,23 @@ NAMES = [
 
 
 @IN_EACH_PLACE
-def test_the_compiled_module_has_its_names(server: Server, place: str) -> None:
-    assert server.evaluated(place, f"[name for name in {NAMES} if not hasattr(c_python_backend_utils, name)]") == []
+def test_the_compiled_module_has_its_names(callers: Server, place: str) -> None:
+    assert callers.evaluated(place, f"[name for name in {NAMES} if not hasattr(c_python_backend_utils, name)]") == []
     for name in ("InferenceRequest", "InferenceResponse", "Tensor", "TritonError"):
-        assert server.evaluated(place, f"pb_utils.{name} is c_python_backend_utils.{name}")
-    assert server.evaluated(place, "importlib.import_module('c_python_backend_utils') is c_python_backend_utils")
+        assert callers.evaluated(place, f"pb_utils.{name} is c_python_backend_utils.{name}")
+    assert callers.evaluated(place, "importlib.import_module('c_python_backend_utils') is c_python_backend_utils")
 
 
 @IN_EACH_PLACE
-def test_names_of_the_compiled_module_work(server: Server, place: str) -> None:
+def test_names_of_the_compiled_module_work(callers: Server, place: str) -> None:
     module = "c_python_backend_utils"
     ready = f"[{module}.is_model_ready(name) for name in ('doubles', 'nothing')]"
-    assert server.evaluated(place, ready) == [True, False]
-    assert server.evaluated(place, f"{module}.Tensor('A', np.ones(2)).as_numpy().tolist()") == [1.0, 1.0]
+    assert callers.evaluated(place, ready) == [True, False]
+    assert callers.evaluated(place, f"{module}.Tensor('A', np.ones(2)).as_numpy().tolist()") == [1.0, 1.0]
     levels = f"[int(getattr({module}.Logger.LogLevel, name)) for name in ('INFO', 'WARNING', 'ERROR', 'VERBOSE')]"
-    assert server.evaluated(place, levels) == [0, 1, 2, 3]
+    assert callers.evaluated(place, levels) == [0, 1, 2, 3]
     error = f"{module}.TritonError('no', {module}.TritonError.NOT_FOUND)"
-    assert server.evaluated(place, f"shown({module}.InferenceResponse(error={error}))") == "no"
+    assert callers.evaluated(place, f"shown({module}.InferenceResponse(error={error}))") == "no"
 
 
 # ------------------------------------------------------------------------------------------------- errors of calls
@@ -433,18 +510,18 @@ CALLERS = pytest.mark.parametrize("place", ["process", "thread"])
 @CALLERS
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("case", REFUSALS)
-def test_the_error_of_a_call_begins_as_on_triton(server: Server, place: str, how: str, case: str) -> None:
+def test_the_error_of_a_call_begins_as_on_triton(callers: Server, place: str, how: str, case: str) -> None:
     """A call that no model has run has the name of the model, the error of a model that has run has not."""
     arguments, begins = REFUSALS[case]
-    (error,) = server.evaluated(place, f"called('{how}', {arguments})")
+    (error,) = callers.evaluated(place, f"called('{how}', {arguments})")
     assert error.startswith(begins), error
 
 
 @CALLERS
 @pytest.mark.parametrize("how", WAYS)
-def test_the_error_of_a_call_with_another_data_type_names_the_model(server: Server, place: str, how: str) -> None:
+def test_the_error_of_a_call_with_another_data_type_names_the_model(callers: Server, place: str, how: str) -> None:
     """Triton tells an id before the text, also for a request that has none."""
-    (error,) = server.evaluated(place, f"called('{how}', 'doubles', dtype='int32')")
+    (error,) = callers.evaluated(place, f"called('{how}', 'doubles', dtype='int32')")
     assert error.startswith(REFUSED.format("doubles"))
     assert error.partition("] ")[2] or error.partition(": ")[2]
     assert "inference input 'X' data-type is 'INT32', but model 'doubles' expects 'FP32'" in error
@@ -452,20 +529,55 @@ def test_the_error_of_a_call_with_another_data_type_names_the_model(server: Serv
 
 @CALLERS
 @pytest.mark.parametrize("how", ["exec", "async_exec"])
-def test_a_plain_call_of_a_decoupled_model_is_refused(server: Server, place: str, how: str) -> None:
-    (error,) = server.evaluated(place, f"called('{how}', 'streams', 2.0)")
+def test_a_plain_call_of_a_decoupled_model_is_refused(callers: Server, place: str, how: str) -> None:
+    (error,) = callers.evaluated(place, f"called('{how}', 'streams', 2.0)")
     assert error.startswith(REFUSED.format("streams") + "Model streams is using the decoupled. The current BLS request")
 
 
 @CALLERS
-def test_the_error_of_a_call_to_a_full_queue_names_the_model(server: Server, place: str) -> None:
+def test_the_error_of_a_call_to_a_full_queue_names_the_model(callers: Server, place: str) -> None:
     calls = "[called('async_exec', 'has_room_for_one', [1.0]) for _ in range(6)]"
-    answers = [answer for (answer,) in server.evaluated(place, f"asyncio.gather(*{calls})")]
+    answers = [answer for (answer,) in callers.evaluated(place, f"asyncio.gather(*{calls})")]
     errors = [answer for answer in answers if isinstance(answer, str)]
     assert 0 < len(errors) < 6
     for error in errors:
         assert error.startswith(REFUSED.format("has_room_for_one"))
         assert "Exceeds maximum queue size" in error
+
+
+# ------------------------------------------------------------------------------------------------ streams that are left
+
+LEFT = ("unread", "one", "half", "kept", "raises", "cancelled", "cancelled and read")
+
+
+@CALLERS
+@pytest.mark.parametrize("how", ["exec", "async_exec"])
+@pytest.mark.parametrize("size", [1, 20_000])
+@pytest.mark.parametrize("way", LEFT)
+def test_a_stream_that_its_caller_leaves_runs_to_its_end_and_frees_its_instance(
+    callers: Server, place: str, how: str, size: int, way: str, on_triton: bool
+) -> None:
+    if on_triton and way.startswith("cancelled"):
+        pytest.skip("2.51 has no cancel()")
+    model = f"sends_{size}"
+
+    def ended() -> float:
+        """Asked through the model's only instance, which must have become free."""
+        ((count,), *_) = callers.evaluated(place, f"called('decoupled', '{model}', -1.0)")[0]
+        return float(count)
+
+    before = ended()
+    for _ in range(2):
+        if way == "raises":
+            with pytest.raises(AssertionError, match="stops"):
+                callers.evaluated(place, f"left('{way}', '{how}', '{model}')")
+        else:
+            assert callers.evaluated(place, f"left('{way}', '{how}', '{model}')") in (0.0, "left")
+    deadline = time.monotonic() + 30
+    while (count := ended()) < before + 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert count == before + 2
 
 
 # ------------------------------------------------------------------------------------------------- timeouts of requests
@@ -488,39 +600,39 @@ def expires(server: Server, protocol: str, model: str, *, priority: int = 0, tim
 @PROTOCOLS
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_timeout_of_a_request_counts_if_the_queue_permits_it_and_has_a_longer_one(
-    server: Server, protocol: str, name: str
+    queues: Server, protocol: str, name: str
 ) -> None:
-    assert expires(server, protocol, name, priority=POLICIES[name].priority) is POLICIES[name].counts
+    assert expires(queues, protocol, name, priority=POLICIES[name].priority) is POLICIES[name].counts
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_timeout_of_a_request_of_an_ensemble_counts_in_its_steps(server: Server, name: str) -> None:
-    assert expires(server, "http", f"around_{name}", priority=POLICIES[name].priority) is POLICIES[name].counts
+def test_a_timeout_of_a_request_of_an_ensemble_counts_in_its_steps(queues: Server, name: str) -> None:
+    assert expires(queues, "http", f"around_{name}", priority=POLICIES[name].priority) is POLICIES[name].counts
 
 
 @CALLERS
-@pytest.mark.parametrize("name", ["no_batcher", "no_policy", "allowed_without_default", "not_allowed", "allowed"])
-def test_a_timeout_of_a_call_counts_as_that_of_a_request(server: Server, place: str, name: str) -> None:
+@pytest.mark.parametrize("name", OF_CALLS)
+def test_a_timeout_of_a_call_counts_as_that_of_a_request(callers: Server, place: str, name: str) -> None:
     before = f"called('async_exec', '{name}', [1.0])"
     last = f"called('async_exec', '{name}', [1.0], timeout=20000)"
-    *_, (answer,) = server.evaluated(place, f"asyncio.gather({before}, {before}, {before}, {last})")
+    *_, (answer,) = callers.evaluated(place, f"asyncio.gather({before}, {before}, {before}, {last})")
     assert (isinstance(answer, str) and answer.startswith("Request timeout expired")) is POLICIES[name].counts
 
 
 @PROTOCOLS
-def test_a_sequence_without_a_slot_ends_at_the_timeout_of_its_first_request(server: Server, protocol: str) -> None:
+def test_a_sequence_without_a_slot_ends_at_the_timeout_of_its_first_request(queues: Server, protocol: str) -> None:
     given = {"X": ONE[None]}
     numbers = (1, 2) if protocol == "http" else (3, 4)
     with ThreadPoolExecutor() as threads:
-        first = threads.submit(server.infer, "http", "in_sequences", given, sequence_id=numbers[0], sequence_start=True)
+        first = threads.submit(queues.infer, "http", "in_sequences", given, sequence_id=numbers[0], sequence_start=True)
         assert first.result()[0] == 200
         began = time.monotonic()
-        status, error = server.infer(
+        status, error = queues.infer(
             protocol, "in_sequences", given, sequence_id=numbers[1], sequence_start=True, timeout=100_000
         )
         assert (status, "timeout of the corresponding sequence has been expired" in error) == (503, True)
         assert 0.05 < time.monotonic() - began < 5
-        end = server.infer(protocol, "in_sequences", given, sequence_id=numbers[0], sequence_end=True)
+        end = queues.infer(protocol, "in_sequences", given, sequence_id=numbers[0], sequence_end=True)
         assert end[0] == 200
 
 
@@ -543,19 +655,19 @@ USUAL = {"log_info": True, "log_warning": True, "log_error": True, "log_verbose_
 
 @PROTOCOLS
 @pytest.mark.parametrize("case", SETTINGS)
-def test_each_kind_of_message_of_a_model_has_its_own_setting(server: Server, protocol: str, case: str) -> None:
+def test_each_kind_of_message_of_a_model_has_its_own_setting(models: Server, protocol: str, case: str) -> None:
     asked, kinds = SETTINGS[case]
     name = f"{protocol}-{case.replace(' ', '-')}"
 
     def change(settings: Mapping[str, Any]) -> None:
         if protocol == "http":
-            httpx.post(f"{server.url}/v2/logging", json=dict(settings), verify=False).raise_for_status()
+            httpx.post(f"{models.url}/v2/logging", json=dict(settings), verify=False).raise_for_status()
         else:
-            server.grpc.update_log_settings(dict(settings))
+            models.grpc.update_log_settings(dict(settings))
 
     def say(what: str) -> None:
         tensor = {"name": "CODE", "shape": [1], "datatype": "BYTES", "data": [what]}
-        url = f"{server.url}/v2/models/logs/infer"
+        url = f"{models.url}/v2/models/logs/infer"
         httpx.post(url, json={"inputs": [tensor]}, timeout=60, verify=False).raise_for_status()
 
     change({**USUAL, **asked})
@@ -563,7 +675,7 @@ def test_each_kind_of_message_of_a_model_has_its_own_setting(server: Server, pro
     change(USUAL)
     say(f"after-{name}")  # later than all messages before it
     deadline = time.monotonic() + 30
-    while f"after-{name}-error." not in (log := server.log.read_text()):
+    while f"after-{name}-error." not in (log := models.log.read_text()):
         assert time.monotonic() < deadline, "the messages are not written"
         time.sleep(0.05)
     assert {kind for kind in ("verbose", "info", "warn", "error") if re.search(rf'[ "]{name}-{kind}\.', log)} == kinds
