@@ -1162,6 +1162,33 @@ async def test_a_fork_of_a_worker_process_does_not_drop_its_metrics(tmp_path: Pa
         assert await served.ask("forks", 4) == [4]
 
 
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+async def test_a_fork_of_a_worker_process_counts_in_its_metrics_and_in_its_own(tmp_path: Path) -> None:
+    async with open_engine(EngineOptions()) as engine:
+        served = Served(engine, tmp_path, "process")
+        await served.add(
+            "forks",
+            "family = self.kept[0] if self.kept else pb_utils.MetricFamily('m', '', pb_utils.COUNTER)\n"
+            "self.kept[:] = [family]\n"
+            "family.Metric(labels={'of': 'both'}).increment(1)\n"
+            "pid = os.fork()\n"
+            "if pid == 0:\n"
+            "    own = pb_utils.MetricFamily('own', '', pb_utils.COUNTER)\n"
+            "    own.Metric().increment(5)\n"
+            "    family.Metric(labels={'of': 'both'}).increment(10)\n"
+            "    new = family.Metric(labels={'of': 'fork'})\n"
+            "    new.increment(100)\n"
+            "    os._exit(0 if new.value() >= 100 and own.Metric().value() == 5 else 1)\n"
+            "assert os.waitpid(pid, 0)[1] == 0\n"
+            "return np.array([[family.Metric(labels={'of': 'both'}).value()]], np.float32)",
+        )
+        assert await served.ask("forks", 3) == [11]
+        assert await served.ask("forks", 4) == [22]
+        shown = engine.server_requests.metrics.text().decode()
+        assert 'm{of="both"} 22' in shown
+        assert "own" not in shown, "it ended with its process"
+
+
 async def test_a_call_that_is_not_awaited_is_executed_nevertheless(served: Served) -> None:
     await served.add("slow", served.gated)
     await served.add("caller", "request('slow', given).async_exec().close()\nawait asyncio.sleep(0)\nreturn given")

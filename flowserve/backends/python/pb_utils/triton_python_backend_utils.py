@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -192,8 +193,9 @@ class MetricFamily:
         if [*map(type, (name, description, kind))] != [str, str, MetricKind]:
             raise TritonModelException(f"{failed}: it has a name, a description, and a kind such as MetricFamily.GAUGE")
         caller = caller_for(failed)
+        self._about = name, description, kind.value
         try:
-            self._number: int = caller.ask(OPEN_FAMILY, (name, description, kind.value))
+            self._open(caller)
         except FlowserveError as error:
             raise TritonModelException(f"{failed}: {error}") from None
         self._caller = caller
@@ -214,11 +216,17 @@ class MetricFamily:
             if metric is None or edges != metric._buckets:
                 count = {MetricKind.COUNTER: 1, MetricKind.GAUGE: 3}.get(self._kind, 2 + len(edges or ()))
                 try:
+                    if os.getpid() != self._pid:  # a process that the model has forked counts its new metrics apart
+                        self._open(self._caller)
                     cells = self._caller.metric(self._number, dict(key), edges, count)
                 except FlowserveError as error:
                     raise TritonModelException(f"{failed}: {error}") from None
                 metric = self._metrics[key] = Metric(self._number, self._kind, self._caller, dict(key), edges, cells)
         return metric
+
+    def _open(self, caller: BlsClient) -> None:
+        self._number: int = caller.ask(OPEN_FAMILY, self._about)
+        self._pid = os.getpid()
 
     def __del__(self) -> None:
         caller: Any = getattr(self, "_caller", None)
