@@ -22,6 +22,7 @@ class FlowserveError(Exception):
     lineage: str = ""  # the step of a graph in which it occurred, as text appended to the message
     place: Place | None = None  # the place in the user's files, if known
     raised: Raised | None = None  # the exception of a model's code that is the cause, for the log
+    is_refusal: bool = False  # the queue of a model did not take the request
 
 
 class Invalid(FlowserveError):

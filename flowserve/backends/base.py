@@ -33,7 +33,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 from flowserve.config.suggest import misnamed
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
-from flowserve.errors import FlowserveError, Invalid, Problem, Problems, Unsupported
+from flowserve.errors import FlowserveError, Invalid, Problem, Problems
 from flowserve.memory.column import Column
 from flowserve.memory.tensor import Tensor
 from flowserve.values import MemoryPlace, Request, Response
@@ -315,7 +315,7 @@ class BlsClient(Protocol):
         """Send a call. The request's arrays are copied before this returns. `answered` is called for each result, on
         any thread, and must not block; the model owns the arrays in it. Returns a function that withdraws the call;
         with True the call still has a last result, an error with the code CANCELLED if it was not over. Raises
-        Unsupported if it cannot be made here, such as in a process that the model has forked.
+        Unsupported if it cannot be made here, such as on the event loop.
         """
 
     def wait(self, is_there: Callable[[], bool]) -> None:
@@ -352,12 +352,14 @@ def answer_or_raise(answer: Any) -> Any:
     return answer
 
 
-def forked(what: str) -> Unsupported:
-    """The error of a call in a process that the model has forked, such as one of a `multiprocessing.Pool`."""
-    return Unsupported(
-        f"{what} in a process that it has forked: the connection to the server belongs to the process that runs "
-        "execute; make the call there, and give the forked process its result"
-    )
+@runtime_checkable
+class KnowsReadiness(Protocol):
+    """Implemented by an `Instance` whose own code may say that it is not ready."""
+
+    def readiness(self) -> Callable[[], str] | None:
+        """The function that returns why it is not ready, or ""; None if there is no such code. Called after `open`. The
+        function blocks, raises nothing, and is called on any thread, also during a run.
+        """
 
 
 @runtime_checkable

@@ -186,7 +186,8 @@ def log_thread_exception(arguments: threading.ExceptHookArgs) -> None:
 
 def configure(choice: LogChoice, worker: int | None = None) -> LogSettings:
     """Send the log to standard error, or append it to its file; a file that was moved away is created again. Verbosity
-    0: INFO and above; 1: flowserve's DEBUG records too; 2: all libraries' DEBUG records. The returned settings can be
+    0: INFO and above; 1: flowserve's DEBUG records too; 2: all libraries' DEBUG records. As on Triton, each kind is
+    independent of the others: verbose records are written without `log_info` too. The returned settings can be
     changed while the server runs. `worker`: the number of this server, if there are several. Raises OSError if the file
     cannot be opened.
     """
@@ -197,7 +198,10 @@ def configure(choice: LogChoice, worker: int | None = None) -> LogSettings:
     def is_wanted(record: logging.LogRecord) -> bool:
         if record.levelno >= logging.ERROR:
             return choice.log_error
-        return choice.log_warning if record.levelno >= logging.WARNING else choice.log_info
+        if record.levelno >= logging.WARNING:
+            return choice.log_warning
+        # The levels of the loggers decide about verbose records, whether or not others are wanted.
+        return choice.log_info or record.levelno < logging.INFO
 
     def apply(changed: LogChoice) -> None:
         nonlocal choice

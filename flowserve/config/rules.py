@@ -10,9 +10,9 @@ checks that Triton makes at the top level of a configuration, and limits that Tr
 What the admission parameters do is decided in `runtime/admission`.
 
 For inputs and outputs, reshapes, label files, batch inputs and batch outputs, and warm-up samples, decides the checks
-that Triton makes, with its texts; that names of inputs are unique and a model has outputs; and errors of batch inputs
-and outputs that Triton finds only when a batch runs: inputs that clients cannot send because the server computes them,
-unknown shapes of batch outputs, and models that do not take a batch as one tensor.
+that Triton makes, with its texts; that names of inputs are unique and a model has outputs (a Python model may have
+none); and errors of batch inputs and outputs that Triton finds only when a batch runs: inputs that clients cannot send
+because the server computes them, unknown shapes of batch outputs, and models that do not take a batch as one tensor.
 
 For the dynamic batcher and for sequence batching (queues, control tensors, strategies, implicit state), decides which
 settings are invalid or contradict each other, as on Triton. Does not know their effect (`scheduling`).
@@ -475,7 +475,8 @@ def unique_names(s: RuleInput) -> Iterator[Problem]:
 
 def model_outputs(s: RuleInput) -> Iterator[Problem]:
     model = s.message.name
-    if not s.message.output and (s.message.backend or s.is_ensemble):  # without a backend, completion was not possible
+    # Without a backend, completion was not possible. A Python model may have no outputs, as on Triton.
+    if not s.message.output and (s.message.backend not in ("", "python") or s.is_ensemble):
         hint = "list them in config.pbtxt" + ("" if s.is_ensemble else ", or let the model's own file say them")
         yield s.problem("M33", "", f"model '{model}' must specify at least one 'output'", hint)
     for index, tensor in enumerate(s.message.output):
@@ -675,8 +676,7 @@ def priorities(s: RuleInput) -> Iterator[Problem]:
         text = f"Only one priority level is allowed when 'preserve_ordering' is true for {model}"
         yield s.problem("M53", f"{BATCHING}.priority_levels", text)
     for path, policy in policies:
-        may_expire = policy.default_timeout_microseconds or policy.allow_timeout_override
-        if may_expire and policy.timeout_action == pb.ModelQueuePolicy.DELAY:
+        if policy.default_timeout_microseconds and policy.timeout_action == pb.ModelQueuePolicy.DELAY:
             text = f"Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for {model}"
             yield s.problem("M54", path, text)
 

@@ -79,13 +79,15 @@ def written_by(graph: Graph, found: Sequence[tuple[int, ...]], producer: int) ->
 
 def nesting(graph: Graph, edges: Sequence[Edge], slot_of: dict[tuple[int, int], int]) -> Nesting | None:
     """The levels of a well-formed graph; None if every step runs once and no limit is shared."""
-    active = {edge.consumer for edge in edges if edge.consumer != GRAPH}
-    active |= {edge.producer for edge in edges if edge.producer != GRAPH}
+    makers_of_answers = [edge.producer for edge in edges if edge.consumer == GRAPH]
+    if not graph.is_ensemble:  # a plain model runs and responds also without inputs and outputs
+        makers_of_answers = [node.index for node in graph.nodes]
+    active = {*makers_of_answers, *(edge.consumer for edge in edges), *(edge.producer for edge in edges)} - {GRAPH}
     is_shared = graph.shares_limits and any(node.max_inflight for node in graph.nodes)
     if not is_shared and not any(graph.nodes[index].decoupled for index in active):
         return None
     found = origins(graph, edges)
-    splits = joined([written_by(graph, found, edge.producer) for edge in edges if edge.consumer == GRAPH])
+    splits = joined([written_by(graph, found, producer) for producer in makers_of_answers])
     depth = [len(chain) for chain in found]
     slots = len(slot_of)
     level = [0] * slots

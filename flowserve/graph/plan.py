@@ -53,6 +53,9 @@ class PlanNode:
     that waits for nothing else, and this node is the only reader of its only slot: (j, slot, the next node's
     index), else None. `ends`: the node's only output is read by the graph alone: (j, slot), else None. `frees` are
     the slots that only this node reads.
+
+    `is_needed`: a step of this node runs for each request, unless it is in a space without rows. That of a plain model
+    runs whether or not the model has outputs.
     """
 
     index: int
@@ -73,6 +76,7 @@ class PlanNode:
     goes_on: tuple[int, int, int] | None
     ends: tuple[int, int] | None
     frees: tuple[int, ...]
+    is_needed: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,7 +190,7 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
         graph=graph,
         nodes=nodes,
         blank=(None,) * (len(wires.readers) - len(graph.inputs)),
-        first=tuple(node.index for node in nodes if node.writes and not missing[node.index]),
+        first=tuple(node.index for node in nodes if node.is_needed and not missing[node.index]),
         missing=missing,
         consumers=consumers,
         needed_by=tuple(wires.needed_by),
@@ -477,6 +481,7 @@ def _plan_node(graph: Graph, node: Node, wires: _Wires, missing: Sequence[int], 
         goes_on=then if goes_on else None,
         ends=writes[0][:2] if len(writes) == 1 and not writes[0][2] else None,
         frees=tuple(slot for slot, is_sole in zip(inputs, sole, strict=True) if is_sole),
+        is_needed=bool(writes) or not graph.is_ensemble,
     )
 
 
@@ -543,11 +548,11 @@ def _runs_only_with(graph: Graph, space: int, given: int) -> bool:
 
 def _needed(graph: Graph, outputs: Collection[str] | None) -> Sequence[Edge]:
     """The edges that lead to the wanted outputs. Even if all are wanted, a nested ensemble may have steps that serve
-    only those of its outputs that have no reader in this graph.
+    only those of its outputs that have no reader in this graph. A plain model always runs, also without outputs.
     """
     wanted = {i for i, spec in enumerate(graph.outputs) if outputs is None or spec.name in outputs}
     feeding: dict[int, set[int]] = {node.index: openers(graph, node.space) for node in graph.nodes}
-    nodes: set[int] = set()
+    nodes: set[int] = set() if graph.is_ensemble else set(feeding)
     for edge in graph.edges:
         if edge.consumer != GRAPH:
             feeding[edge.consumer].add(edge.producer)

@@ -105,10 +105,10 @@ class Service:
 
     async def model_ready(self, request: pb.ModelReadyRequest) -> Json:
         try:
-            outage = self._engine.deployments.outage(self._engine.deployments.find(request.name, request.version))
+            deployment = self._engine.deployments.find(request.name, request.version)
         except (NotFound, Unavailable):
             return {"ready": False}
-        return {"ready": not outage}
+        return {"ready": not await self._access.run_in_trio(lambda: self._engine.unready(deployment))}
 
     async def metadata(self, request: pb.ServerMetadataRequest) -> Json:
         return server_metadata(self._engine.options.server_name)

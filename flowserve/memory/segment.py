@@ -83,7 +83,7 @@ class Segment:
                 raise
         except OSError as error:  # code that uses a socket would treat an OSError as the socket's end
             raise MemoryError(f"shared memory of {size} bytes cannot be had: {error.strerror}") from error
-        return cls(fd, size, next(getattr(_of_thread, "numbers", _numbers)), memory)
+        return cls(fd, size, new_number(), memory)
 
     @classmethod
     def read_shared(cls, fd: int, number: int) -> Segment:
@@ -214,6 +214,11 @@ class Lease(np.ndarray[Any, np.dtype[np.uint8]]):
         gone = getattr(self, "_gone", None)
         if gone is not None:  # arrays that numpy derives from a lease have no callback
             gone(self.ticket)
+
+
+def new_number() -> int:
+    """A number that no other segment of this process has."""
+    return next(getattr(_of_thread, "numbers", _numbers))
 
 
 def number_segments_from(first: int, *, of_thread: bool = False) -> None:

@@ -380,14 +380,14 @@ def _by_queue(batches: Collection[Batch]) -> dict[ModelQueue, list[Batch]]:
 
 
 def _is_pending(flow: Called, node: PlanNode) -> bool:
-    return not flow.done and bool(node.writes) and node.index not in flow.finished
+    return not flow.done and node.is_needed and node.index not in flow.finished
 
 
 def _pending(flow: Called) -> Iterator[PlanNode]:
     if not flow.done:
         finished = flow.finished
         for node in flow.plan.nodes:
-            if node.writes and node.index not in finished:
+            if node.is_needed and node.index not in finished:
                 yield node
 
 

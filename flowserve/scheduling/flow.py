@@ -240,7 +240,9 @@ class Flow:
         if self.done or not self.open:
             return []
         return [
-            node for node in self.plan.nodes if node.writes and not self.missing[node.index] and not self._is_over(node)
+            node
+            for node in self.plan.nodes
+            if node.is_needed and not self.missing[node.index] and not self._is_over(node)
         ]
 
     def _is_over(self, node: PlanNode) -> bool:

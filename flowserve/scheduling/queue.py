@@ -237,8 +237,8 @@ class BatchPolicy:
 
 @dataclass(frozen=True, slots=True)
 class LevelPolicy:
-    """The queue policy of one level. `max_size` counts requests (0: no limit). `timeout_ns`: of requests without their
-    own (0: no timeout). `may_override`: a request's own timeout applies if it is smaller, or if this policy has none.
+    """The queue policy of one level. `max_size` counts requests (0: no limit). `timeout_ns`: how long each may wait (0:
+    no limit, whatever a request says, as on Triton). `may_override`: a smaller timeout of a request applies instead.
     `is_delayed`: a ticket whose timeout passed moves behind the others of its level instead of being refused.
     """
 
@@ -250,7 +250,7 @@ class LevelPolicy:
     def timeout_of(self, flow: Flow) -> int:
         """How long a request may wait, in nanoseconds; 0: no limit."""
         own_ns, timeout_ns = flow.timeout_ns, self.timeout_ns
-        return own_ns if self.may_override and own_ns and not 0 < timeout_ns < own_ns else timeout_ns
+        return own_ns if self.may_override and 0 < own_ns < timeout_ns else timeout_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,7 @@ class Levels:
     def is_plain(self) -> bool:
         """One level, without a size limit or timeouts."""
         policy = self.policy
-        return not (self.count or self.policies or policy.max_size or policy.timeout_ns or policy.may_override)
+        return not (self.count or self.policies or policy.max_size or policy.timeout_ns)
 
 
 PLAIN: Final = Levels()

@@ -924,6 +924,7 @@ class Scheduler:
         except Unavailable:
             is_full = True
         except Invalid as error:  # the request belongs to no sequence
+            error.is_refusal = True
             ticket.flow.located(error, ticket.node)
             self._refuse(queue, ticket, error)
             raise
@@ -957,6 +958,7 @@ class Scheduler:
                 if queue.lookups is not None:
                     self._to_run += queue.lookups.fail(ticket)
                 return
+            error.is_refusal = True
             ticket.flow.located(error, ticket.node)
             self._refuse(queue, ticket, error)
             raise

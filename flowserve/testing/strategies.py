@@ -89,7 +89,7 @@ class SimModel:
     def effective_timeout_ns(self, request: SimRequest) -> int | None:
         """The time after which a waiting request is refused, or None."""
         policy = self.level_policy(request)
-        own_ns = request.timeout_ns if policy.may_override else 0
+        own_ns = request.timeout_ns if policy.may_override and policy.timeout_ns else 0
         return None if policy.is_delayed else min(filter(None, (own_ns, policy.timeout_ns)), default=None)
 
     def content(self, output: int, inputs: tuple[int, ...]) -> int:
@@ -211,12 +211,11 @@ def draw_levels(random: Random, *, keeps_order: bool = False) -> Levels:
 
     def policy() -> LevelPolicy:
         timeout_ns = random.choice([0, 0, 5, 30, 100])
-        may_override = random.random() < 0.5
         return LevelPolicy(
             max_size=random.choice([0, 0, 1, 2, 4]),
             timeout_ns=timeout_ns,
-            may_override=may_override,
-            is_delayed=random.random() < 0.5 and not (keeps_order and (timeout_ns or may_override)),
+            may_override=random.random() < 0.5,
+            is_delayed=random.random() < 0.5 and not (keeps_order and timeout_ns),
         )
 
     count = random.choice([0, 1] if keeps_order else [0, 2, 3])

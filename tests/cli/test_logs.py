@@ -129,6 +129,8 @@ def test_log_settings_can_change_while_the_server_runs(
     settings.change({"log_verbose_level": 1})
     assert said() == ["DEBUG", "INFO", "WARNING", "ERROR"]
     settings.change({"log_info": False, "log_error": False})
+    assert said() == ["DEBUG", "WARNING"]
+    settings.change({"log_verbose_level": 0})
     assert said() == ["WARNING"]
     settings.change({"log_info": True, "log_error": True, "log_verbose_level": 0, "log_format": "ISO8601"})
     loggers.warning("text")

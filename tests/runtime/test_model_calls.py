@@ -267,9 +267,12 @@ async def test_a_failed_call_is_a_response_with_an_error(served: Served) -> None
     await served.add("version", "return value(request('bad', given, model_version=7).exec())")
     await served.add("shape", "return value(request('bad', given[0]).exec())")
     await fails(served, "a", "1 no luck")
-    await fails(served, "b", "2 Request for unknown model: 'nobody' is not found")
-    await fails(served, "c", "names no model")
-    await fails(served, "version", "2 Request for unknown model: 'bad' version 7 is not found")
+    refused = (
+        "2 Model {0} - Error when running inference: .* Model '{0}' is not ready. Request for unknown model: '{0}'"
+    )
+    await fails(served, "b", refused.format("nobody"))
+    await fails(served, "c", refused.format(""))
+    await fails(served, "version", "2 Model bad - .* Request for unknown model: 'bad' version 7 is not found")
     await fails(served, "shape", "3 .*unexpected shape for input 'IN'")
     assert served.counted("bad") == (0, 2)
 
@@ -371,7 +374,9 @@ async def test_a_process_is_ended_with_the_reason_if_the_server_has_no_descripto
 
 async def test_a_model_with_one_instance_that_calls_itself_gets_an_error(served: Served) -> None:
     await served.add("a", "return value(request('a', given - 1).exec()) if given[0, 0] > 0 else given")
-    await fails(served, "a", "4 model 'a' -> 'a': this call can never be answered")
+    await fails(
+        served, "a", "4 Model a - Error when running inference: model 'a' -> 'a': this call can never be answered"
+    )
     assert await served.ask("a", 0) == [0]
     assert reasons(served, "a") == {"REJECTED": 1, "BACKEND": 1}, "the call, and the caller that says so"
 
@@ -379,7 +384,7 @@ async def test_a_model_with_one_instance_that_calls_itself_gets_an_error(served:
 async def test_a_model_with_several_instances_may_call_itself_as_often(served: Served) -> None:
     await served.add("a", "return value(request('a', given - 1).exec()) + 1 if given[0, 0] > 0 else given", instances=3)
     assert await served.ask("a", 2) == [2]
-    await fails(served, "a", "4 model 'a' -> 'a'", 3)
+    await fails(served, "a", "4 Model a - Error when running inference: model 'a' -> 'a'", 3)
 
 
 async def test_a_call_refused_for_its_size_is_a_failure_of_the_called_model(served: Served) -> None:
@@ -394,7 +399,12 @@ async def test_a_cycle_of_calls_is_refused_with_the_names_of_its_models(served: 
     for name, other in (("a", "b"), ("b", "a")):
         await served.add(name, f"return value(request('{other}', given - 1).exec()) if given[0, 0] > 0 else given")
     assert await served.ask("a", 1) == [0]
-    await fails(served, "a", "4 model 'a' -> 'b' -> 'a': this call can never be answered", 2)
+    await fails(
+        served,
+        "a",
+        "4 Model a - Error when running inference: model 'a' -> 'b' -> 'a': this call can never be answered",
+        2,
+    )
 
 
 async def test_models_that_call_each_other_under_load_never_hang(served: Served) -> None:
@@ -539,7 +549,9 @@ async def test_calls_of_an_unloaded_model_fail_until_it_is_loaded_again(served: 
     await served.add("twice", TWICE)
     await served.add("caller", CALL.format("twice"))
     served.engine.deployments.withdraw_name("twice", "unloaded")
-    await fails(served, "caller", "4 Request for unknown model: 'twice' is not at ready state: unloaded")
+    await fails(
+        served, "caller", "4 Model twice - .* Request for unknown model: 'twice' is not at ready state: unloaded"
+    )
     await served.add("twice", TWICE)
     assert await served.ask("caller", 1) == [3]
 
@@ -722,7 +734,11 @@ async def test_the_responses_of_a_called_decoupled_model_arrive_in_order(served:
     assert await served.ask("gathering", 40) == [*range(40), -1, *range(40), -1]
     assert await served.ask("cancelling", 40) == [0, 1, 0]
     assert await served.ask("impatient", 40) == [40]
-    await fails(served, "one", "5 Model count is using the decoupled.* Please use 'decoupled=True'")
+    await fails(
+        served,
+        "one",
+        "5 Model count - Error when .*: Model count is using the decoupled.* Please use 'decoupled=True'",
+    )
     await served.add("wrong", "return value(request('count', given.astype('float64')).exec())")
     await fails(served, "wrong", "3 .*data-type is 'FP64', but model 'count' expects 'FP32'")
 
@@ -811,15 +827,7 @@ async def test_the_parameters_of_a_response_reach_the_model_that_called(served: 
 
 FORKS = """
 def work(given):
-    def call(): return value(request("twice", np.array(given, np.float32)).exec())
-    def ask(): return pb_utils.is_model_ready("twice")
-    answers = []
-    for one in (call, ask):
-        try:
-            answers.append(str(one()))
-        except pb_utils.TritonModelException as error:
-            answers.append(str(error))
-    return answers
+    return [value(request("twice", np.array(given, np.float32)).exec()).tolist(), pb_utils.is_model_ready("twice")]
 
 class TritonPythonModel"""
 FORKING = """
@@ -827,15 +835,31 @@ import multiprocessing
 begun = request("twice", given).exec(decoupled=True)
 waiting = iter(begun)
 with multiprocessing.get_context("fork").Pool(2) as pool:
-    found = pool.map(work, [given.tolist()] * 4)
-for one in sum(found, []):
-    assert "in a process that it has forked" in one, one
+    found = pool.map(work, [(given + i).tolist() for i in range(6)])
+assert found == [[(2 * (given + i)).tolist(), True] for i in range(6)], found
 return value(next(waiting)) + value(request("twice", given).exec())
+"""
+WAITS_THERE = """
+begun = request("twice", given).exec(decoupled=True)
+reading, writing = os.pipe()
+pid = os.fork()
+if not pid:
+    try:
+        next(begun)
+        error = "none"
+    except pb_utils.TritonModelException as raised:
+        error = str(raised)
+    os.write(writing, error.encode())
+    os._exit(0)
+os.waitpid(pid, 0)
+said = os.read(reading, 1000).decode()
+assert "cannot wait for a call in a process that it has forked" in said, said
+return value(next(begun))
 """
 
 
 @pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
-async def test_a_call_in_a_forked_process_is_an_error_there_and_the_model_goes_on(tmp_path: Path) -> None:
+async def test_forked_processes_call_models_beside_a_call_of_their_parent(tmp_path: Path) -> None:
     async with open_engine(EngineOptions()) as engine:
         served = Served(engine, tmp_path, "process")
         await served.add("twice", TWICE)
@@ -844,7 +868,16 @@ async def test_a_call_in_a_forked_process_is_an_error_there_and_the_model_goes_o
         await served.add("forks", "", text=text)
         assert await served.ask("forks", 3) == [12]
         assert await served.ask("forks", 4) == [16], "in the same process"
-        assert served.counted("twice") == (4, 0)
+        assert served.counted("twice") == (16, 0)
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+async def test_a_forked_process_cannot_take_the_responses_of_its_parents_call(tmp_path: Path) -> None:
+    async with open_engine(EngineOptions()) as engine:
+        served = Served(engine, tmp_path, "process")
+        await served.add("twice", TWICE)
+        await served.add("forks", WAITS_THERE)
+        assert await served.ask("forks", 3) == [6]
 
 
 async def test_a_call_may_be_cancelled_while_its_response_is_delivered(served: Served) -> None:
@@ -1127,6 +1160,33 @@ async def test_a_fork_of_a_worker_process_does_not_drop_its_metrics(tmp_path: Pa
         )
         assert await served.ask("forks", 3) == [3]
         assert await served.ask("forks", 4) == [4]
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+async def test_a_fork_of_a_worker_process_counts_in_its_metrics_and_in_its_own(tmp_path: Path) -> None:
+    async with open_engine(EngineOptions()) as engine:
+        served = Served(engine, tmp_path, "process")
+        await served.add(
+            "forks",
+            "family = self.kept[0] if self.kept else pb_utils.MetricFamily('m', '', pb_utils.COUNTER)\n"
+            "self.kept[:] = [family]\n"
+            "family.Metric(labels={'of': 'both'}).increment(1)\n"
+            "pid = os.fork()\n"
+            "if pid == 0:\n"
+            "    own = pb_utils.MetricFamily('own', '', pb_utils.COUNTER)\n"
+            "    own.Metric().increment(5)\n"
+            "    family.Metric(labels={'of': 'both'}).increment(10)\n"
+            "    new = family.Metric(labels={'of': 'fork'})\n"
+            "    new.increment(100)\n"
+            "    os._exit(0 if new.value() >= 100 and own.Metric().value() == 5 else 1)\n"
+            "assert os.waitpid(pid, 0)[1] == 0\n"
+            "return np.array([[family.Metric(labels={'of': 'both'}).value()]], np.float32)",
+        )
+        assert await served.ask("forks", 3) == [11]
+        assert await served.ask("forks", 4) == [22]
+        shown = engine.server_requests.metrics.text().decode()
+        assert 'm{of="both"} 22' in shown
+        assert "own" not in shown, "it ended with its process"
 
 
 async def test_a_call_that_is_not_awaited_is_executed_nevertheless(served: Served) -> None:

@@ -32,7 +32,7 @@ class Waiting:
         self.is_delayed = False
         self.expires: int | None = None
         limits = [policy.timeout_ns, ticket.flow.timeout_ns if policy.may_override else 0]
-        if any(limits):
+        if policy.timeout_ns:
             self.expires = ticket.queued_ns + min(filter(None, limits))
 
     @property

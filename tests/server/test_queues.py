@@ -233,21 +233,10 @@ def test_a_client_timeout_above_the_default_is_ignored(clients_of: Callable[[str
     assert 0.3 < time.monotonic() - began < 2.0
 
 
-@pytest.mark.fault("W7")
-def test_a_client_timeout_applies_without_a_default(wire: Any, clients_of: Callable[[str], ModelClients]) -> None:
-    timeless = clients_of("timeless")
-    with counted(wire, "timeless") as failures:
-        timeless.keep_busy()
-        patient = timeless.send()
-        assert _waited_ms(timeless.answer(timeless.send(timeout=20_000))) >= 20
-        timeless.open()
-        assert timeless.answer(patient).status == 200
-    assert failures == {"REJECTED": 1}
-
-
 @pytest.mark.fault("D4")
-def test_a_client_timeout_is_ignored_without_allow_timeout_override(clients_of: Callable[[str], ModelClients]) -> None:
-    ignores = clients_of("deaf")
+@pytest.mark.parametrize("model", ["deaf", "timeless"], ids=["without permission", "without a default"])
+def test_a_client_timeout_is_ignored(clients_of: Callable[[str], ModelClients], model: str) -> None:
+    ignores = clients_of(model)
     ignores.keep_busy()
     ignores.send(timeout=1)
     ignores.open()

@@ -113,6 +113,24 @@ class PythonInstance:
             execute = partial(_run_coroutine, self._loop, execute)
         self._execute = execute
 
+    def readiness(self) -> Callable[[], str] | None:
+        """The model's method `is_ready`, if it has one."""
+        method = getattr(self._model, "is_ready", None)
+        return partial(self._objection, method) if callable(method) else None
+
+    def _objection(self, method: Callable[[], Any]) -> str:
+        try:
+            with ModelScope(self._source.context):
+                answer = method()
+                if inspect.iscoroutine(answer):
+                    answer = asyncio.run(answer)
+        except RAISED as error:
+            log.error("model '%s': is_ready failed", self.model_name, exc_info=error)
+            return f"its is_ready raised {reason(error)}"
+        if answer is True:
+            return ""
+        return f"its is_ready returned {answer!r}{'' if answer is False else ', which is neither True nor False'}"
+
     def run(self, work: Work, clock: ClockNs) -> Results:
         senders = work.senders
         self._clock = clock

@@ -12,7 +12,7 @@ not changed: import finders look in the folders of the thread's active model (pb
 modules leave `sys.modules` when the model's code returns, since another model may have a file of the same name; the
 modules that imported them keep references. In a process that runs one model only they stay, as on Triton, so that a
 module that is imported again or found by name (by pickle, by annotations) is the same object. Models import
-`triton_python_backend_utils`, which is the module of that name in pb_utils/.
+`triton_python_backend_utils` and `c_python_backend_utils`, which are the modules of these names in pb_utils/.
 
 Callers: backend.py and instance.py.
 """
@@ -37,6 +37,7 @@ from types import CodeType, ModuleType
 from typing import Any, Final
 
 from flowserve.backends.base import ModelFiles
+from flowserve.backends.python.pb_utils import c_python_backend_utils as c_pb_utils
 from flowserve.backends.python.pb_utils import triton_python_backend_utils as pb_utils
 from flowserve.backends.python.pb_utils.context import NO_CODE, Code, ModelContext, ModelScope, active
 from flowserve.config.parameters import ENVIRONMENT, MARKS
@@ -137,8 +138,9 @@ class ModelSource:
             return raw.decode(errors="replace")
 
     def import_fresh(self) -> ModuleType:
-        # Models import the module by this name.
+        # Models import the modules by these names.
         sys.modules["triton_python_backend_utils"] = pb_utils
+        sys.modules["c_python_backend_utils"] = c_pb_utils
         with self.running("import"):
             return _import_model(self.path, self.context)
 

@@ -6,6 +6,10 @@ an asyncio loop reads while it awaits something. The arrays of a call are copied
 those of its responses out of the server's: the model owns both from then on. A model's metrics are counted in shared
 memory of this process, which the server reads when metrics are requested: counting sends no message.
 
+A process that the model forks, such as one of a `multiprocessing.Pool`, has a socket of its own too, with its own
+numbers of calls and its own memory: so a response goes to the process that asked, and a process that ends withdraws its
+own calls only. It inherits no call that is in progress.
+
 It does not know the model. The server's side is in runtime/.
 
 Callers: main.py; the python backend, through the `BlsClient` interface (base.py).
@@ -24,6 +28,7 @@ from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -31,12 +36,12 @@ from flowserve.backends.base import (
     IS_WITHDRAWN,
     METRIC,
     NO_FILES,
+    OPEN_FAMILY,
     Answer,
     BlsCall,
     Cells,
     ClockNs,
     answer_or_raise,
-    forked,
 )
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import (
@@ -60,15 +65,28 @@ _CELL_BYTES = 8
 
 
 class WorkerBlsClient:
-    """The `BlsClient` of the model of this process, on any of its threads."""
+    """The `BlsClient` of the model of this process, on any of its threads, and of each process that the model forks."""
 
     def __init__(self, model: str, server: socket.socket, clock: ClockNs, cut: Callable[[], int]) -> None:
         """`cut`: called before each call; the batch that returns to the server because of it, 0 for none."""
         self.clock = clock
-        self._pid = os.getpid()
         self._model = model
         self._cut = cut
-        self._server = server
+        self._server = server.dup()  # forked processes have no other connection (forkserver.py)
+        self._is_fork = False
+        self._begin_process()
+        this = ref(self)
+
+        def forked() -> None:
+            client = this()
+            if client is not None:
+                client._forked()
+
+        os.register_at_fork(after_in_child=forked)
+
+    def _begin_process(self) -> None:
+        """Set what belongs to one process only."""
+        self._pid = os.getpid()
         self._socket: socket.socket | None = None
         self._sending = threading.Lock()  # also guards the arena
         self._arena = Arena()
@@ -81,17 +99,24 @@ class WorkerBlsClient:
         self._reading = threading.Lock()
         self._arrived = threading.Condition()
         self._awaited: dict[asyncio.AbstractEventLoop, int] = {}
+        self._families: set[int] = set()  # the metric families that this process has opened
+
+    def _forked(self) -> None:
+        """This process was forked by the model. Locks may be held by threads that do not exist here."""
+        for fd in self._segments.values():
+            os.close(fd)
+        self._is_fork = True
+        self._cut = _no_batch  # the server ends the route of the batch that runs
+        self._begin_process()
 
     def begin(self, call: BlsCall, answered: Callable[[Answer], None]) -> Callable[[bool], None]:
-        self._check_process(f"call model '{call.model}'")
         number = next(self._numbers)
         head = (protocol.CALL, number, int(call.is_stream), self._cut())
         self._begin(head, [*call.request.inputs.values()], _about(call), f"a call of model '{call.model}'", answered)
-        return partial(self._leave, number)
+        return partial(self._leave, self._pid, number)
 
     def wait(self, is_there: Callable[[], bool]) -> None:
         """One waiting thread reads the socket; each message wakes the others."""
-        self._check_process("wait for a call")
         while not is_there():
             if self._reading.acquire(blocking=False):
                 try:
@@ -106,7 +131,6 @@ class WorkerBlsClient:
 
     @contextmanager
     def awaited_on(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        self._check_process("wait for a call")
         sock = self._socket
         if sock is None:  # the first call could not be sent, and has its error already
             yield
@@ -124,7 +148,10 @@ class WorkerBlsClient:
 
     def ask(self, what: str, arguments: Sequence[Any], files: Mapping[str, bytes] = NO_FILES) -> Any:
         contents = [np.frombuffer(content, np.uint8) for content in files.values()]
-        return self._ask([what, [*arguments], [*files]], contents)[0]
+        answer = self._ask([what, [*arguments], [*files]], contents)[0]
+        if what == OPEN_FAMILY:
+            self._families.add(answer)
+        return answer
 
     def metric(self, family: int, labels: Mapping[str, str], buckets: Sequence[float] | None, count: int) -> Cells:
         about = [METRIC, [family, dict(labels), buckets], ["cells"]]
@@ -132,7 +159,8 @@ class WorkerBlsClient:
         return memoryview(segment.map)[start : start + count * _CELL_BYTES].cast("d")
 
     def drop(self, family: int) -> None:
-        if os.getpid() == self._pid:  # a process forked by the model frees copies only
+        if family in self._families:  # else a process forked by the model frees a copy
+            self._families.discard(family)
             self._dropped.append(family)
             self._send_dropped()
 
@@ -140,13 +168,13 @@ class WorkerBlsClient:
         return bool(self.ask(IS_WITHDRAWN, (member,)))
 
     def close(self) -> None:
-        """No effect: the process ends."""
+        """Forked processes can no longer begin to call; this process ends."""
+        self._server.close()
 
     # ------------------------------------------------------------------ to the server
 
     def _ask(self, about: list[Any], arrays: Sequence[Array]) -> tuple[Any, tuple[Segment, int]]:
         """The server's answer, and the position of `arrays` in shared memory. Raises if the answer is an error."""
-        self._check_process("ask the server")
         answers: SimpleQueue[Any] = SimpleQueue()
         where = self._begin(
             (protocol.SERVER_REQUEST, next(self._numbers), 0, 0), arrays, about, "what was asked", answers.put
@@ -212,22 +240,15 @@ class WorkerBlsClient:
                 self._dropped.append(family)  # the socket is full, or the server is gone
                 return
 
-    def _check_process(self, what: str) -> None:
-        """Raises Unsupported in a process that the model has forked. The socket, the numbers of calls and the shared
-        memory belong to this one; the server would take messages of both for invalid ones.
-        """
-        if os.getpid() != self._pid:
-            raise forked(f"model '{self._model}' cannot {what}")
-
     def _connect(self) -> socket.socket:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
-            socket.send_fds(self._server, [pack(protocol.CALLS, ())], [there.fileno()])
+            socket.send_fds(self._server, [pack(protocol.CALLS, (int(self._is_fork),))], [there.fileno()])
         return here
 
-    def _leave(self, number: int, is_answered: bool) -> None:
-        """Withdraw a call. `is_answered`: the server sends a last result."""
-        if os.getpid() != self._pid:  # a process forked by the model has a copy of the iterator
+    def _leave(self, pid: int, number: int, is_answered: bool) -> None:
+        """Withdraw a call of process `pid`. `is_answered`: the server sends a last result."""
+        if pid != self._pid:  # a process forked by the model has a copy of the iterator
             return
         if (number in self._waiting) if is_answered else (self._waiting.pop(number, None) is not None):
             self._say(pack(protocol.LEAVE, (number, int(is_answered))))
@@ -313,6 +334,10 @@ class WorkerBlsClient:
         if dtype is DType.BYTES:
             return raw.decode_bytes(flat.data, int(np.prod(shape)), name=name, model=self._model).reshape(shape)
         return flat.view(dtype.numpy).reshape(shape)
+
+
+def _no_batch() -> int:
+    return 0
 
 
 def _read(fd: int, target: Array, offset: int) -> None:

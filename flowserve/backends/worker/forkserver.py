@@ -283,7 +283,7 @@ class WorkerStart:
 
     def _disown(self) -> None:
         """In a process that a model forks: signals have their default action, and the socket is replaced, so that it
-        cannot answer in the model's place.
+        cannot answer in the model's place. It may call other models (bls_client.py).
         """
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is _nothing:

@@ -19,10 +19,11 @@ import pickle
 import socket
 from time import perf_counter_ns
 
-from flowserve.backends.base import CallsModels, Instance, Remote
+from flowserve.backends.base import CallsModels, Instance, KnowsReadiness, Remote
 from flowserve.backends.worker.bls_client import WorkerBlsClient
 from flowserve.backends.worker.driver import Driver, RouteGuard
 from flowserve.backends.worker.protocol import BROKEN, MESSAGE_BYTES_MAX, Garbled, Job, encode_error, pack
+from flowserve.backends.worker.readiness import answer_on_thread
 from flowserve.backends.worker.sharing import Host, claim_host, hand_over
 from flowserve.backends.worker.streaming import StreamDriver
 from flowserve.errors import FlowserveError, ModelFailed
@@ -75,6 +76,8 @@ def _serve(socket_fd: int, job: Job, host: Host | None = None) -> None:
                 error = ModelFailed(what)
             sock.send(pack(BROKEN, (), encode_error(error)))
             return
+        if isinstance(instance, KnowsReadiness) and (objection := instance.readiness()) is not None:
+            answer_on_thread(sock, objection)
         if host is not None:
             host.start()
         try:

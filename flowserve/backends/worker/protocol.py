@@ -155,7 +155,10 @@ OVER: Final = 17
 # WAITS number member inside: a thread waits for a GRANT; inside: the thread that runs the batch
 WAITS: Final = 18
 
-# CALLS, with a descriptor: a socket for the model's calls of other models. Messages of the worker process on it:
+# READINESS, with a descriptor: a socket for questions whether the model is ready (readiness.py), before READY
+READINESS: Final = 20
+# CALLS is_fork, with a descriptor: a socket for the model's calls of other models, in the worker process or in one that
+# the model has forked, each of which has its own. Messages of the process on it:
 CALLS: Final = 8
 # SEGMENT as above, for inputs of calls, and
 # CALL number is_stream batch segment offset nbytes count, and for each input: type offset nbytes dimensions dim...

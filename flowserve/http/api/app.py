@@ -95,7 +95,7 @@ def make_routes(engine: Engine, options: AppOptions, control: Control | None) ->
 
     async def model_ready(request: Request) -> Response:
         try:
-            outage = deployments.outage(deployments.find(*_names(request)))
+            outage = await engine.unready(deployments.find(*_names(request)))
         except Unavailable:
             outage = "it is not loaded"
         return json_response({"error": f"Model version not ready: {outage}"}, 400) if outage else Response()

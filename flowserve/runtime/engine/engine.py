@@ -48,6 +48,7 @@ from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.model_calls.calls import Calls
 from flowserve.runtime.model_calls.server_requests import ServerRequests
 from flowserve.runtime.processes.children import SUPPORTED
+from flowserve.runtime.readiness import ModelChecks
 from flowserve.runtime.release import MemoryRelease
 from flowserve.runtime.tracing.recent import RecentRequests
 from flowserve.runtime.tracing.traces import Traces
@@ -144,6 +145,7 @@ class Engine:
         self.memory = MemoryRelease(self.clock, self.generations.workers, lambda: not self.scheduler.in_flight)
         self.supervisor = Supervisor(self.scheduler, self.context, options.restarts)
         self.deployments = Deployments(options, self.clock, self.scheduler, self.generations, self.supervisor)
+        self._checks = ModelChecks(token)
         self.observers: list[Observer] = []
         self.tracing = Tracing(self.scheduler, self.streams, self.observers, self.clock)
         self._recent = RecentRequests(self.tracing.is_traced, self.clock)
@@ -671,6 +673,12 @@ class Engine:
         """Remove a queue that gets no more work; its instances are about to be closed."""
         self.scheduler.remove(queue)
         self.supervisor.release(queue)
+
+    async def unready(self, deployment: Deployment) -> str:
+        """Why a loaded deployment is not ready, or "": it cannot serve at present, or one of its models says so."""
+        if outage := self.deployments.outage(deployment):
+            return outage
+        return await self._checks.objection(worker for queue in deployment.queues for worker in queue.instances)
 
     def _is_served(self, name: str, version: str) -> bool:
         return not self.deployments.outage(self.deployments.find(name, version))

@@ -25,6 +25,7 @@ import select
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -195,7 +196,9 @@ class Channel:
         self.number = number
         self.free_blocks: deque[BlockAddress] = deque()
         self.is_closed = False
-        self.on_calls: Callable[[int], None] | None = None  # receives the socket for the model's calls of other models
+        # Receives a socket for the model's calls of other models, and whether a fork of the process made it.
+        self.on_calls: Callable[[int, bool], None] | None = None
+        self.questions: socket.socket | None = None  # about the readiness of its model, if that has code for it
         self._socket = sock
         self._model = model
         self._outbox = Outbox(sock, readiness)
@@ -350,6 +353,9 @@ class Channel:
         self.is_closed = True
         self._outbox.clear()
         self._socket.close()
+        if self.questions is not None:
+            with suppress(OSError):
+                self.questions.shutdown(socket.SHUT_RDWR)  # a thread may wait for its answer
         self._held.clear()
         self._peers.clear()
 
@@ -361,7 +367,9 @@ class Channel:
             if kind == protocol.SEGMENT:
                 self._take_segment(words[1], taken)
             elif kind == protocol.CALLS and taken and self.on_calls is not None:
-                self.on_calls(taken.pop())
+                self.on_calls(taken.pop(), bool(words[1]))
+            elif kind == protocol.READINESS and taken and self.questions is None:
+                self.questions = socket.socket(fileno=taken.pop())
             elif not taken:
                 raise Garbled(NO_DESCRIPTOR)
             else:

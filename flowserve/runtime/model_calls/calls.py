@@ -34,7 +34,6 @@ from flowserve.backends.base import (
     BlsCall,
     Cells,
     answer_or_raise,
-    forked,
 )
 from flowserve.errors import Cancelled, FlowserveError, Internal, Unsupported
 from flowserve.memory.pool import HOST
@@ -51,7 +50,9 @@ from flowserve.values import Request, Response
 log = logging.getLogger("flowserve.runtime")
 
 _AT_ONCE: Final = 32  # calls that are withdrawn at once
-# Triton's text, which models may parse.
+# Triton's texts, which models may parse.
+_REFUSED: Final = "Error when running inference"
+_NOT_READY: Final = "Failed for execute the inference request. Model"
 _MANY_ANSWERS: Final = (
     "is using the decoupled. The current BLS request call doesn't support models using the decoupled transaction "
     "policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled models."
@@ -114,9 +115,12 @@ class Calls:
             flow = pending.flow = engine.call(pending.batch, deployment, call.request, is_stream=call.is_stream)
         except FlowserveError as error:
             is_one_of_many = deployment is not None and deployment.graph.is_decoupled and not call.is_stream
+            text = str(error)
             if is_one_of_many and isinstance(error, Unsupported):
-                error = Unsupported(f"Model {call.model} {_MANY_ANSWERS}")
-            pending.answered(error)
+                text = f"Model {call.model} {_MANY_ANSWERS}"
+            elif deployment is None:
+                text = f"{_NOT_READY} '{call.model}' is not ready. {text}"
+            pending.answered(_refused(call, error, text))
             return
         except Exception as error:
             self._broke(pending, error)
@@ -192,7 +196,8 @@ class Calls:
             elif flow.ends_empty:  # as on Triton
                 pending.answered(Response(flow.owner.name, flow.owner.version, {}, flow.request.id))
         except FlowserveError as error:
-            pending.answered(error)
+            is_refusal = flow.error is not None and flow.error.is_refusal and not flow.owner.graph.is_ensemble
+            pending.answered(_refused(pending.call, error, str(error)) if is_refusal else error)
 
     def _over(self, pending: PendingCall) -> None:
         batch = pending.batch
@@ -275,15 +280,23 @@ class ThreadCaller:
 
     def wait(self, is_there: Callable[[], bool]) -> None:
         """Not used: the caller waits at its own queue."""
-        self._check_process("wait for a call")
 
     def awaited_on(self, loop: asyncio.AbstractEventLoop) -> AbstractContextManager[None]:
-        self._check_process("wait for a call")
         return nullcontext()
 
     def _check_process(self, what: str) -> None:
-        if os.getpid() != self._pid:  # it has no event loop
-            raise forked(f"model '{self._model}' cannot {what}")
+        """Raises Unsupported in a process that the model has forked: it has no event loop."""
+        if os.getpid() != self._pid:
+            raise Unsupported(
+                f"model '{self._model}' cannot {what} in a process that it has forked from the server's: that is "
+                'possible with execution "process"; or make the call in execute, and give the forked process its result'
+            )
+
+
+def _refused(call: BlsCall, error: FlowserveError, text: str) -> FlowserveError:
+    """The error of a call that no model has run, with a text that begins as Triton's."""
+    error.args = (f"Model {call.model} - {_REFUSED}: {text}",)
+    return error
 
 
 def is_withdrawn(batch: Batch | None, member: int) -> bool:

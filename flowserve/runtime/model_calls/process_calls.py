@@ -1,8 +1,9 @@
 """BLS calls of a model in a worker process, received on the socket that the process created for them.
 
-Decides that everything the process sends is checked before use; where the tensors of both directions are (the called
-model reads them where the caller wrote them; responses are copied to memory that only the caller's process reads); and
-that the calls and metrics of a process end with it. Its other requests (server_requests.py) use the same socket.
+Decides that everything the process sends is checked before use; that a process which the model has forked is served on
+a socket of its own, as the worker process is; where the tensors of both directions are (the called model reads them
+where the caller wrote them; responses are copied to memory that only the caller's process reads); and that the calls
+and metrics of a process end with it. Its other requests (server_requests.py) use the same socket.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from flowserve.backends.worker.protocol import (
 from flowserve.errors import FlowserveError, Internal
 from flowserve.memory import raw
 from flowserve.memory.arena import Arena, BlockAddress, aligned
-from flowserve.memory.segment import PAGE, Lease, Segment
+from flowserve.memory.segment import PAGE, Lease, Segment, new_number
 from flowserve.runtime.ipc.channel import Outbox, Readiness, descriptor
 from flowserve.runtime.ipc.tensors import NO_DESCRIPTOR, OutputReader
 from flowserve.runtime.model_calls.calls import Calls, PendingCall, is_withdrawn
@@ -69,21 +70,33 @@ class CallingWorker(Protocol):
     def running(self) -> Batch | None: ...
     @property
     def loads(self) -> str: ...
-    def end_route(self, number: int) -> None:
-        """A call was made during this batch, which therefore leaves its route."""
+    def end_route(self, number: int | None) -> None:
+        """A call was made during this batch, None: the one that it executes. It therefore leaves its route."""
+
+    def calls_ended(self, calls: ProcessCalls) -> None:
+        """These calls are closed."""
 
     def kill_for(self, what: str) -> None:
         """The process sent an invalid message, and is killed."""
 
 
 class ProcessCalls:
-    """The calls of one process. On the event loop."""
+    """The calls of one process: a worker process, or (`is_fork`) one that its model has forked. On the event loop."""
 
     def __init__(
-        self, fd: int, model: str, arena: Arena, calls: Calls, readiness: Readiness, worker: CallingWorker
+        self,
+        fd: int,
+        model: str,
+        arena: Arena,
+        calls: Calls,
+        readiness: Readiness,
+        worker: CallingWorker,
+        *,
+        families: set[int],
+        is_fork: bool,
     ) -> None:
-        """Owns `fd`. `arena`: memory that the model's process may read. Raises Garbled if `fd` is no socket of the
-        expected type.
+        """Owns `fd`. `arena`: memory that the model's process may read. `families`: the metric families of the worker's
+        model, including those of its other processes. Raises Garbled if `fd` is no socket of the expected type.
         """
         self._socket = _socket(fd)
         self._outbox = Outbox(self._socket, readiness)
@@ -95,7 +108,9 @@ class ProcessCalls:
         self._segments: dict[int, Segment] = {}
         self._come_home: deque[BlockAddress] = deque()
         self._pending: dict[int, PendingCall] = {}
-        self._families: set[int] = set()  # the metric families of its model
+        self.is_fork = is_fork
+        self._families = families
+        self._opened: set[int] = set()  # the families that end with this process
         self._shown: set[int] = set()  # segments that the process has attached
         self._lent: dict[int, Lease] = {}  # responses that are not read yet, by token
         self._token = 0
@@ -113,10 +128,11 @@ class ProcessCalls:
         pending, self._pending = self._pending, {}
         for one in pending.values():
             self._calls.leave(one)
-        for family in self._families:
-            self._calls.server_requests.metrics.drop(family)
+        for family in [*self._opened]:
+            self._drop(family)
         self._lent.clear()
         self._segments.clear()
+        self._worker.calls_ended(self)
 
     # ------------------------------------------------------------------ from the process
 
@@ -166,8 +182,7 @@ class ProcessCalls:
         elif kind == READ:
             del self._lent[words[1]]
         elif kind == DROP:
-            self._families.remove(words[1])
-            self._calls.server_requests.metrics.drop(words[1])
+            self._drop(words[1])
         elif kind == LEAVE:
             pending = self._pending.get(words[1])
             if pending is None:
@@ -178,9 +193,15 @@ class ProcessCalls:
                 del self._pending[words[1]]
                 self._calls.leave(pending)
         elif kind == SEGMENT:
-            self._segments[words[1]] = Segment.read_shared(fds.pop(), words[1])
+            # Processes that a model has forked use the same numbers.
+            self._segments[words[1]] = Segment.read_shared(fds.pop(), new_number())
         else:
             raise Garbled(f"a message of kind {kind} about calls")
+
+    def _drop(self, family: int) -> None:
+        self._opened.remove(family)
+        self._families.remove(family)
+        self._calls.server_requests.metrics.drop(family)
 
     def _begin_call(self, words: Sequence[int], facts: list[Any]) -> None:
         number, is_stream, batch, segment, offset, nbytes, count = words[1:8]
@@ -198,8 +219,8 @@ class ProcessCalls:
         pending = PendingCall(
             self._worker.running, BlsCall(model, version, request, bool(is_stream)), partial(self._respond, number)
         )
-        if batch:
-            self._worker.end_route(batch)
+        if batch or self.is_fork:  # a forked process does not know which batch is executed
+            self._worker.end_route(None if self.is_fork else batch)
         self._pending[number] = pending
         self._calls.begin(pending)
 
@@ -250,6 +271,7 @@ class ProcessCalls:
 
     def _reply(self, number: int, what: str, answer: Any) -> None:
         if what == OPEN_FAMILY and isinstance(answer, int):
+            self._opened.add(answer)
             self._families.add(answer)
         error = encode_error(answer) if isinstance(answer, FlowserveError) else None
         self._send(encode_server_reply(number, self._free_blocks(), error, None if error else answer))

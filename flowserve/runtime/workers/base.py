@@ -147,6 +147,14 @@ class Worker(Protocol):
 
 
 @runtime_checkable
+class AsksModel(Protocol):
+    """A worker that can ask the code of its model whether it is ready."""
+
+    def readiness(self) -> Callable[[], str] | None:
+        """As `KnowsReadiness.readiness`. On the event loop; never blocks."""
+
+
+@runtime_checkable
 class RunsElsewhere(Worker, Protocol):
     """A worker whose instance is in another process, here or on another machine, and may end. While it has none,
     `ended` is how the last one ended. `has_answered`: a batch came back from it; the supervisor resets this when an

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flowserve.backends.base import CallsModels, Instance, NeedsOthers, Results, SharesOutputs, Work
+from flowserve.backends.base import CallsModels, Instance, KnowsReadiness, NeedsOthers, Results, SharesOutputs, Work
 from flowserve.errors import FlowserveError, ModelFailed, Unavailable, model_raised, told
 from flowserve.memory import raw
 from flowserve.memory.column import Column, whole_output
@@ -130,6 +130,10 @@ class LocalWorker:
             self._shared_strings = {**self._shared_strings, output: spec.name}  # its thread reads the old mapping
         if isinstance(self._instance, SharesOutputs):
             self._instance.share(output)
+
+    def readiness(self) -> Callable[[], str] | None:
+        """As `AsksModel.readiness`."""
+        return self._instance.readiness() if isinstance(self._instance, KnowsReadiness) else None
 
     def close(self) -> None:
         """Stop the thread after its running batch, and close the instance there. Blocks; called on another thread."""

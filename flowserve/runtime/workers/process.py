@@ -34,6 +34,7 @@ import trio
 from flowserve.backends.base import Remote, Results
 from flowserve.backends.worker import protocol
 from flowserve.backends.worker.protocol import Garbled, Job, decode_error, encode_about, encode_run
+from flowserve.backends.worker.readiness import ask
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, InstanceDied, Internal, ModelFailed, Unavailable
 from flowserve.runtime.clock import ClockNs
@@ -55,6 +56,8 @@ CLOSE_S_MAX: Final = 600.0
 # How often a process is requested to release idle memory after its last batch. A request is sent every few seconds, and
 # memory counts as idle at the fifth request.
 _RELEASES: Final = 6
+# Processes forked by a model that may call other models at once: each has a socket in the server.
+_FORKS_MAX: Final = 256
 _REPLIES: Final = frozenset((protocol.DONE, protocol.FAILED, protocol.NOT_RUN))
 
 
@@ -106,7 +109,9 @@ class ProcessWorker:
         self._pool = pool
         self._streams = streams
         self._sink: ProcessSink | None = None  # the process's sink, if the model is decoupled
-        self._calls: ProcessCalls | None = None  # set once its model has called another
+        self._calls: list[ProcessCalls] = []  # of its process, and of those that the model has forked
+        self._families: set[int] = set()  # the metric families of all these
+        self._recalled: ProcessRun | None = None  # the last batch that left its route because of a call
         self._is_closed = False
         self._opening: Child | None = None  # set while it is being opened; its model may already make calls
         self._given_up = ""
@@ -173,6 +178,11 @@ class ProcessWorker:
             child.kill(why=f"its process was killed, because it had not ended {CLOSE_S_MAX:g} s after it was told to")
             log.error("model '%s', instance '%s': %s", self._model, self.name, child.why)
         self._post(self._read_last)
+
+    def readiness(self) -> Callable[[], str] | None:
+        """As `AsksModel.readiness`."""
+        questions = None if self.channel is None else self.channel.questions
+        return None if questions is None else partial(ask, questions)
 
     def _drop(self, child: Child, channel: Channel) -> None:
         channel.close()
@@ -406,35 +416,55 @@ class ProcessWorker:
 
     # ------------------------------------------------------------------ calls of its model
 
-    def _begin_early_calls(self, child: Child, fd: int) -> None:
+    def _begin_early_calls(self, child: Child, fd: int, is_fork: bool) -> None:
         try:
-            self._begin_calls(fd)
+            self._begin_calls(fd, is_fork)
         except Garbled as error:
             child.kill(why=killed_for(str(error)))
 
-    def _begin_calls(self, fd: int) -> None:
-        if self._calls is not None or self._context.calls is None:
+    def _begin_calls(self, fd: int, is_fork: bool) -> None:
+        if self._context.calls is None or (self._calls and not is_fork and not self._calls[0].is_fork):
             os.close(fd)
             raise Garbled("a second socket for calls")
-        self._calls = ProcessCalls(fd, self._model, self.packer.arena, self._context.calls, self._pool.readiness, self)
+        if len(self._calls) > _FORKS_MAX:
+            text = "model '%s', instance '%s': a forked process cannot call models: %d others do"
+            log.error(text, self._model, self.name, _FORKS_MAX)
+            os.close(fd)  # its calls fail
+            return
+        calls = ProcessCalls(
+            fd,
+            self._model,
+            self.packer.arena,
+            self._context.calls,
+            self._pool.readiness,
+            self,
+            families=self._families,
+            is_fork=is_fork,
+        )
+        self._calls.append(calls)
+
+    def calls_ended(self, calls: ProcessCalls) -> None:
+        """A process has closed its socket for calls."""
+        self._calls.remove(calls)
 
     def _end_calls(self) -> None:
-        if self._calls is not None:
-            self._calls.close()
-            self._calls = None
+        for calls in [*self._calls]:
+            calls.close()
 
     @property
     def loads(self) -> str:
         """The model's name while it is being opened, else ""."""
         return "" if self._opening is None else self._model
 
-    def end_route(self, number: int) -> None:
-        """Its model makes a call while it executes this batch of a route: the batch returns to the server after this
-        stage, and the instances of all others are needed for calls.
+    def end_route(self, number: int | None) -> None:
+        """Its model makes a call while it executes this batch of a route, None: the batch that it executes now. The
+        batch returns to the server after this stage, and the instances of all others are needed for calls.
         """
         run = self.current
-        if run is not None and run.number == number and run.batch.route is not None:
-            run.cancel()
+        if run is None or run.batch.route is None or run is self._recalled or number not in (run.number, None):
+            return
+        self._recalled = run
+        run.cancel()
 
 
 class ProcessPool:

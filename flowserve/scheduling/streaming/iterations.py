@@ -523,7 +523,7 @@ class StreamFlow(Iteration):
             for n, depth in enumerate(self.nesting.depth)
             if depth == iteration.depth and not iteration.missing[n] and n not in iteration.finished
         }
-        return [node for node in self.plan.nodes if node.index in found and node.writes]
+        return [node for node in self.plan.nodes if node.index in found and node.is_needed]
 
     def sources(self) -> Iterator[Source]:
         """The decoupled steps that may still respond."""

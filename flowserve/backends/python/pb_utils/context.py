@@ -9,6 +9,7 @@ Callers: the python backend enters a `ModelScope` around every call into a model
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Mapping
@@ -60,9 +61,13 @@ active = _Active()
 
 
 def own_process(context: ModelContext) -> None:
-    """This process runs one model only: all its threads execute its code, and modules that it imports stay imported."""
+    """This process runs one model only: all its threads execute its code, and modules that it imports stay imported. So
+    do processes that the model forks: one that it has forked in `initialize` may call other models, as it does not
+    return from there.
+    """
     _Active.context = context
     _Active.owns_process = True
+    os.register_at_fork(after_in_child=lambda: active.__dict__.pop("context", None))
 
 
 class ModelScope:

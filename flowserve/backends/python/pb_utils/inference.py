@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -315,6 +316,7 @@ class ResponseIterator:
         awaits the responses.
         """
         self._caller = caller
+        self._pid = os.getpid()
         self._loop = loop
         self._arrived = asyncio.Event()
         self._answers: SimpleQueue[Answer] = SimpleQueue()
@@ -345,6 +347,7 @@ class ResponseIterator:
     def __next__(self) -> InferenceResponse:
         self._has_begun = True
         if not self._is_over:
+            self._check_process()
             try:
                 self._caller.wait(lambda: not self._answers.empty())
                 return self._next(self._answers.get())
@@ -361,6 +364,7 @@ class ResponseIterator:
     async def __anext__(self) -> InferenceResponse:
         self._has_begun = True
         if not self._is_over:
+            self._check_process()
             assert self._loop is not None, "made without a running loop"
             try:
                 if self._answers.empty():
@@ -379,6 +383,13 @@ class ResponseIterator:
     def __del__(self) -> None:
         if self._has_begun:
             self._abandon()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise TritonModelException(
+                f"model '{active.model}' cannot wait for a call in a process that it has forked: the responses go to "
+                "the process that made the call; make it in this one"
+            )
 
     def _next(self, answer: Answer) -> InferenceResponse:
         self._is_over = isinstance(answer, FlowserveError) or answer.is_final
@@ -556,8 +567,6 @@ async def _awaitable(responses: ResponseIterator) -> ResponseIterator:
 def _call_of(request: InferenceRequest, model: str, *, is_stream: bool) -> BlsCall:
     """The call of another model that `model` makes with this request. Raises TritonModelException if it is invalid."""
     name = request.model_name()
-    if not name:
-        raise TritonModelException(f"model '{model}': the request names no model (model_name)")
     version = request.model_version()
     flags = request.flags()
     for tensor in request.inputs():

@@ -16,10 +16,11 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Any, ClassVar, Final
 
 from flowserve.backends.base import IS_READY, LOAD, METRIC_VALUE, NO_FILES, OPEN_FAMILY, UNLOAD, BlsClient, Cells
@@ -192,8 +193,9 @@ class MetricFamily:
         if [*map(type, (name, description, kind))] != [str, str, MetricKind]:
             raise TritonModelException(f"{failed}: it has a name, a description, and a kind such as MetricFamily.GAUGE")
         caller = caller_for(failed)
+        self._about = name, description, kind.value
         try:
-            self._number: int = caller.ask(OPEN_FAMILY, (name, description, kind.value))
+            self._open(caller)
         except FlowserveError as error:
             raise TritonModelException(f"{failed}: {error}") from None
         self._caller = caller
@@ -214,11 +216,17 @@ class MetricFamily:
             if metric is None or edges != metric._buckets:
                 count = {MetricKind.COUNTER: 1, MetricKind.GAUGE: 3}.get(self._kind, 2 + len(edges or ()))
                 try:
+                    if os.getpid() != self._pid:  # a process that the model has forked counts its new metrics apart
+                        self._open(self._caller)
                     cells = self._caller.metric(self._number, dict(key), edges, count)
                 except FlowserveError as error:
                     raise TritonModelException(f"{failed}: {error}") from None
                 metric = self._metrics[key] = Metric(self._number, self._kind, self._caller, dict(key), edges, cells)
         return metric
+
+    def _open(self, caller: BlsClient) -> None:
+        self._number: int = caller.ask(OPEN_FAMILY, self._about)
+        self._pid = os.getpid()
 
     def __del__(self) -> None:
         caller: Any = getattr(self, "_caller", None)
@@ -320,15 +328,21 @@ class ModelConfig:
 class Logger:
     """Log messages of models, in Python's logging under "flowserve.model.<name>". Used as a class, as on Triton."""
 
-    INFO: ClassVar[int] = 0
-    WARNING: ClassVar[int] = 1
-    ERROR: ClassVar[int] = 2
-    VERBOSE: ClassVar[int] = 3
+    class LogLevel(IntEnum):
+        INFO = 0
+        WARNING = 1
+        ERROR = 2
+        VERBOSE = 3
+
+    INFO: ClassVar = LogLevel.INFO
+    WARNING: ClassVar = LogLevel.WARNING
+    ERROR: ClassVar = LogLevel.ERROR
+    VERBOSE: ClassVar = LogLevel.VERBOSE
 
     @staticmethod
     def log(message: str, level: int = 0) -> None:
-        levels = {Logger.WARNING: logging.WARNING, Logger.ERROR: logging.ERROR, Logger.VERBOSE: logging.DEBUG}
-        _log(levels.get(level, logging.INFO), message)
+        levels = [logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG]
+        _log(levels[level] if 0 <= level < len(levels) else logging.INFO, message)
 
     @staticmethod
     def log_info(message: str) -> None:
