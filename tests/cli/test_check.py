@@ -361,8 +361,8 @@ def rules(err: str) -> list[str]:
 
 
 def test_all_mistakes_are_reported_at_once(checked: Callable[..., Checked], repository: Path) -> None:
-    """An invalid model is compared with its file too, and an invalid ensemble with its models; so is a model without
-    versions.
+    """An invalid model is compared with its file too, and an invalid ensemble with its models; so is an ensemble
+    without a version folder.
     """
     (repository / "same" / "config.pbtxt").write_text(
         'max_batch_size: 4\ninput { name: "XX" data_type: TYPE_FP32 dims: 4 }\n'
@@ -375,7 +375,7 @@ def test_all_mistakes_are_reported_at_once(checked: Callable[..., Checked], repo
     (repository / "pipe/1").rmdir()
     _, _, err = checked()
     assert rules(err) == [
-        "pipe R1",
+        "pipe R16",
         "pipe/config.pbtxt:3:1 M81",
         "pipe/config.pbtxt:11:5 G7",
         "pipe/config.pbtxt:11:17 G5",

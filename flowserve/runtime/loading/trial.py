@@ -38,7 +38,7 @@ async def load_all(
     names = (*reading.resolution.models, *reading.resolution.ensembles)
     if not names:
         return reading
-    with _without_repeated_warnings():
+    with _without_log():
         async with (
             open_engine(options, exit_timeout_s=EXIT_TIMEOUT_S) as engine,
             open_control(engine, repositories, ControlOptions("explicit", names)) as control,
@@ -58,11 +58,11 @@ async def load_all(
 
 
 @contextmanager
-def _without_repeated_warnings() -> Iterator[None]:
-    """The warnings of configurations, which were read before."""
-    log = logging.getLogger("flowserve.load")
+def _without_log() -> Iterator[None]:
+    """No record of a load, as each failure becomes a problem, and warnings were found before."""
+    log = logging.getLogger("flowserve")
     before = log.level
-    log.setLevel(logging.ERROR)
+    log.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
