@@ -225,6 +225,24 @@ def test_an_error_at_start_ends_the_server_by_default(
         pass
 
 
+@pytest.mark.parametrize("case", FAILS)
+def test_a_load_call_of_a_model_that_does_not_load_begins_with_tritons_text(
+    start: Callable[..., Server], on_triton: bool, case: str
+) -> None:
+    server = start("explicit_" + case, fill(case), "--model-control-mode=explicit", "--load-model=good")
+    folders, is_known = FAILS[case]
+    for name in folders:
+        reply = httpx.post(f"{server.url}/v2/repository/models/{name}/load", verify=False, timeout=60)
+        assert reply.status_code in ((400, 500) if on_triton else (400,))  # a client's mistake is never a 500
+        is_unread = not is_known and name == "m"
+        begin = (
+            f"failed to load '{name}', failed to poll from model repository" if is_unread else "load failed for model"
+        )
+        assert reply.json()["error"].startswith(begin)
+    assert server.echoes("http", "good")
+    assert server.is_ready("http") or on_triton
+
+
 # Several repositories
 
 
@@ -332,12 +350,13 @@ def test_the_same_configurations_are_completed_by_default(
 
 @PROTOCOLS
 def test_a_load_call_brings_the_configuration_that_is_not_completed(
-    start: Callable[..., Server], protocol: str
+    start: Callable[..., Server], on_triton: bool, protocol: str
 ) -> None:
     options = ("--disable-auto-complete-config", "--model-control-mode=explicit")
     server = start("strict_load", lambda repository: write(repository, "m", None, AUTHOR), *options)
     reply = httpx.post(f"{server.url}/v2/repository/models/m/load", verify=False, timeout=60)
-    assert reply.status_code == 400
+    assert reply.status_code == (500 if on_triton else 400)  # a client's mistake is never a 500
+    assert "failed to load 'm', failed to poll from model repository" in reply.json()["error"]
     config = {
         "backend": "python",
         "max_batch_size": 2,
@@ -415,7 +434,6 @@ def test_an_ensemble_without_a_version_folder_is_version_1(
         "--backend-config=default-max-batch-size=8",
         "--cache-config=local,size=1048576",
         "--response-cache-byte-size=1048576",
-        "--response-cache-byte-size=0",
         "--rate-limit=off",
         "--rate-limit=execution_count --rate-limit-resource=R1:4",
         "--pinned-memory-pool-byte-size=67108864",

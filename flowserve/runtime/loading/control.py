@@ -21,7 +21,7 @@ from flowserve.observe.log_fields import of
 from flowserve.repository.layout import FoundModels
 from flowserve.repository.mirror.mirror import RepositoryMirror
 from flowserve.repository.override import Override, check_name
-from flowserve.repository.read import is_of_override
+from flowserve.repository.read import NoConfiguration, is_of_override
 from flowserve.repository.snapshot import FolderWatch, Settled
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.engine.generations import Generation
@@ -162,7 +162,8 @@ class Control:
             text = str(errors[name])
             if text.startswith(not_polled(name)):
                 raise Invalid(text)
-            failed = not_polled(name) if is_of_override(errors[name], name) else f"load failed for model '{name}'"
+            is_unread = isinstance(errors[name], NoConfiguration) or is_of_override(errors[name], name)
+            failed = not_polled(name) if is_unread else f"load failed for model '{name}'"
             raise Invalid(f"{failed}: {text}")
 
     async def unload(self, name: str, *, dependents: bool = False) -> None:
