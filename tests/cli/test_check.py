@@ -486,3 +486,39 @@ def test_unencodable_characters_are_escaped_and_a_full_disk_is_reported(tmp_path
         lost = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     said = (lost.returncode, lost.stderr)
     assert said == (1, "flowserve: the output cannot be written: No space left on device\n")
+
+
+WRITTEN = """\
+backend: "onnxruntime"
+input { name: "X" data_type: TYPE_FP32 dims: 4 }
+output { name: "Y" data_type: TYPE_FP32 dims: 4 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        (None, "failed to open text file for read same/config.pbtxt: No such file or directory"),
+        ('backend: "onnxruntime"\n', "configuration expects 0 inputs, model provides 1"),
+        (WRITTEN, "the model expects 2 dimensions (shape [-1,4]) but the model configuration specifies 1"),
+        (
+            WRITTEN.replace("TYPE_FP32", "TYPE_INT32", 1) + "max_batch_size: 2",
+            "tensor 'X': the model expects data type TYPE_FP32",
+        ),
+        (WRITTEN.replace(" data_type: TYPE_FP32", "", 1) + "max_batch_size: 2", "must specify 'data_type'"),
+        (WRITTEN.replace(" dims: 4", "", 1) + "max_batch_size: 2", "must specify 'dims'"),
+        (WRITTEN + "max_batch_size: 2", ""),
+    ],
+)
+def test_the_file_of_a_model_completes_nothing_if_configurations_are_not_completed(
+    repository: Path, capsys: pytest.CaptureFixture[str], config: str | None, found: str
+) -> None:
+    (repository / "pipe" / "config.pbtxt").write_text(ENSEMBLE.replace("max_batch_size: 4", "max_batch_size: 2"))
+    if config is not None:
+        (repository / "same" / "config.pbtxt").write_text(config)
+    for option in ("--disable-auto-complete-config", "--strict-model-config=true"):
+        assert main(["check", str(repository), option]) == (1 if found else 0)
+        printed = capsys.readouterr()
+        assert found in printed.err
+        assert found or "model same, version 1, batches up to 2" in printed.out
+        assert found or "dynamic batches" not in printed.out

@@ -243,6 +243,27 @@ def test_a_load_call_of_a_model_that_does_not_load_begins_with_tritons_text(
     assert server.is_ready("http") or on_triton
 
 
+@pytest.mark.parametrize("retries", [0, 1, 2])
+def test_a_failed_load_is_repeated_as_often_as_the_option_says(tmp_path: Path, on_triton: bool, retries: int) -> None:
+    repository = tmp_path / "models"
+    repository.mkdir()
+    count = tmp_path / "count"
+    fails_twice = f"""
+    def initialize(self, args):
+        with open({str(count)!r}, "a+") as stream:
+            stream.write("x")
+            stream.seek(0)
+            if len(stream.read()) <= 2:
+                raise RuntimeError("not yet")
+"""
+    write(repository, "good")
+    write(repository, "m", CONFIG, ECHO + fails_twice)
+    options = ("--exit-on-error=false", f"--model-load-retry-count={retries}")
+    with like_triton(repository, *options, against_triton=on_triton) as url:
+        assert (httpx.get(f"{url}/v2/models/m/ready", verify=False).status_code == 200) is (retries == 2)
+    assert len(count.read_text()) == retries + 1
+
+
 # Several repositories
 
 
