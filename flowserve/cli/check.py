@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TextIO
 
+from flowserve.cli import options
+from flowserve.cli.interrupts import run_until_ctrl_c
 from flowserve.cli.logs import escape
 from flowserve.cli.stores import open_mirrors
 from flowserve.cli.target import find_graph, is_target, refuse_among
@@ -32,6 +36,22 @@ RED, YELLOW, DIM, PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
 SCHEMA: Final = "flowserve.check/1"  # fields may be added; existing ones keep their name and meaning
 Severity = Literal["error", "warning"]
 TINTS: Final[dict[Severity, str]] = {"error": RED, "warning": YELLOW}
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How a repository is read. `config_name`: the named configuration to use. `is_strict`: nothing completes a
+    configuration. `load_timeout_s`: deployments are loaded too, and abandoned if none has loaded for so long; 0: they
+    are not loaded.
+    """
+
+    config_name: str = ""
+    is_strict: bool = False
+    load_timeout_s: float = 0.0
+
+    @property
+    def is_loading(self) -> bool:
+        return self.load_timeout_s > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +82,8 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         config_name,
         mirrors,
         arguments.placement,
+        is_strict=options.is_strict(arguments),
+        load_timeout_s=arguments.load_timeout_secs if arguments.load else 0.0,
         as_json=is_json,
         is_quiet=is_quiet,
     )
@@ -76,12 +98,14 @@ def check(
     mirrors: Sequence[RepositoryMirror] = (),
     placement: Path | None = None,
     *,
+    is_strict: bool = False,
+    load_timeout_s: float = 0.0,
     as_json: bool = False,
     is_quiet: bool = False,
 ) -> int:
     """Print all problems to `err` and return 1, or the compiled graphs to `out` and return 0. A single repository may
     also be one deployment's folder, or "module:graph". `mirrors`: those among the repositories that are in stores.
-    `placement`: a placement file that is to fit them.
+    `placement`: a placement file that is to fit them. The other parameters are those of `How`.
 
     Warnings go to `err` in both cases. `as_json`: only one line of JSON to `out`. `is_quiet`: only problems
     and warnings are printed.
@@ -91,7 +115,7 @@ def check(
         for mirror in mirrors:
             mirror.update()
         with redirect_stdout(err):  # output of the user's own code does not belong to the result
-            reading = _read(repositories, config_name)
+            reading = _read(repositories, How(config_name, is_strict, load_timeout_s))
         not_fetched = {name: one for mirror in mirrors for name, one in mirror.problems.items()}
         findings = [Finding("error", name, problem) for name, one in not_fetched.items() for problem in one.problems]
         findings += _findings(reading)
@@ -110,13 +134,34 @@ def check(
     return 1 if errors else 0
 
 
-def _read(repositories: Sequence[Path], config_name: str) -> Reading:
+def _read(repositories: Sequence[Path], how: How) -> Reading:
     refuse_among(repositories)
     if len(repositories) == 1 and is_target(repositories[0]):
-        return find_graph(str(repositories[0])).reading()
+        graph = find_graph(str(repositories[0]))
+        private = graph.write_private() if how.is_loading else None
+        return graph.reading() if private is None else _loaded([private.path], graph.reading(), how)
+    apart = partial(
+        read_apart,
+        config_name=how.config_name,
+        check=verify,
+        is_strict=how.is_strict,
+        patience_s=how.load_timeout_s or math.inf,
+    )
     if len(repositories) == 1 and is_model_folder(path := Path(os.path.realpath(repositories[0]))):
-        return read_apart([path.parent], config_name, verify).only(path.name)
-    return read_apart(repositories, config_name, verify)
+        return _loaded([path.parent], apart([path.parent]).only(path.name), how)
+    return _loaded(repositories, apart(repositories), how)
+
+
+def _loaded(repositories: Sequence[Path], reading: Reading, how: How) -> Reading:
+    """The reading, after its deployments were loaded, if they are to be."""
+    if not how.is_loading:
+        return reading
+    from flowserve.memory.devices import devices  # imports what a server needs
+    from flowserve.runtime.engine.options import EngineOptions
+    from flowserve.runtime.loading.trial import load_all
+
+    engine_options = EngineOptions(gpus=devices().gpus, model_config_name=how.config_name, strict_configs=how.is_strict)
+    return run_until_ctrl_c(load_all, repositories, reading, engine_options, how.load_timeout_s)
 
 
 def _findings(reading: Reading) -> Iterator[Finding]:

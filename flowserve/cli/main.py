@@ -32,7 +32,17 @@ from flowserve.cli.option_values import (
     seconds,
     whole_number,
 )
-from flowserve.cli.options import INSTEAD, NOT_YET, add_config_name, add_quiet, add_run_arguments, contradiction
+from flowserve.cli.options import (
+    INSTEAD,
+    NOT_YET,
+    add_config_options,
+    add_quiet,
+    add_repositories,
+    add_run_arguments,
+    contradiction,
+    missing,
+    named_repositories,
+)
 from flowserve.cli.standard_output import NOT_WRITTEN, drop_output
 from flowserve.cli.stores import add_store_options, open_mirrors, repository
 from flowserve.errors import FlowserveError, Unsupported
@@ -106,11 +116,15 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         "Read every configuration of REPO; print all problems with their places, or the compiled graphs.",
     )
     text = "a model repository, or several that are served together; or one deployment's folder"
-    check.add_argument("repositories", metavar="REPO", nargs="*", type=repository, help=text)
+    add_repositories(check, text)
     add_store_options(check)
     add_placement(check)
     check.add_argument("--json", action="store_true", help="print one line of JSON instead")
-    add_config_name(check)
+    text = "load every model too, as the server does, which runs its code, and report those that do not load"
+    check.add_argument("--load", action="store_true", help=text)
+    text = "with --load: abandon the loads when none has ended for so long; default %(default)g"
+    add_option(check, "--load-timeout-secs SECONDS", text, seconds, 120.0)
+    add_config_options(check)
 
     graph = command(
         "graph",
@@ -193,7 +207,7 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         "Write Kubernetes manifests that serve REPO, a folder or a URL such as s3://BUCKET/FOLDER, into a folder.",
     )
     export.add_argument("kind", metavar="kubernetes", choices=("kubernetes",), help="for which kind of cluster")
-    export.add_argument("repositories", metavar="REPO", nargs="*", type=repository, help="the model repository")
+    add_repositories(export, "the model repository")
     add_option(export, "--name NAME", "of everything in the cluster; default flowserve", default="flowserve")
     add_option(export, "--image IMAGE", "the server's image; default flowserve:cpu", default="flowserve:cpu")
     text = "the volume claim that has the models, mounted at /models; default models. Not for a repository in a store"
@@ -236,7 +250,7 @@ def _refuse_leftovers(parser: argparse.ArgumentParser, leftovers: Sequence[str])
     if name in INSTEAD:
         parser.error(f"{name}: {INSTEAD[name]}")
     if name in NOT_YET:
-        parser.error(f"{name}: {NOT_YET[name]} not supported yet")
+        parser.error(f"{name}: {missing(NOT_YET[name])}")
     known = [word for action in parser._actions for word in action.option_strings]
     near = difflib.get_close_matches(name, known, n=1)
     parser.error(f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else ""))
@@ -293,9 +307,11 @@ def _main(arguments: Sequence[str] | None, replica: str) -> int:
         parser.print_help(sys.stderr)
         return USAGE_ERROR
     command = subparsers[parsed.command]
-    if parsed.command in ("run", "check", "export") and not any(word.startswith("-") for word in leftovers):
-        parsed.repositories += map(repository, leftovers)  # those after an option, which argparse does not consume
-        leftovers = []
+    if parsed.command in ("run", "check", "export"):
+        if not any(word.startswith("-") for word in leftovers):
+            parsed.repositories += map(repository, leftovers)  # those after an option, which argparse does not consume
+            leftovers = []
+        parsed.repositories = named_repositories(parsed)
     _refuse_leftovers(command, leftovers)
     required = {"run": "repositories", "check": "repositories", "export": "repositories", "graph": "repository"}.get(
         parsed.command

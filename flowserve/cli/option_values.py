@@ -30,6 +30,9 @@ ONNXRUNTIME_SETTINGS: Final[Mapping[str, int]] = {
     "enable_mem_pattern": 0,
 }
 
+# Settings of Triton's onnxruntime backend that only tune it.
+ONNXRUNTIME_UNUSED: Final = frozenset({"enable-global-threadpool"})
+
 # Of a regular expression: an escaped character, a set, flags, any other character.
 _TOKENS: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[a-zA-Z]*-?[a-zA-Z]*\)|.", re.DOTALL)
 _FLAGS: Final = re.compile(r"\(\?[a-zA-Z]*-?[a-zA-Z]*\)")
@@ -116,6 +119,12 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     return parse
 
 
+def verbosity(text: str) -> int:
+    """A level, or a boolean, as tritonserver takes them."""
+    words = {"true": 1, "false": 0}
+    return words[text.lower()] if text.lower() in words else whole_number(0)(text)
+
+
 def one_of(*words: str) -> Callable[[str], str]:
     """A parser that takes one of `words`."""
 
@@ -179,7 +188,7 @@ def backend_setting(text: str) -> tuple[str, str, str]:
     if found is None:
         raise argparse.ArgumentTypeError(f"expected BACKEND,KEY=VALUE, got {text!r}")
     backend, key, value = found[1] or "onnxruntime", found[2], found[3]
-    if backend == "onnxruntime":
+    if backend == "onnxruntime" and key not in ONNXRUNTIME_UNUSED:
         if key not in ONNXRUNTIME_SETTINGS:
             known = ", ".join(ONNXRUNTIME_SETTINGS)
             raise argparse.ArgumentTypeError(f"onnxruntime has no setting {key!r}; it has {known}")

@@ -14,6 +14,7 @@ import argparse
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,7 @@ from flowserve.cli.cluster import add_cluster_options
 from flowserve.cli.option_values import (
     METRICS_QUANTILES,
     ONNXRUNTIME_SETTINGS,
+    ONNXRUNTIME_UNUSED,
     TraceSetting,
     add_option,
     add_switch,
@@ -37,6 +39,7 @@ from flowserve.cli.option_values import (
     resource,
     restriction,
     trace_setting,
+    verbosity,
     whole_number,
     workers,
 )
@@ -49,6 +52,7 @@ from flowserve.runtime.budget import Budget
 from flowserve.version import SERVER_NAME
 
 if TYPE_CHECKING:
+    from flowserve.repository.mirror.storage import StoreUrl
     from flowserve.runtime.protocol import Restriction
 
 Certificate = tuple[Path, Path, Path | None]  # certificate, key, and the authority for clients' certificates
@@ -56,6 +60,7 @@ Certificate = tuple[Path, Path, Path | None]  # certificate, key, and the author
 LOCALHOST: Final = "127.0.0.1"
 MEBIBYTE: Final = 1 << 20
 DEFAULT_GRPC_PORT: Final = 8001
+DEFAULT_METRICS_PORT: Final = 8002
 BODIES_OF_A_REQUEST: Final = 2  # that count at once: the compressed one and the expanded one
 CONNECTION_BYTES: Final = 512 * 1024  # of the machine's memory for each connection
 QUANTILES: Final = (0.5, 0.9, 0.95, 0.99, 0.999)
@@ -88,60 +93,78 @@ _COMPRESSION_LEVELS: Final = ("none", "low", "medium", "high")
 _NO_LIMIT: Final = frozenset({"grpc.max_connection_age_ms", "grpc.max_connection_age_grace_ms"})
 
 
+_SAGEMAKER: Final = "SageMaker's endpoints are"
+_VERTEX_AI: Final = "Vertex AI's endpoints are"
+_SHARED_PORT: Final = "sharing a port between servers is"
+
 # Options whose feature is missing, each as a phrase with its verb: the message names the feature, which helps more than
 # "unknown option".
 NOT_YET: Final[Mapping[str, str]] = {
-    "--backend-directory": "a directory of backends (third-party backends are Python packages with an entry point) is",
-    "--cache-directory": "other caches than the local one are",
-    "--cuda-virtual-address-size": "CUDA memory pools are",
-    "--enable-peer-access": "CUDA peer access is",
-    "--host-policy": "host policies are",
-    "--min-supported-compute-capability": "choosing GPUs by what they can compute is",
-    "--model-load-gpu-limit": "GPU memory limits are",
-    "--model-load-retry-count": "retrying loads is",
-    "--repoagent-directory": "repository agents are",
-    "--sagemaker-port": "SageMaker's endpoints are",
-    "--sagemaker-safe-port-range": "SageMaker's endpoints are",
-    "--sagemaker-thread-count": "SageMaker's endpoints are",
-    "--vertex-ai-default-model": "Vertex AI's endpoints are",
-    "--vertex-ai-port": "Vertex AI's endpoints are",
-    "--vertex-ai-thread-count": "Vertex AI's endpoints are",
+    "--sagemaker-port": _SAGEMAKER,
+    "--sagemaker-safe-port-range": _SAGEMAKER,
+    "--sagemaker-thread-count": _SAGEMAKER,
+    "--vertex-ai-default-model": _VERTEX_AI,
+    "--vertex-ai-port": _VERTEX_AI,
+    "--vertex-ai-thread-count": _VERTEX_AI,
 }
 
 # The message for options that exist under another name.
 INSTEAD: Final[Mapping[str, str]] = {
-    "--model-repository": "the repository is named without an option: flowserve run REPO",
-    "--model-store": "the repository is named without an option: flowserve run REPO",
     "--port": "the option is --http-port",
     "--host": "the option is --http-address",
-    "--trace-file": "the option is --trace-config triton,file=PATH",
-    "--trace-level": "the option is --trace-config level=LEVEL",
-    "--trace-rate": "the option is --trace-config rate=N",
-    "--trace-count": "the option is --trace-config count=N",
-    "--trace-log-frequency": "the option is --trace-config triton,log-frequency=N",
-    "--response-cache-byte-size": "the option is --cache-config local,size=BYTES",
 }
 
 # Switches that are accepted with the given value, the existing behaviour, and refused with the other value.
 AGREED: Final[Mapping[str, tuple[bool, str]]] = {
     "--allow-http": (True, "serving without HTTP is"),
-    "--allow-sagemaker": (False, "SageMaker's endpoints are"),
-    "--allow-vertex-ai": (False, "Vertex AI's endpoints are"),
-    "--disable-auto-complete-config": (False, "serving without completing configurations is"),
+    "--allow-sagemaker": (False, _SAGEMAKER),
+    "--allow-vertex-ai": (False, _VERTEX_AI),
     "--model-namespacing": (False, "model namespacing is"),
-    "--reuse-grpc-port": (False, "sharing a port between servers is"),
-    "--reuse-http-port": (False, "sharing a port between servers is"),
-    "--strict-model-config": (False, "serving without completing configurations is"),
+    "--reuse-grpc-port": (False, _SHARED_PORT),
+    "--reuse-http-port": (False, _SHARED_PORT),
 }
 
-# Numeric options that only affect tritonserver's speed. They are accepted with a warning.
+# What to do in place of a missing feature.
+_REMEDIES: Final[Mapping[str, str]] = {
+    _SAGEMAKER: (
+        "a proxy in the container can pass its GET /ping to /v2/health/ready and POST /invocations to "
+        "/v2/models/MODEL/infer"
+    ),
+    _VERTEX_AI: (
+        "upload the container with the health route /v2/health/ready, the predict route /v2/models/MODEL/infer and "
+        "the port of --http-port"
+    ),
+    _SHARED_PORT: "--workers N starts several servers behind one port",
+    "serving without HTTP is": "--http-address unix:PATH keeps it off the network",
+    "model namespacing is": "give the models of different repositories different names",
+}
+
+# Options that do not affect results. They are accepted with a warning.
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
+    "--backend-directory": "backends are built in, or Python packages with an entry point",
     "--buffer-manager-thread-count": "what has to be copied is copied where it is used",
+    "--cache-directory": "the local cache is built in",
+    "--cuda-virtual-address-size": "the memory of implicit states is not reserved",
+    "--enable-peer-access": "GPUs do not read each other's memory",
     "--grpc-infer-allocation-pool-size": "gRPC messages are not kept",
     "--grpc-infer-thread-count": "one thread serves all gRPC connections",
     "--grpc-max-response-pool-size": "gRPC messages are not kept",
+    "--host-policy": "processes and memory are placed by the system",
     "--http-thread-count": "one event loop serves all HTTP connections",
+    "--min-supported-compute-capability": "CUDA_VISIBLE_DEVICES chooses the GPUs",
+    "--model-load-gpu-limit": "a load is not refused before a GPU's memory is full",
     "--model-load-thread-count": "how many models load at once is not chosen",
+    "--repoagent-directory": "models with repository agents are refused",
+}
+_COUNTS: Final = frozenset(name for name in WITHOUT_EFFECT if name.endswith(("-count", "-pool-size")))
+
+# tritonserver's older spellings of settings of --trace-config.
+_TRACE_SPELLINGS: Final[Mapping[str, str]] = {
+    "--trace-file": "triton,file",
+    "--trace-level": "level",
+    "--trace-rate": "rate",
+    "--trace-count": "count",
+    "--trace-log-frequency": "triton,log-frequency",
 }
 
 # Built-in backends without settings for --backend-config. Backends not listed here, except onnxruntime, are plug-ins.
@@ -153,8 +176,8 @@ _WITHOUT_SETTINGS: Final = ("callable", "python", "tensorrt")
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all options. The repository is optional for argparse, so that a misspelt option is reported first."""
-    help_text = "the model repository, a folder of model folders, or a URL such as s3://BUCKET/FOLDER; several are one"
-    parser.add_argument("repositories", metavar="REPO", nargs="*", type=repository, help=help_text)
+    text = "the model repository, a folder of model folders, or a URL such as s3://BUCKET/FOLDER; several are one"
+    add_repositories(parser, text)
     # Set by `main`: the repositories that are URLs, the command line, and which of several servers this process is.
     parser.set_defaults(mirrors=(), words=(), replica="")
     _add_http_arguments(parser.add_argument_group("where it listens"))
@@ -165,7 +188,23 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add_cluster_options(parser.add_argument_group("models on other machines"))
     _add_gpu_arguments(parser.add_argument_group("GPUs"))
     _add_process_arguments(parser.add_argument_group("how it logs, traces and ends"))
+    _add_older_spellings(parser)
     _add_arguments_without_effect(parser)
+
+
+def add_repositories(parser: argparse._ActionsContainer, text: str) -> None:
+    """Add REPO, and tritonserver's spellings of it; `named_repositories` combines them."""
+    parser.add_argument("repositories", metavar="REPO", nargs="*", type=repository, help=text)
+    spellings = ("--model-repository", "--model-store")
+    text = "the same as REPO; repeatable"
+    parser.add_argument(
+        *spellings, dest="model_repository", metavar="REPO", action="append", default=[], type=repository, help=text
+    )
+
+
+def named_repositories(arguments: argparse.Namespace) -> list[Path | StoreUrl]:
+    """The repositories of a command line in all spellings, each once."""
+    return [*dict.fromkeys([*arguments.repositories, *arguments.model_repository])]
 
 
 def add_quiet(parser: argparse._ActionsContainer) -> None:
@@ -248,7 +287,10 @@ def _add_metrics_arguments(group: argparse._ArgumentGroup) -> None:
     add_switch(group, "--allow-metrics", True, "serve /metrics")
     add_switch(group, "--allow-cpu-metrics", True, "include CPU and memory metrics of the machine")
     add_switch(group, "--allow-gpu-metrics", True, "include GPU metrics, from NVIDIA's driver")
-    text = "also serve /metrics on a separate port; 0 picks a free one and prints it"
+    text = (
+        "also serve /metrics on a separate port; 0 picks a free one and prints it; default: none, "
+        f"or {DEFAULT_METRICS_PORT} with --metrics-address"
+    )
     add_option(group, "--metrics-port PORT", text, whole_number(0, 65535))
     add_option(group, "--metrics-address ADDRESS", "address of that port; default: HTTP's")
     text = "minimum period over which the machine's figures are averaged; default %(default)s"
@@ -270,7 +312,8 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     add_option(group, "--model-control-mode MODE", text, one_of("none", "poll", "explicit"), "none")
     text = "with --model-control-mode=explicit: load this at start; may be repeated; * alone loads everything"
     add_option(group, "--load-model NAME", text, repeatable=True)
-    add_config_name(group)
+    add_config_options(group)
+    add_option(group, "--model-load-retry-count N", "repeat a failed load so often; default 0", whole_number(0), 0)
     text = "with --model-control-mode=poll: seconds between two scans of the repository; default %(default)s"
     add_option(group, "--repository-poll-secs SECONDS", text, whole_number(1), 15)
     text = (
@@ -307,10 +350,18 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     add_option(group, "--backend-config BACKEND,KEY=VALUE", text, backend_setting, repeatable=True)
 
 
-def add_config_name(parser: argparse._ActionsContainer) -> None:
-    """Add --model-config-name, an option of every command that reads configurations."""
+def add_config_options(parser: argparse._ActionsContainer) -> None:
+    """Add the options of every command that reads configurations as the server does."""
     text = "use configs/NAME.pbtxt instead of config.pbtxt for models that have this file"
     add_option(parser, "--model-config-name NAME", text, file_stem)
+    text = "models have exactly the configuration that is written; their own files and code complete nothing"
+    parser.add_argument("--disable-auto-complete-config", action="store_true", help=text)
+    parser.add_argument("--strict-model-config", type=boolean, default=False, help=argparse.SUPPRESS)
+
+
+def is_strict(arguments: argparse.Namespace) -> bool:
+    """Whether configurations are not completed. tritonserver's older spelling cannot take the newer one back."""
+    return bool(arguments.disable_auto_complete_config or arguments.strict_model_config)
 
 
 def _add_gpu_arguments(group: argparse._ArgumentGroup) -> None:
@@ -333,9 +384,8 @@ def _add_process_arguments(group: argparse._ArgumentGroup) -> None:
     add_option(group, "--exit-timeout-secs SECONDS", text, whole_number(0), 30)
     text = "after a stop signal, not ready but still serving for so long, so that load balancers learn it; default 0"
     add_option(group, "--drain-delay-secs SECONDS", text, whole_number(0), 0)
-    add_option(
-        group, "--log-verbose LEVEL", "0 (default): what an operator needs; 1 and more: details", whole_number(0), 0
-    )
+    text = "0 (default) or false: what an operator needs; 1 and more, or true: details"
+    add_option(group, "--log-verbose LEVEL", text, verbosity, 0)
     text = "default or ISO8601, which are formats of the time of a line; json: an object per line, with trace ids"
     add_option(group, "--log-format FORMAT", text, one_of(*FORMATS), "default")
     for what in ("info", "warning", "error"):
@@ -349,13 +399,33 @@ def _add_process_arguments(group: argparse._ArgumentGroup) -> None:
     add_option(group, "--trace-config SETTING", text, trace_setting, repeatable=True)
 
 
+def _add_older_spellings(parser: argparse.ArgumentParser) -> None:
+    """Add tritonserver's deprecated options, hidden from the help."""
+    for name, setting in _TRACE_SPELLINGS.items():
+        parse = partial(_older_trace_setting, setting)
+        parser.add_argument(name, dest="trace_config", action="append", type=parse, help=argparse.SUPPRESS)
+    name = "--response-cache-byte-size"
+    parser.add_argument(name, dest="cache_config", type=_older_cache, help=argparse.SUPPRESS)
+
+
+def _older_trace_setting(setting: str, value: str) -> TraceSetting:
+    # Levels of before TENSORS: tritonserver takes both as TIMESTAMPS.
+    is_old_level = setting == "level" and value in ("MIN", "MAX")
+    return trace_setting(f"{setting}={'TIMESTAMPS' if is_old_level else value}")
+
+
+def _older_cache(text: str) -> int | None:
+    """0 is no cache."""
+    return whole_number(0)(text) or None
+
+
 def _add_arguments_without_effect(parser: argparse.ArgumentParser) -> None:
     """Add these options, hidden from the help."""
     for name, (value, feature) in AGREED.items():
         # A switch without a value means true.
         parser.add_argument(name, nargs="?", const="true", type=_agreed(value, feature), help=argparse.SUPPRESS)
     for name in WITHOUT_EFFECT:
-        parser.add_argument(name, type=whole_number(0), help=argparse.SUPPRESS)
+        parser.add_argument(name, type=whole_number(0) if name in _COUNTS else str, help=argparse.SUPPRESS)
 
 
 def _agreed(value: bool, feature: str) -> Callable[[str], bool]:
@@ -363,10 +433,16 @@ def _agreed(value: bool, feature: str) -> Callable[[str], bool]:
 
     def parse(text: str) -> bool:
         if text.lower() not in words:
-            raise argparse.ArgumentTypeError(f"{feature} not supported yet; only {words[0]} is taken")
+            raise argparse.ArgumentTypeError(f"{missing(feature)}; only {words[0]} is taken")
         return value
 
     return parse
+
+
+def missing(feature: str) -> str:
+    """The message for a feature of tritonserver that is missing, one of NOT_YET or AGREED, with what to do instead."""
+    remedy = _REMEDIES.get(feature)
+    return f"{feature} not supported yet" + (f"; {remedy}" if remedy else "")
 
 
 # Checks of options together
@@ -409,10 +485,6 @@ def contradiction(arguments: argparse.Namespace) -> str:
             return "--grpc-root-cert has no effect without --grpc-use-ssl-mutual true: clients would not be asked"
     elif arguments.grpc_use_ssl is None and any((*files, arguments.grpc_root_cert)):
         return "certificates for gRPC have no effect without --grpc-use-ssl true"
-    if arguments.metrics_address is not None and arguments.metrics_port is None:
-        return "--metrics-address has no effect without --metrics-port"
-    if arguments.metrics_port is not None and not arguments.allow_metrics:
-        return "--metrics-port has nothing to serve with --allow-metrics false"
     return ""
 
 
@@ -430,12 +502,18 @@ def run_arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_quiet(parser)
     add_run_arguments(parser)
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    arguments.repositories = named_repositories(arguments)
+    return arguments
 
 
 def without_effect(arguments: argparse.Namespace) -> list[str]:
     """The given options without effect, settings of backends that no backend reads among them."""
-    settings = [(backend, key) for backend, key, _ in arguments.backend_config if backend in _WITHOUT_SETTINGS]
+    settings = [
+        (backend, key)
+        for backend, key, _ in arguments.backend_config
+        if backend in _WITHOUT_SETTINGS or key in ONNXRUNTIME_UNUSED
+    ]
     numbers = [name for name in WITHOUT_EFFECT if _value(arguments, name) is not None]
     return [*numbers, *(f"--backend-config={backend},{key}" for backend, key in settings)]
 
@@ -446,16 +524,29 @@ def _value(arguments: argparse.Namespace, option: str) -> Any:
 
 def warning_of(names: Sequence[str]) -> str:
     """One line about the given options without effect."""
-    reasons = {name: WITHOUT_EFFECT.get(name, "this backend has no settings") for name in names}
+    reasons = {name: WITHOUT_EFFECT.get(name) or _why_unused(name) for name in names}
     return "without effect here: " + ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
+
+
+def _why_unused(setting: str) -> str:
+    is_tuning = setting.rpartition(",")[2] in ONNXRUNTIME_UNUSED
+    return "models share the cores here" if is_tuning else "this backend has no settings"
 
 
 def backend_settings(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
     """The settings of each backend. The last value wins if one is given twice, as on tritonserver."""
     settings: dict[str, dict[str, str]] = {}
     for backend, key, value in arguments.backend_config:
-        settings.setdefault(backend, {})[key] = value
+        if key not in ONNXRUNTIME_UNUSED:
+            settings.setdefault(backend, {})[key] = value
     return settings
+
+
+def metrics_port(arguments: argparse.Namespace) -> int | None:
+    """The separate port for metrics, None for none. An address without a port has tritonserver's port."""
+    if not arguments.allow_metrics or (arguments.metrics_port is None and arguments.metrics_address is None):
+        return None
+    return DEFAULT_METRICS_PORT if arguments.metrics_port is None else int(arguments.metrics_port)
 
 
 def log_choice(arguments: argparse.Namespace) -> LogChoice:

@@ -29,12 +29,16 @@ HAVE_DEFAULTS: Final = frozenset({"onnxruntime"})
 SEQUENCE_IDLE_DEFAULT_US: Final = 1_000_000
 
 
-def merge(message: pb.ModelConfig, completion: Completion, source: SourceMap) -> list[Problem]:
-    """Fill `message` in place. Returns every contradiction."""
-    merger = _Merger(message, completion, source, _is_whole(message.input) and _is_whole(message.output))
+def merge(
+    message: pb.ModelConfig, completion: Completion, source: SourceMap, *, is_strict: bool = False
+) -> list[Problem]:
+    """Fill `message` in place, or nothing of it if `is_strict`. Returns every contradiction."""
+    both_given = _is_whole(message.input) and _is_whole(message.output)
+    merger = _Merger(message, completion, source, both_given, is_strict)
     about_batches = [*merger.batch_size()]
     about_tensors = [*merger.tensors("input"), *merger.tensors("output")]
-    merger.policies()
+    if not is_strict:
+        merger.policies()
     return about_batches or about_tensors  # a wrong batch size shifts every dimension, so report only that
 
 
@@ -45,6 +49,7 @@ class _Merger:
     source: SourceMap
     # As on Triton, an ONNX file completes nothing if the user specified both inputs and outputs completely.
     both_given: bool
+    is_strict: bool
 
     @property
     def _is_author(self) -> bool:
@@ -65,7 +70,7 @@ class _Merger:
             text = f"autofill failed for model '{m.name}': model does not support batching while non-zero"
             hint = "every input and output of the model's file needs a first dimension that varies; or write"
             yield self._problem("max_batch_size", f"{text} max_batch_size is specified", f"{hint} max_batch_size: 0")
-        elif "max_batch_size" not in self.source.places and not self.both_given:
+        elif "max_batch_size" not in self.source.places and not self.both_given and not self.is_strict:
             m.max_batch_size = theirs
 
     def tensors(self, side: TensorSide) -> Iterator[Problem]:
@@ -76,7 +81,7 @@ class _Merger:
         given: dict[str, int] = {}
         for index, tensor in enumerate(ours):
             given.setdefault(tensor.name, index)  # of an output listed more than once, the first counts
-        if not given:
+        if not given and not self.is_strict:
             for spec in theirs:
                 if not spec.optional or self.message.backend not in HAVE_DEFAULTS:  # left out, as on Triton
                     self._add(side, spec)
@@ -118,13 +123,15 @@ class _Merger:
     def _join(self, side: TensorSide, index: int, ours: Tensor, spec: TensorSpec) -> Iterator[Problem]:
         path, name = f"{side}[{index}]", self.message.name
         if not ours.data_type:
-            ours.data_type = _data_type(spec)
+            if not self.is_strict:
+                ours.data_type = _data_type(spec)
         elif ours.data_type != spec.dtype.number:
             text = f"unable to load model '{name}', {side} '{spec.name}' is {pb.DataType.Name(ours.data_type)} in the"
             text = f"{text} configuration, but the model provides {spec.dtype.config_name}"
             yield self._problem(f"{path}.data_type", text)
         if not ours.dims:
-            self._set_dims(ours, spec)
+            if not self.is_strict:
+                self._set_dims(ours, spec)
             return
         seen = ours.reshape.shape if ours.HasField("reshape") else ours.dims
         batches = self.message.max_batch_size > 0

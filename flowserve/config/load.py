@@ -38,6 +38,7 @@ log = logging.getLogger("flowserve.config")
 
 CONFIG_FILE: Final = "config.pbtxt"
 VARIANTS: Final = "configs"  # the folder of named configurations
+NO_CONFIG: Final = "R15"
 UNWRITTEN: Final = ""
 DETERMINING: Final = frozenset(
     {
@@ -84,9 +85,16 @@ class Validated:
     ignored: list[Problem]
 
 
-def read_draft(folder: Path, repository: Path, default_files: Mapping[str, str], config_name: str = "") -> Draft:
+def read_draft(
+    folder: Path,
+    repository: Path,
+    default_files: Mapping[str, str],
+    config_name: str = "",
+    *,
+    is_strict: bool = False,
+) -> Draft:
     """Read one model folder's configs/NAME.pbtxt if `config_name` is NAME and the file exists, else its config.pbtxt;
-    if that is missing too, the configuration is empty.
+    if that is missing too, the configuration is empty, which is an error if `is_strict`.
 
     `default_files`: the model file of each available backend ("onnxruntime": "model.onnx"). Raises `Problems` if the
     file cannot be read or has a syntax error.
@@ -100,6 +108,10 @@ def read_draft(folder: Path, repository: Path, default_files: Mapping[str, str],
         file = f"{home}/{found}"
         parsed = parse(read_text(folder / found, file), file)
         parsed = replace(parsed, source=authored(folder, parsed.source))
+    elif is_strict:
+        text = f"failed to open text file for read {home}/{CONFIG_FILE}: No such file or directory"
+        hint = "configurations are not completed (--disable-auto-complete-config), so that each model needs one"
+        raise Problems([Problem(text, Place(home), NO_CONFIG, hint)])
     else:
         parsed = Parsed(pb.ModelConfig(), SourceMap(home))
     return draft_of(parsed, folder, default_files)
@@ -121,9 +133,12 @@ def finish(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) ->
     return validated.config
 
 
-def validate(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) -> Validated:
+def validate(
+    draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS, *, is_strict: bool = False
+) -> Validated:
     """Complete and check a draft. `completion` has the declarations of the model's own files, None for ensembles.
-    `gpus` are those available to the model's instances.
+    `gpus` are those available to the model's instances. `is_strict`: the declarations are compared with the draft and
+    complete nothing.
     """
     message, source = pb.ModelConfig(), draft.parsed.source
     message.CopyFrom(draft.parsed.message)
@@ -132,7 +147,7 @@ def validate(draft: Draft, completion: Completion | None, gpus: Gpus = NO_GPUS) 
             log.warning("%s: instance group %s runs on the CPU instead of a GPU (--gpu=off)", source.file, group)
     uses_gpus = completion is None or completion.gpu_instance_count > 0
     subject = RuleInput(message, source, draft.folder, gpus, uses_gpus)
-    problems = merge(message, completion, source) if completion else []
+    problems = merge(message, completion, source, is_strict=is_strict) if completion else []
     problems += find_problems(subject)
     problems += refusals(subject, draft.backends)
     broken = draft.parsed.broken | broken_fields(problems, source)

@@ -16,7 +16,7 @@ from flowserve.config.backends import FILES, is_version_folder
 from flowserve.config.load import CONFIG_FILE
 from flowserve.config.parameters import MARKS
 from flowserve.config.suggest import did_you_mean, meant, misnamed
-from flowserve.config.types import VersionPolicy
+from flowserve.config.types import ModelConfig, VersionPolicy
 from flowserve.errors import NO_PERMISSION, FlowserveError, NotFound, Place, Problem, Problems
 
 # Folders of a model that are not versions: Triton's own, and Python's cache.
@@ -100,17 +100,30 @@ def is_model_folder(path: Path) -> bool:
 
 
 def versions_to_serve(folder: ModelFolder, policy: VersionPolicy, is_ensemble: bool = False) -> tuple[int, ...]:
-    """The versions that the policy selects, ascending. Raises Problems if it selects none."""
+    """The versions that the policy selects, ascending. Raises Problems if it selects none.
+
+    An ensemble without version folders is version 1: nothing need be in its folder, and git drops empty ones.
+    """
+    there = folder.versions or ((1,) if is_ensemble else ())
     if policy.specific:
-        chosen = tuple(version for version in folder.versions if version in policy.specific)
+        chosen = tuple(version for version in there if version in policy.specific)
     elif policy.all:
-        chosen = folder.versions
+        chosen = there
     else:
-        chosen = folder.versions[max(0, len(folder.versions) - policy.latest) :]
+        chosen = there[max(0, len(there) - policy.latest) :]
     if chosen:
         return chosen
     message = f"at least one version must be available under the version policy of model '{folder.name}'"
     raise Problems([Problem(message, Place(folder.name), "R1", _how_to_have_a_version(folder, policy, is_ensemble))])
+
+
+def without_folder(folder: ModelFolder, config: ModelConfig, versions: Collection[int]) -> list[Problem]:
+    """The warning about an ensemble that is served without a version folder."""
+    if folder.versions or not (config.is_ensemble and versions):
+        return []
+    text = "no version folder, which git drops if it is empty; the ensemble is served as version 1"
+    hint = f"Triton refuses it: mkdir {folder.name}/1, and put an empty {KEEP} into it"
+    return [Problem(text, Place(folder.name), "R16", hint)]
 
 
 def _scan(repository: Path, only: Collection[str] | None = None) -> tuple[list[ModelFolder], list[Problem]]:
@@ -240,5 +253,6 @@ def _how_to_have_a_version(folder: ModelFolder, policy: VersionPolicy, is_ensemb
         there = ", ".join(map(str, folder.versions))
         return f"the policy wants {', '.join(map(str, policy.specific))}, and the folder has {there}"
     if is_ensemble:
-        return f"an ensemble needs a version folder too, though nothing need be in it: mkdir {folder.name}/1"
+        wanted = ", ".join(map(str, policy.specific))
+        return f"without version folders it is version 1, and the policy wants {wanted}: mkdir {folder.name}/{wanted}"
     return f"put the model's files into {folder.name}/1/"

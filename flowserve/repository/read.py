@@ -33,12 +33,14 @@ from flowserve.config.unsupported import (
 )
 from flowserve.errors import FlowserveError, Invalid, Place, Problem, Problems, problems_of
 from flowserve.graph.types import GRAPH, Graph
-from flowserve.repository.layout import ModelFolder, versions_to_serve
+from flowserve.repository.layout import ModelFolder, versions_to_serve, without_folder
 from flowserve.repository.resolve import steps_of
 
 # Gets a completion from the backend for one version of a model. May block; raises FlowserveError.
 Complete = Callable[[ModelConfig, ModelFolder, int], Completion]
 REFUSED: Final = "M92"
+# Rules about which model a folder has: its name, its backend.
+UNPOLLED: Final = frozenset({"M2", "M3"})
 PYTHONS: Final = ("bin/python", "bin/python3")
 ENVIRONMENT_RULE: Final = "R14"
 
@@ -57,20 +59,26 @@ class ReadModel:
     labels: OutputLabels = field(default_factory=dict)
 
 
+class NoConfiguration(Problems):
+    """A folder has no configuration that can be read, so that it is not known which model it has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Examined:
     """The problems of a folder, and its contents; `read` is None if further checks would report the same mistakes
-    again, and present if there is no problem. `broken` are the top-level fields with mistakes.
+    again, and present if there is no problem. `broken` are the top-level fields with mistakes. `is_legible`: the
+    configuration is one of a model, though it may be invalid.
     """
 
     problems: tuple[Problem, ...]
     read: ReadModel | None = None
     broken: frozenset[str] = frozenset()
+    is_legible: bool = True
 
     def valid(self) -> ReadModel:
-        """The contents. Raises Problems with every mistake of the folder."""
+        """The contents. Raises Problems with every mistake of the folder, NoConfiguration if it is not legible."""
         if self.problems or self.read is None:
-            raise Problems(self.problems)
+            raise (Problems if self.is_legible else NoConfiguration)(self.problems)
         return self.read
 
 
@@ -83,20 +91,23 @@ def examine(
     config_json: str = "",
     config_name: str = "",
     served: ModelConfig | None = None,
+    is_strict: bool = False,
 ) -> Examined:
     """Read one folder. Its files are opened once, so that a concurrent change gives the old or the new state, never a
     mixture.
 
     `default_files`: the model file of each backend. `gpus`: those available to instances. `config_json`: a
     configuration that replaces the folder's own, possibly that of `served` (the current, or last, configuration of this
-    name) with changes; `config_name`: the named configuration to use. Blocks.
+    name) with changes; `config_name`: the named configuration to use. `is_strict`: the model's own files complete
+    nothing in its configuration. Blocks.
     """
     try:
-        draft = _draft(folder, default_files, config_json, config_name, served)
+        draft = _draft(folder, default_files, config_json, config_name, served, is_strict=is_strict)
     except OSError as error:
-        return Examined((Problem(f"cannot be read: {error.strerror}", Place(folder.name)),))
+        problem = Problem(f"cannot be read: {error.strerror}", Place(folder.name))
+        return Examined((problem,), is_legible=False)
     except Problems as unreadable:
-        return Examined(unreadable.problems)
+        return Examined(unreadable.problems, is_legible=False)
     versions: tuple[int, ...] = ()
     problems: list[Problem] = []
     try:
@@ -114,13 +125,14 @@ def examine(
         except Problems as refused:
             was_refused = True
             problems += refused.problems
-    validated = validate(draft, completion, gpus)
+    validated = validate(draft, completion, gpus, is_strict=is_strict)
     # Without a completion, missing fields may be in the model's file, so only problems of written fields are reported.
     was_asked = completion is not None or not problems
     written = [one for one in validated.problems if was_asked or (one.place and one.place.line)]
     problems = [*problems, *written] or validated.problems
+    is_legible = not draft.parsed.problems and UNPOLLED.isdisjoint(problem.rule for problem in problems)
     if was_refused or not can_check_others(validated.broken):
-        return Examined(tuple(problems))
+        return Examined(tuple(problems), is_legible=is_legible)
     labels: OutputLabels = {}
     try:
         labels = read_labels(folder.path, validated.config)
@@ -128,7 +140,8 @@ def examine(
         problems += unlabelled.problems
     config = replace(validated.config, name=folder.name)  # the name in the file may be a mistake
     warnings = (*folder.warnings, *validated.ignored, *_warnings(folder, config, versions))
-    return Examined(tuple(problems), ReadModel(folder, config, versions, warnings, labels), validated.broken)
+    read = ReadModel(folder, config, versions, warnings, labels)
+    return Examined(tuple(problems), read, validated.broken, is_legible)
 
 
 def read_steps(
@@ -148,9 +161,11 @@ def _draft(
     config_json: str,
     config_name: str,
     served: ModelConfig | None = None,
+    *,
+    is_strict: bool = False,
 ) -> Draft:
     if not config_json:
-        return read_draft(folder.path, folder.repository, default_files, config_name)
+        return read_draft(folder.path, folder.repository, default_files, config_name, is_strict=is_strict)
     try:
         parsed = parse(config_json, _file_of_an_override(folder.name), "json")
     except Problems as unreadable:
@@ -215,6 +230,7 @@ def _warnings(folder: ModelFolder, config: ModelConfig, versions: Collection[int
         if folder.path.joinpath(*where, BATCH_STRATEGY_FILE).exists()
     ]
     return [
+        *without_folder(folder, config, versions),
         *missing,
         *unused_environment(config, own),
         *unused_batching(config, libraries),

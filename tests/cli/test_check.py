@@ -361,8 +361,8 @@ def rules(err: str) -> list[str]:
 
 
 def test_all_mistakes_are_reported_at_once(checked: Callable[..., Checked], repository: Path) -> None:
-    """An invalid model is compared with its file too, and an invalid ensemble with its models; so is a model without
-    versions.
+    """An invalid model is compared with its file too, and an invalid ensemble with its models; so is an ensemble
+    without a version folder.
     """
     (repository / "same" / "config.pbtxt").write_text(
         'max_batch_size: 4\ninput { name: "XX" data_type: TYPE_FP32 dims: 4 }\n'
@@ -375,7 +375,7 @@ def test_all_mistakes_are_reported_at_once(checked: Callable[..., Checked], repo
     (repository / "pipe/1").rmdir()
     _, _, err = checked()
     assert rules(err) == [
-        "pipe R1",
+        "pipe R16",
         "pipe/config.pbtxt:3:1 M81",
         "pipe/config.pbtxt:11:5 G7",
         "pipe/config.pbtxt:11:17 G5",
@@ -544,3 +544,39 @@ def test_a_tensorrt_model_without_its_plan_is_reported(
         named = found.partition(" ")[0]
         line = errors.splitlines()[0]
         assert line.startswith(f"plan/1/{named}: error: failed to load 'plan' version 1: file plan/1/{found}")
+
+
+WRITTEN = """\
+backend: "onnxruntime"
+input { name: "X" data_type: TYPE_FP32 dims: 4 }
+output { name: "Y" data_type: TYPE_FP32 dims: 4 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        (None, "failed to open text file for read same/config.pbtxt: No such file or directory"),
+        ('backend: "onnxruntime"\n', "configuration expects 0 inputs, model provides 1"),
+        (WRITTEN, "the model expects 2 dimensions (shape [-1,4]) but the model configuration specifies 1"),
+        (
+            WRITTEN.replace("TYPE_FP32", "TYPE_INT32", 1) + "max_batch_size: 2",
+            "tensor 'X': the model expects data type TYPE_FP32",
+        ),
+        (WRITTEN.replace(" data_type: TYPE_FP32", "", 1) + "max_batch_size: 2", "must specify 'data_type'"),
+        (WRITTEN.replace(" dims: 4", "", 1) + "max_batch_size: 2", "must specify 'dims'"),
+        (WRITTEN + "max_batch_size: 2", ""),
+    ],
+)
+def test_the_file_of_a_model_completes_nothing_if_configurations_are_not_completed(
+    repository: Path, capsys: pytest.CaptureFixture[str], config: str | None, found: str
+) -> None:
+    (repository / "pipe" / "config.pbtxt").write_text(ENSEMBLE.replace("max_batch_size: 4", "max_batch_size: 2"))
+    if config is not None:
+        (repository / "same" / "config.pbtxt").write_text(config)
+    for option in ("--disable-auto-complete-config", "--strict-model-config=true"):
+        assert main(["check", str(repository), option]) == (1 if found else 0)
+        printed = capsys.readouterr()
+        assert found in printed.err
+        assert found or "model same, version 1, batches up to 2" in printed.out
+        assert found or "dynamic batches" not in printed.out

@@ -20,7 +20,9 @@ from flowserve.cli.options import (
     add_run_arguments,
     grpc_options,
     input_budget,
+    is_strict,
     metrics_choice,
+    metrics_port,
     open_over_http,
     run_arguments,
     warning_of,
@@ -75,7 +77,8 @@ def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--backend-config=onnxruntime"], "--backend-config: expected BACKEND,KEY=VALUE, got 'onnxruntime'"),
         (["--backend-config=onnxruntime,x=1"], "onnxruntime has no setting 'x'; it has default-max-batch-size, intra"),
         (["--backend-config=default-max-batch-size=0"], "expected a whole number from 1 to 2147483647, got 0"),
-        (["--model-repository=/models"], "--model-repository: the repository is named without an option"),
+        (["--port=1"], "--port: the option is --http-port"),
+        (["--model-repository"], "--model-repository/--model-store: expected one argument"),
         (["--http-port"], "--http-port: expected one argument"),
         (["--http-restricted-api", "inference"], "expected GROUP[,GROUP...]:HEADER=VALUE, got 'inference'"),
         (
@@ -130,14 +133,20 @@ def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--trace-config", "jaeger,url=x"], "expected the mode triton or opentelemetry, got 'jaeger'"),
         (["--trace-config", "opentelemetry,resource=x"], "--trace-config: expected resource=KEY=VALUE, got 'x'"),
         (["--trace-config", "level=TIMESTAMPS"], "--trace-config: trace file name is not given"),
-        (["--trace-file", "x"], "--trace-file: the option is --trace-config triton,file=PATH"),
+        (["--trace-rate", "often"], "--trace-rate: expected a whole number from 0 to 4294967295, got 'often'"),
+        (["--trace-level", "x"], "--trace-level: expected the level OFF, TIMESTAMPS, TENSORS, got 'x'"),
+        (["--response-cache-byte-size", "x"], "--response-cache-byte-size: expected a whole number, 0 or more"),
         (["--model-config-name", "a/b"], "--model-config-name: expected a name without slashes and spaces, got 'a/b'"),
         (["--model-config-name", ".."], "expected a name without slashes and spaces, got '..'"),
-        (["--metrics-address", "0.0.0.0"], "--metrics-address has no effect without --metrics-port"),
+        (["--log-verbose", "yes"], "--log-verbose: expected a whole number, 0 or more, got 'yes'"),
         (
-            ["--allow-metrics=false", "--metrics-port=0"],
-            "--metrics-port has nothing to serve with --allow-metrics false",
+            ["--allow-sagemaker=true"],
+            "SageMaker's endpoints are not supported yet; a proxy in the container can pass its GET /ping to",
         ),
+        (["--sagemaker-port=8080"], "can pass its GET /ping to /v2/health/ready and POST /invocations to"),
+        (["--allow-vertex-ai"], "the predict route /v2/models/MODEL/infer"),
+        (["--vertex-ai-port=8080"], "upload the container with the health route /v2/health/ready"),
+        (["--reuse-http-port=true"], "--workers N starts several servers behind one port"),
         (["--metrics-config", "buckets=1"], "expected KEY=VALUE with one of counter_latencies, histogram_latencies"),
         (["--metrics-config", "summary_quantiles=2:0.1"], "expected quantiles such as 0.5:0.05,0.99:0.001"),
         (["--metrics-config", "summary_latencies=maybe"], "expected true, false, 1 or 0, got 'maybe'"),
@@ -160,6 +169,49 @@ def test_every_option_of_tritonserver_that_is_missing_names_its_feature(
     assert f"{option}: {NOT_YET[option]} not supported yet" in _complaint(["run", option, "x", "models"], capsys)
 
 
+def test_the_repository_has_tritonservers_spellings_too() -> None:
+    for option in ("--model-repository", "--model-store"):
+        for words in ((f"{option}=a",), (option, "a")):
+            assert run_arguments(*words).repositories == [Path("a")]
+    together = run_arguments("a", "--model-repository=b", "--model-store", "c", "--model-repository=a")
+    assert together.repositories == [Path("a"), Path("b"), Path("c")]
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_commands_take_the_repository_as_an_option(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "models"
+    assert main([command, f"--model-repository={missing}"]) == 1
+    assert f"model repository '{missing}' does not exist" in capsys.readouterr().err
+
+
+def test_older_spellings_set_what_the_newer_ones_set() -> None:
+    older = ("--trace-file=t.json", "--trace-level=MAX", "--trace-rate=5", "--trace-count=7", "--trace-log-frequency=9")
+    settings = ("triton,file=t.json", "level=TIMESTAMPS", "rate=5", "count=7", "triton,log-frequency=9")
+    newer = (f"--trace-config={setting}" for setting in settings)
+    assert run_arguments("m", *older).trace_config == run_arguments("m", *newer).trace_config
+    assert run_arguments("m", "--response-cache-byte-size=9").cache_config == 9
+    assert run_arguments("m", "--response-cache-byte-size=0").cache_config is None
+    assert is_strict(run_arguments("m", "--strict-model-config=true"))
+    assert is_strict(run_arguments("m", "--disable-auto-complete-config", "--strict-model-config=false"))
+    assert not is_strict(run_arguments("m", "--strict-model-config=false"))
+    assert run_arguments("m", "--log-verbose=true").log_verbose == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "port"),
+    [
+        ((), None),
+        (("--metrics-port=9",), 9),
+        (("--metrics-address=0.0.0.0",), 8002),
+        (("--allow-metrics=false", "--metrics-port=9"), None),
+    ],
+)
+def test_the_port_of_metrics_follows_tritonserver(words: tuple[str, ...], port: int | None) -> None:
+    assert metrics_port(run_arguments("models", *words)) == port
+
+
 @pytest.mark.parametrize("option", sorted(AGREED))
 def test_a_switch_is_accepted_at_the_existing_behaviour_and_refused_otherwise(
     option: str, capsys: pytest.CaptureFixture[str]
@@ -179,6 +231,7 @@ def test_tuning_options_are_accepted_with_a_warning() -> None:
     )
     settings = ["python,shm-default-byte-size=1", "onnxruntime,intra_op_thread_count=1", "of_a_plug_in,what=ever"]
     given = without_effect(run_arguments("models", *(f"--backend-config={one}" for one in settings)))
+    assert "models share the cores here" in warning_of(["--backend-config=onnxruntime,enable-global-threadpool"])
     assert warning_of(given) == (
         "without effect here: --backend-config=python,shm-default-byte-size (this backend has no settings)"
     )

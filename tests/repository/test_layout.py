@@ -220,9 +220,11 @@ def test_a_policy_without_a_match_lists_the_available_versions() -> None:
     )
 
 
-def test_an_ensemble_without_a_version_folder_gets_a_hint() -> None:
-    with pytest.raises(Problems, match=r"mkdir m/1"):
-        versions_to_serve(folder(), VersionPolicy(), is_ensemble=True)
+def test_an_ensemble_without_a_version_folder_is_version_1() -> None:
+    for policy in (VersionPolicy(), VersionPolicy(all=True), VersionPolicy(specific=(1, 2))):
+        assert versions_to_serve(folder(), policy, is_ensemble=True) == (1,)
+    with pytest.raises(Problems, match=r"version 1, and the policy wants 2: mkdir m/2"):
+        versions_to_serve(folder(), VersionPolicy(specific=(2,)), is_ensemble=True)
 
 
 def test_a_model_without_a_version_folder_gets_a_hint() -> None:

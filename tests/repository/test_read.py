@@ -94,8 +94,12 @@ def test_an_ensemble_needs_no_completion_and_an_empty_version_folder(folder: Mak
     assert read.versions == (1,)
 
 
-def test_an_ensemble_without_a_version_folder_gets_a_hint(folder: Make) -> None:
-    assert "mkdir m/1" in str(refused(folder(ENSEMBLE)))
+def test_an_ensemble_without_a_version_folder_is_version_1_with_a_warning(folder: Make) -> None:
+    read = examine(folder(ENSEMBLE), FILES, raises).valid()
+    assert read.versions == (1,)
+    (warning,) = read.warnings
+    assert warning.rule == "R16"
+    assert "mkdir m/1" in warning.hint
 
 
 def test_a_syntax_error_has_its_place(folder: Make) -> None:

@@ -271,18 +271,24 @@ def unpack(message: bytes) -> tuple[int, tuple[int, ...], bytes]:
 
 
 def encode_error(error: FlowserveError) -> list[str]:
-    """An error as the TEXT of a message, with the traceback of the model's exception unless it was sent before."""
+    """An error as the TEXT of a message, with the traceback of the model's exception unless it was sent before, and the
+    place if it is known.
+    """
     text = [error.kind, str(error)[:ERROR_CHARACTERS_MAX]]
     traceback = None if error.raised is None else error.raised.take()
+    if (place := error.place) is not None:
+        return [*text, traceback or "", place.file, str(place.line), str(place.column)]
     return text if traceback is None else [*text, traceback]
 
 
 def decode_error(text: Any) -> FlowserveError:
     """The error whose `encode_error` a worker process sent. For any other value, an error that shows the value."""
-    if isinstance(text, list) and 2 <= len(text) <= 3 and all(isinstance(one, str) for one in text[1:]):
+    if isinstance(text, list) and len(text) in (2, 3, 6) and all(isinstance(one, str) for one in text[1:]):
         error = _KINDS.get(text[0] if isinstance(text[0], str) else "", ModelFailed)(text[1])
-        if len(text) == 3:
+        if len(text) == 3 or (len(text) == 6 and text[2]):
             error.raised = Raised(text[2])
+        if len(text) == 6 and text[4].isdecimal() and text[5].isdecimal():
+            error.place = Place(text[3], int(text[4][:9]), int(text[5][:9]))
         return error
     return ModelFailed(f"a model's process reported a failure in a form that is none: {str(text)[:200]}")
 

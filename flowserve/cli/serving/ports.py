@@ -20,7 +20,7 @@ from ipaddress import ip_address
 from itertools import chain
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from flowserve.cli.options import DEFAULT_GRPC_PORT, grpc_options, open_over_http
+from flowserve.cli.options import DEFAULT_GRPC_PORT, grpc_options, metrics_port, open_over_http
 from flowserve.cli.standard_output import say
 from flowserve.errors import Invalid
 from flowserve.grpc.options import NOT_INSTALLED, GrpcOptions, is_installed
@@ -54,11 +54,12 @@ class OpenPorts:
 
 
 def open_metrics(arguments: argparse.Namespace) -> list[socket.socket]:
-    if arguments.metrics_port is None:
+    port = metrics_port(arguments)
+    if port is None:
         return []
     beside = "127.0.0.1" if arguments.http_address.startswith(UNIX) else arguments.http_address
     address = arguments.metrics_address or beside
-    listeners = listen(address, arguments.metrics_port, "--metrics-port", "--metrics-address")
+    listeners = listen(address, port, "--metrics-port", "--metrics-address")
     say(f"metrics on {url(listeners[0], address)}/metrics")
     return listeners
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from flowserve.cli.options import (
     backend_settings,
+    is_strict,
     metrics_choice,
     opentelemetry_settings,
     trace_api_max_bytes,
@@ -67,6 +68,8 @@ def engine_options(
         server_name=arguments.id,
         answers_at_timeout=arguments.answer_at_timeout,
         strict_outputs=arguments.strict_outputs,
+        strict_configs=is_strict(arguments),
+        load_retries=arguments.model_load_retry_count,
         tells_names=not hides_names(restrictions),
         summaries=metrics is not None and bool(metrics.quantiles),
         cluster=cluster,

@@ -29,6 +29,8 @@ class EngineOptions:
     `summaries`: compute quantiles of the last minute's durations.
     `model_config_name`: the named configuration that is used for models that have it.
     `answers_at_timeout`: the default for deployments, see `AdmissionOptions`.
+    `strict_configs`: models load with exactly the configuration that they have; nothing completes it.
+    `load_retries`: how often a failed load of a model is repeated.
     `server_name`: the name in server metadata.
     `strict_outputs`: an output of a `model.py` that differs from its configuration, or is missing, is an error.
     `cluster`: starts instances on other machines; `places`: the models that run there, by name.
@@ -47,6 +49,8 @@ class EngineOptions:
     model_config_name: str = ""
     answers_at_timeout: bool = False
     strict_outputs: bool = False
+    strict_configs: bool = False
+    load_retries: int = 0
     tells_names: bool = True
     server_name: str = SERVER_NAME
     cluster: ClusterOptions | None = None

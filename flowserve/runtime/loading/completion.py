@@ -15,6 +15,7 @@ from typing import Any, Final
 from flowserve.backends import registry
 from flowserve.backends.base import Backend, CompletesInProcess, ModelFiles, Remote, UsesGpus, Verifies
 from flowserve.backends.worker.protocol import RUN_TASK
+from flowserve.config.complete import AUTHORS
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import Completion, ModelConfig
 from flowserve.errors import FlowserveError, Problem, Problems, Unsupported
@@ -45,17 +46,24 @@ class Completer:
         processes: ProcessPool | None,
         settings: Mapping[str, Mapping[str, str]] = NO_SETTINGS,
         keep: Callable[[str, Environment], object] = lambda name, environment: None,
+        *,
+        is_strict: bool = False,
     ) -> None:
-        """`keep` receives the environment in which a model was completed; otherwise the environment is released."""
+        """`keep` receives the environment in which a model was completed; otherwise the environment is released.
+        `is_strict`: models that write their own configuration are not asked.
+        """
         self._python_execution = python_execution
         self._processes = processes
         self._settings = settings
         self._keep = keep
+        self._is_strict = is_strict
         self._running: dict[Child, str] = {}  # processes that complete a configuration, with the name of its model
 
     def __call__(self, config: ModelConfig, folder: ModelFolder, version: int) -> Completion:
         """As `complete`. If this requires the model's code, the code runs where the model will run."""
         backend = _backend_of(config)
+        if self._is_strict and config.backend in AUTHORS:
+            return _with_counts(backend, Completion())
         processes = self._processes
         if (
             processes is None
@@ -77,6 +85,11 @@ class Completer:
             return self._run(environment.spawn, config.name, remote)
 
         return _with_counts(backend, backend.complete_by(config, files, complete_remotely))
+
+    @property
+    def running(self) -> frozenset[str]:
+        """The models whose code completes their configuration just now."""
+        return frozenset(self._running.copy().values())
 
     def give_up(self, name: str, why: str) -> None:
         """Kill the processes that complete this model's configuration, for the reason `why`. On any thread."""

@@ -7,7 +7,7 @@ read. `operations.py` decides how an operation is carried out.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from flowserve.observe.log_fields import of
 from flowserve.repository.layout import FoundModels
 from flowserve.repository.mirror.mirror import RepositoryMirror
 from flowserve.repository.override import Override, check_name
-from flowserve.repository.read import is_of_override
+from flowserve.repository.read import NoConfiguration, is_of_override
 from flowserve.repository.snapshot import FolderWatch, Settled
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.engine.generations import Generation
@@ -35,6 +35,7 @@ log = logging.getLogger("flowserve.load")
 
 ALL: Final = "*"  # in ControlOptions.load: all models of the repositories
 RESTLESS_S: Final = 0.25  # poll interval after a change, until the folder is stable
+FILES_CHANGED: Final = "its files changed while it was loading"
 LOADS_STOPPED: Final = "Server is stopping, models are neither loaded nor unloaded any more"
 T = TypeVar("T")
 
@@ -161,7 +162,8 @@ class Control:
             text = str(errors[name])
             if text.startswith(not_polled(name)):
                 raise Invalid(text)
-            failed = not_polled(name) if is_of_override(errors[name], name) else f"load failed for model '{name}'"
+            is_unread = isinstance(errors[name], NoConfiguration) or is_of_override(errors[name], name)
+            failed = not_polled(name) if is_unread else f"load failed for model '{name}'"
             raise Invalid(f"{failed}: {text}")
 
     async def unload(self, name: str, *, dependents: bool = False) -> None:
@@ -216,6 +218,15 @@ class Control:
         names = {*found.duplicates, *self._names(found)}
         rows += [{"name": name} for name in names - self._engine.deployments.entries.keys()]
         return sorted(rows, key=lambda row: row["name"])
+
+    @property
+    def failures(self) -> Mapping[str, FlowserveError]:
+        """Why names that were to be served are not, by name."""
+        return self._registry.failed
+
+    def give_up(self, names: Iterable[str], why: str) -> None:
+        """Abandon the loads in progress of these names, as far as they run in processes: they fail for this reason."""
+        self._operations.give_up(names, why)
 
     def stop(self) -> None:
         """The server ends: all loads in progress fail, and later ones are refused."""
@@ -320,7 +331,7 @@ class Control:
         served; unless a load hangs.
         """
         group = self._engine.group
-        self._operations.give_up(settled.changed)
+        self._operations.give_up(settled.changed, FILES_CHANGED)
         changed = sorted(settled.changed)
         if group is None:
             bring_up: Callable[[], Awaitable[object]] = partial(self._operations.bring_up, dict.fromkeys(changed))
@@ -336,7 +347,7 @@ class Control:
 
     async def follow_here(self, changed: Sequence[str], gone: Sequence[str], agree: Agree) -> None:
         """Load changed models and unload removed ones in this server, with the others' agreement."""
-        self._operations.give_up(changed)
+        self._operations.give_up(changed, FILES_CHANGED)
         await self._to_the_end(lambda: self._operations.bring_up(dict.fromkeys(changed), agree=agree))
         await self._take_out_gone(gone)
 

@@ -104,7 +104,13 @@ class Loader:
         options = engine.options
         self._entered: dict[str, Environment] = {}  # environments in which models were completed, until they are loaded
         keep = self._entered.__setitem__
-        self._complete = Completer(options.python_execution, engine.processes, options.backend_settings, keep)
+        self._complete = Completer(
+            options.python_execution,
+            engine.processes,
+            options.backend_settings,
+            keep,
+            is_strict=options.strict_configs,
+        )
 
     async def read(self, folder: ModelFolder, config_json: str = "", served: ModelConfig | None = None) -> ReadModel:
         """Read a model's folder, with `config_json` in place of its configuration. `served`: the configuration with
@@ -121,6 +127,7 @@ class Loader:
                     config_json=config_json,
                     config_name=self._engine.options.model_config_name,
                     served=served,
+                    is_strict=self._engine.options.strict_configs,
                 ).valid()
             )
         except FlowserveError:

@@ -12,6 +12,7 @@ it, the operation is refused.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -26,13 +27,16 @@ from flowserve.errors import FlowserveError, Invalid, Unavailable
 from flowserve.repository.layout import FoundModels, ModelFolder, find_models, model_folder_at, why_missing
 from flowserve.repository.mirror.mirror import RepositoryMirror
 from flowserve.repository.override import Override, write_files
+from flowserve.repository.read import ReadModel
 from flowserve.repository.snapshot import Stamp, digest, stamp
 from flowserve.runtime.clock import SECOND_NS
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.engine.generations import Generation
 from flowserve.runtime.group import Agree, Errors
-from flowserve.runtime.loading.loader import Loader, PendingReads
+from flowserve.runtime.loading.loader import LoadContext, Loaded, Loader, PendingReads
 from flowserve.runtime.loading.registry import Built, LoadEvent, RegisteredModel, Registry
+
+log = logging.getLogger("flowserve.load")
 
 INSIST_S: Final = 0.5
 
@@ -201,10 +205,10 @@ class Operations:
                     return await self._carry_out(lock, wanted, seen, agree)
             names |= seen.keys()  # steps were found: lock them too, and look again
 
-    def give_up(self, names: Iterable[str]) -> None:
-        """Their files changed: abandon their loads in progress."""
+    def give_up(self, names: Iterable[str], why: str) -> None:
+        """Abandon their loads in progress, for the reason `why`."""
         for name in names:
-            self._loader.give_up(name, "its files changed while it was loading")
+            self._loader.give_up(name, why)
 
     async def take_out(self, name: str, *, dependents: bool, within: str = "") -> dict[str, list[Generation]]:
         """Unload a name; `dependents`: also the steps that were loaded only because of it. Returns the generations of
@@ -336,7 +340,7 @@ class Operations:
 
         async def build(one: Candidate) -> None:
             name = one.name
-            self._registry.loading(name)
+            self._registry.loading(name, is_wanted=not self._engine.deployments.is_loaded)
             try:
                 built = await self._build(one, reads)
             except FlowserveError as error:
@@ -397,11 +401,20 @@ class Operations:
             context = await reads.context()
             self._registry.report(LoadEvent(candidate.name, "loading"))
             started_ns = self._engine.clock()
-            loaded = await self._loader.load(read, context)
+            loaded = await self._load(read, context)
             return Built(known, loaded, (self._engine.clock() - started_ns) / SECOND_NS)
         except FlowserveError as error:
             reads.done(candidate.name, None)
             return error
+
+    async def _load(self, read: ReadModel, context: LoadContext) -> dict[int, Loaded]:
+        """Load a model, again if it fails, as often as the options say."""
+        for _ in range(self._engine.options.load_retries):
+            try:
+                return await self._loader.load(read, context)
+            except FlowserveError as error:
+                log.warning("failed to load %s, which is tried again: %s", read.config.name, error)
+        return await self._loader.load(read, context)
 
     async def _drop(self, outcome: Built | FlowserveError) -> None:
         if isinstance(outcome, Built):
@@ -411,9 +424,10 @@ class Operations:
         # The error is kept; its traceback would keep files, processes and partly loaded models alive.
         error.__traceback__ = error.__cause__ = error.__context__ = None
         errors[name] = error
-        if isinstance(error, NoSuchModel) and name not in self._engine.deployments.entries:
-            return  # an unknown name gets no row in the index
-        self._registry.fail(name, error)
+        if isinstance(error, NoSuchModel) and self._registry.is_unknown(name):
+            self._registry.forget(name, error)
+        else:
+            self._registry.fail(name, error)
 
 
 class _Vote:

@@ -12,11 +12,13 @@ backend without checks accepts every file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import trio
 
@@ -34,6 +36,7 @@ from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.runtime.workers.factory import PROCESS
 from flowserve.runtime.workers.process import ProcessPool
 
+LOOK_S: Final = 0.1
 Check = Callable[[ReadModel], None]  # raises FlowserveError
 
 
@@ -59,23 +62,35 @@ class Reading:
         return Reading(self.configs, resolution, tuple(warning for warning in self.warnings if warning[0] == name))
 
 
-def read_apart(repositories: Sequence[Path], config_name: str = "", check: Check = lambda read: None) -> Reading:
+def read_apart(
+    repositories: Sequence[Path],
+    config_name: str = "",
+    check: Check = lambda read: None,
+    *,
+    is_strict: bool = False,
+    patience_s: float = math.inf,
+) -> Reading:
     """As `read_repositories`, with models' own code in separate processes, as in a server: code that crashes or hangs
-    ends with the command. For programs without an event loop. Without support for processes, as `read_repositories`.
+    ends with the command, and code that runs longer than `patience_s` is ended. For programs without an event loop.
+    Without support for processes, as `read_repositories`.
     """
     if not SUPPORTED:
-        return read_repositories(repositories, config_name, check=check)
-    return trio.run(_read_apart, repositories, config_name, check)
+        return read_repositories(repositories, config_name, check=check, is_strict=is_strict)
+    return trio.run(_read_apart, repositories, config_name, check, is_strict, patience_s)
 
 
-async def _read_apart(repositories: Sequence[Path], config_name: str, check: Check) -> Reading:
+async def _read_apart(
+    repositories: Sequence[Path], config_name: str, check: Check, is_strict: bool, patience_s: float
+) -> Reading:
     clock = running_clock()
     processes = ProcessPool(clock, StepLoop(lambda: None, clock))
-    apart = Completer(PROCESS, processes)
+    apart = Completer(PROCESS, processes, is_strict=is_strict)
     outcome: Reading | FlowserveError
     async with trio.open_nursery() as nursery:
         await nursery.start(processes.run)
-        read = partial(read_repositories, repositories, config_name, apart, check)
+        if patience_s < math.inf:
+            nursery.start_soon(_end_hanging, apart, patience_s)
+        read = partial(read_repositories, repositories, config_name, apart, check, is_strict=is_strict)
         try:
             outcome = await trio.to_thread.run_sync(read, abandon_on_cancel=True)
         except FlowserveError as error:
@@ -89,12 +104,29 @@ async def _read_apart(repositories: Sequence[Path], config_name: str, check: Che
     return outcome
 
 
+async def _end_hanging(apart: Completer, patience_s: float) -> None:
+    """End models' code that runs too long, until cancelled."""
+    since: dict[str, float] = {}
+    while True:
+        now = trio.current_time()
+        since = {name: since.get(name, now) for name in apart.running}
+        for name, began in since.items():
+            if now > began + patience_s:
+                apart.give_up(name, f"it has run for {patience_s:g} s (--load-timeout-secs)")
+        await trio.sleep(LOOK_S)
+
+
 def read_repositories(
-    repositories: Sequence[Path], config_name: str = "", complete: Complete = complete, check: Check = lambda read: None
+    repositories: Sequence[Path],
+    config_name: str = "",
+    complete: Complete = complete,
+    check: Check = lambda read: None,
+    *,
+    is_strict: bool = False,
 ) -> Reading:
     """Read and compile all deployments. `config_name`: the named configuration to use. `check` refuses models with a
-    valid configuration whose files are invalid (`verify`). Blocks. Raises FlowserveError if a repository itself
-    cannot be read.
+    valid configuration whose files are invalid (`verify`). `is_strict`: nothing completes a configuration. Blocks.
+    Raises FlowserveError if a repository itself cannot be read.
     """
     found = find_models([path.absolute() for path in repositories])  # models may change the working directory
     read: dict[str, ReadModel] = {}
@@ -102,7 +134,9 @@ def read_repositories(
     partly_valid: dict[str, ModelConfig] = {}
     warnings = [("", warning) for warning in found.warnings]
     for folder in found.folders:
-        seen = examine(folder, registry.default_files(), complete, gpus=ASSUMED, config_name=config_name)
+        seen = examine(
+            folder, registry.default_files(), complete, gpus=ASSUMED, config_name=config_name, is_strict=is_strict
+        )
         problems = [*seen.problems, *_checked(seen, check)]
         if problems:
             failed[folder.name] = _together(problems)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import trio
 
 from flowserve.config.types import ModelConfig
-from flowserve.errors import FlowserveError, Unavailable
+from flowserve.errors import FlowserveError, Problems, Unavailable
 from flowserve.graph.segments import paths_outside, way_back
 from flowserve.graph.types import Graph, ModelKey
-from flowserve.repository.read import ReadModel, output_labels
+from flowserve.repository.read import NoConfiguration, ReadModel, output_labels
 from flowserve.repository.resolve import Containment, Resolution, resolve, steps_of
 from flowserve.runtime.engine.deployments import Entry
 from flowserve.runtime.engine.engine import Engine
@@ -27,6 +28,8 @@ from flowserve.runtime.loading.loader import Loaded, Loader
 log = logging.getLogger("flowserve.load")
 
 UNLOADED = "unloaded"
+# Rules about the steps of an ensemble and about a name in two repositories: unknown, invalid, ambiguous.
+CAUSED_BY_OTHERS: Final = frozenset({"G2", "G3", "R2"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,17 @@ class Registry:
         if not entry.ready:
             entry.state, entry.reason = "LOADING", ""
 
+    def is_unknown(self, name: str) -> bool:
+        """Whether no model of that name was ever served, or failed to load."""
+        entry = self._engine.deployments.entries.get(name)
+        is_new = entry is None or (entry.state == "LOADING" and not entry.ready)
+        return is_new and name not in self.last and name not in self.failed
+
+    def forget(self, name: str, error: FlowserveError) -> None:
+        """No repository has the name: it gets no row in the index."""
+        if self._engine.deployments.entries.pop(name, None) is not None:  # it was to be loaded at start
+            self.report(LoadEvent(name, "failed", str(error)))
+
     def fail(self, name: str, error: FlowserveError) -> None:
         """A load failed. The previous deployment stays in force, and the index has the reason."""
         entry = self._engine.deployments.entries.setdefault(name, Entry(name))
@@ -98,7 +112,18 @@ class Registry:
         else:
             self.failed[name] = error
             entry.state, entry.reason = "UNAVAILABLE", str(error)
+            entry.is_wanted = entry.is_wanted and self._counts(error)
         self.report(LoadEvent(name, "failed", str(error)))
+
+    def _counts(self, error: FlowserveError) -> bool:
+        """Whether the server is not ready without a name that it failed to load at start. As on Triton, not for lack of
+        a configuration; and not for an ensemble whose steps are the cause: they count themselves.
+        """
+        if isinstance(error, NoConfiguration):
+            return False
+        if not isinstance(error, Problems):
+            return True
+        return not all(problem.rule in CAUSED_BY_OTHERS for problem in error.problems)
 
     def unchanged(self, name: str, *, is_explicit: bool) -> None:
         """A load was requested whose files are served already."""
@@ -210,6 +235,9 @@ class Registry:
             error = self.failed[name] = resolution.failed[name]
             if self.is_serving(name):
                 lost.append(name)
+            if name in built and not self.is_serving(name):
+                entry = self._engine.deployments.entries[name]
+                entry.is_wanted = entry.is_wanted and self._counts(error)
             if name in built or self.is_serving(name):
                 self.report(LoadEvent(name, "failed", str(error)))
             self._engine.deployments.withdraw_name(name, str(error))
