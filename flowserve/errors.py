@@ -22,6 +22,7 @@ class FlowserveError(Exception):
     lineage: str = ""  # the step of a graph in which it occurred, as text appended to the message
     place: Place | None = None  # the place in the user's files, if known
     raised: Raised | None = None  # the exception of a model's code that is the cause, for the log
+    version: int = 0  # the version of a model that could not be loaded, if it is one
 
 
 class Invalid(FlowserveError):

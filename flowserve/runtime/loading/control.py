@@ -162,6 +162,8 @@ class Control:
             if text.startswith(not_polled(name)):
                 raise Invalid(text)
             failed = not_polled(name) if is_of_override(errors[name], name) else f"load failed for model '{name}'"
+            if version := errors[name].version:
+                failed = f"{failed}: version {version} is at UNAVAILABLE state"
             raise Invalid(f"{failed}: {text}")
 
     async def unload(self, name: str, *, dependents: bool = False) -> None:
