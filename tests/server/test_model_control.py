@@ -735,7 +735,7 @@ def control_server(private: Path, make_arithmetic: MakeFile) -> Iterator[Served]
 def test_the_examples_of_the_page_on_model_control_work(repository: Repository, serve: Serve, root: Path) -> None:
     page = (root / "docs/model-control.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(examples) == 6
+    assert len(examples) == 7
     repository.put("double", 2)
     repository.put_chain("chain", "double", "double")
     with client_of(serve(repository.folder, EXPLICIT)) as client:
