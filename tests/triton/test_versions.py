@@ -96,6 +96,12 @@ CHANGES: Final = {
 }
 
 
+# Changes after which Triton has other answers.
+UNSEEN = {
+    "shared-file-removed": "Triton does not notice that a file was removed, and serves what is not there any more"
+}
+
+
 @dataclass
 class Outcome:
     """What three versions of one model answered before and after a change, and their statistics."""
@@ -105,6 +111,10 @@ class Outcome:
     counted: list[int] = field(default_factory=list)
     states: dict[str, str] = field(default_factory=dict)
     error: str = ""
+
+    @property
+    def drawn(self) -> list[int]:
+        return [answer[0] for answer in self.before]
 
     def fate(self, index: int) -> str:
         before, after = self.before[index], self.after[index]
@@ -120,6 +130,12 @@ def make(repository: Path, name: str, execution: str, change: Change) -> Folder:
     folder.config()
     change.before(folder)
     return folder
+
+
+def is_serving(server: Server, name: str) -> bool:
+    """Whether a model serves, and is not being loaded: it may be polled while it is written."""
+    states = server.states(name)
+    return "2" in states and set(states.values()) == {"READY"}
 
 
 def ask_all(server: Server, name: str) -> list[list[int]]:
@@ -141,8 +157,10 @@ def explicit(
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 @pytest.mark.parametrize("case", CHANGES)
 def test_a_load_call_loads_the_versions_that_changed_and_no_others(
-    explicit: tuple[Path, Server, str], case: str, protocol: str
+    explicit: tuple[Path, Server, str], case: str, protocol: str, on_triton: bool
 ) -> None:
+    if on_triton and case in UNSEEN:
+        pytest.skip(UNSEEN[case])
     repository, server, grpc_address = explicit
     change = CHANGES[case]
     folder = make(repository, f"{case}-{protocol}", "process", change)
@@ -192,15 +210,17 @@ def polled(
     if on_triton and request.param != "process":
         pytest.skip("Triton runs each Python model in a process")
     repository = tmp_path_factory.mktemp(request.param)
-    folders = {case: make(repository, case, request.param, change) for case, change in CHANGES.items()}
     with closing(Server(triton_like(repository, "--model-control-mode=poll", "--repository-poll-secs=1"))) as server:
+        folders = {case: make(repository, case, request.param, change) for case, change in CHANGES.items()}
+        for case in CHANGES:
+            until(partial(is_serving, server, case), 300)
         found = {case: Outcome(before=ask_all(server, case)) for case in CHANGES}
-        is_restless = on_triton  # it loads models again because of the `__pycache__` that their first load left
-        while is_restless:
+        for _ in range(10 if on_triton else 0):  # it takes the `__pycache__` that the first load left for a change
             time.sleep(5)
             later = {case: Outcome(before=ask_all(server, case)) for case in CHANGES}
-            is_restless = any(one.before[1][0] != found[case].before[1][0] for case, one in later.items())
-            found = later
+            before, found = found, later
+            if all(one.drawn == before[case].drawn for case, one in found.items()):
+                break
         for case, change in CHANGES.items():
             change.change(folders[case])
 
@@ -223,5 +243,9 @@ def polled(
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_polling_loads_the_versions_that_changed_and_no_others(polled: dict[str, Outcome], case: str) -> None:
+def test_polling_loads_the_versions_that_changed_and_no_others(
+    polled: dict[str, Outcome], case: str, on_triton: bool
+) -> None:
+    if on_triton and case in UNSEEN:
+        pytest.skip(UNSEEN[case])
     check(polled[case], CHANGES[case])
