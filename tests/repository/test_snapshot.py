@@ -86,3 +86,33 @@ def test_a_pipe_counts_by_name_and_is_not_read(folder: Path) -> None:
     before = read_contents(folder)
     os.mkfifo(folder / "1/pipe")
     assert read_contents(folder) != before
+
+
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        ("config.pbtxt", "config"),
+        ("configs/gpu.pbtxt", "config"),
+        ("1/model.onnx", 1),
+        ("1/parts/a/weights", 1),
+        ("1/config.pbtxt", 1),
+        ("2/model.onnx", 2),
+        ("labels.txt", "shared"),
+        ("initial_state/1/zero", "shared"),
+        ("03/model.onnx", "shared"),
+        ("3", "shared"),  # a file
+    ],
+)
+def test_a_file_belongs_to_one_part_of_the_folder(folder: Path, path: str, part: str | int) -> None:
+    before = read_contents(folder)
+    target = folder / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(b"new")
+    after = read_contents(folder)
+    changed: set[str | int] = {
+        one
+        for one in before.versions.keys() | after.versions.keys()
+        if before.versions.get(one) != after.versions.get(one)
+    }
+    changed |= {one for one in ("config", "shared") if getattr(before, one) != getattr(after, one)}
+    assert changed == {part}
