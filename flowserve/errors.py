@@ -23,6 +23,7 @@ class FlowserveError(Exception):
     place: Place | None = None  # the place in the user's files, if known
     raised: Raised | None = None  # the exception of a model's code that is the cause, for the log
     is_refusal: bool = False  # the queue of a model did not take the request
+    version: int = 0  # the version of a model that could not be loaded, if it is one
 
 
 class Invalid(FlowserveError):

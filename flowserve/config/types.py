@@ -367,6 +367,16 @@ class ModelConfig:
         return [group for group in self.instance_groups if not group.passive]
 
 
+def is_same_but_versions(one: ModelConfig, other: ModelConfig) -> bool:
+    """Whether two configurations are equal in all but their text and the versions that they select."""
+    return _of_any_version(one) == _of_any_version(other)
+
+
+def _of_any_version(config: ModelConfig) -> ModelConfig:
+    json = {field: value for field, value in config.json.items() if field != "version_policy"}
+    return replace(config, source=SourceMap(""), version_policy=VersionPolicy(), json=json)
+
+
 def instances_of(config: ModelConfig) -> list[tuple[str, InstanceGroup]]:
     """The name of every instance of a model, and its group with `gpus` reduced to the instance's own: () on the CPU,
     and if the GPUs are only assumed to exist.

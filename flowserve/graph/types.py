@@ -13,7 +13,7 @@ ranks at both ends show whether a dimension is missing. Does not convert tensors
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
 from typing import Final
@@ -124,7 +124,7 @@ class Node:
     outputs: tuple[TensorSpec, ...]
     max_batch_size: int
     path: tuple[str, ...] = ()
-    place: Place | None = None
+    place: Place | None = field(default=None, compare=False)  # a comment in a file moves it
     decoupled: bool = False
     max_inflight: int = 0
     space: int = 0
@@ -153,7 +153,7 @@ class Space:
     others: tuple[RowTest, ...] = ()
     each: EachItem | None = None
     has_rows: bool = True
-    place: Place | None = None
+    place: Place | None = field(default=None, compare=False)
     depth: int = 0
 
     @property

@@ -39,9 +39,11 @@ Handler = Callable[[Any, bytes], Result | Awaitable[Result]]
 NOTHING: Final[Result] = (None, b"")
 
 
-def error_named(name: str, text: str) -> FlowserveError:
-    """The error of this class, with this text; Internal if there is no such class."""
-    return _CLASSES.get(name, Internal)(text)
+def error_named(name: str, text: str, version: int = 0) -> FlowserveError:
+    """The error of this class, with this text; Internal if there is no such class. `version` as in the error."""
+    error = _CLASSES.get(name, Internal)(text)
+    error.version = version
+    return error
 
 
 class LinkClosed(Exception):

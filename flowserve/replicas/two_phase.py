@@ -20,7 +20,7 @@ from flowserve.runtime.group import Agree, Errors
 
 _log = logging.getLogger("flowserve.replicas")
 
-ToldErrors = dict[str, list[str]]  # by the name of the model: the class and the text
+ToldErrors = dict[str, list[Any]]  # by the name of the model: the class, the text and the version
 
 
 class Member(Protocol):
@@ -107,7 +107,7 @@ class ReplicaLoad:
         await self._prepared.wait()
         if self._failure is not None:
             raise self._failure
-        return {name: [type(error).__name__, str(error)] for name, error in self._found.items()}
+        return {name: [type(error).__name__, str(error), error.version] for name, error in self._found.items()}
 
     async def decide(self, verdict: ToldErrors, *, is_dropped: bool) -> None:
         """Put it in force without the models that failed anywhere, or drop it. Returns once that is done; raises an

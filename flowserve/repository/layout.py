@@ -19,8 +19,9 @@ from flowserve.config.suggest import did_you_mean, meant, misnamed
 from flowserve.config.types import ModelConfig, VersionPolicy
 from flowserve.errors import NO_PERMISSION, FlowserveError, NotFound, Place, Problem, Problems
 
-# Folders of a model that are not versions: Triton's own, and Python's cache.
-SET_ASIDE: Final = frozenset({"warmup", "initial_state", "configs", "labels", "__pycache__"})
+# Folders of a model that are not versions: Triton's own (one is for named configurations), and Python's cache.
+CONFIG_FOLDER: Final = "configs"
+SET_ASIDE: Final = frozenset({"warmup", "initial_state", CONFIG_FOLDER, "labels", "__pycache__"})
 # A file that keeps the version folder of an ensemble: git drops empty folders.
 KEEP: Final = ".gitkeep"
 

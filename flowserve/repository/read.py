@@ -67,18 +67,22 @@ class NoConfiguration(Problems):
 class Examined:
     """The problems of a folder, and its contents; `read` is None if further checks would report the same mistakes
     again, and present if there is no problem. `broken` are the top-level fields with mistakes. `is_legible`: the
-    configuration is one of a model, though it may be invalid.
+    configuration is one of a model, though it may be invalid. `version`: the version whose own files have all the
+    problems, 0 for none.
     """
 
     problems: tuple[Problem, ...]
     read: ReadModel | None = None
     broken: frozenset[str] = frozenset()
     is_legible: bool = True
+    version: int = 0
 
     def valid(self) -> ReadModel:
         """The contents. Raises Problems with every mistake of the folder, NoConfiguration if it is not legible."""
         if self.problems or self.read is None:
-            raise (Problems if self.is_legible else NoConfiguration)(self.problems)
+            error = Problems(self.problems) if self.is_legible else NoConfiguration(self.problems)
+            error.version = self.version
+            raise error
         return self.read
 
 
@@ -115,7 +119,7 @@ def examine(
     except Problems as none:
         problems += none.problems
     completion: Completion | None = None
-    was_refused = False
+    refusals: Sequence[Problem] = ()
     # An unknown backend is asked too, which reports it; a rule refuses Triton's others.
     backend = draft.preliminary.backend
     can_be_asked = bool(backend) and (backend in draft.backends or backend not in OTHER_BACKENDS)
@@ -123,16 +127,17 @@ def examine(
         try:
             completion = _ask(draft, folder, versions[-1], default_files, complete)
         except Problems as refused:
-            was_refused = True
-            problems += refused.problems
+            refusals = refused.problems
+            problems += refusals
     validated = validate(draft, completion, gpus, is_strict=is_strict)
     # Without a completion, missing fields may be in the model's file, so only problems of written fields are reported.
     was_asked = completion is not None or not problems
     written = [one for one in validated.problems if was_asked or (one.place and one.place.line)]
     problems = [*problems, *written] or validated.problems
     is_legible = not draft.parsed.problems and UNPOLLED.isdisjoint(problem.rule for problem in problems)
-    if was_refused or not can_check_others(validated.broken):
-        return Examined(tuple(problems), is_legible=is_legible)
+    if refusals or not can_check_others(validated.broken):
+        version = versions[-1] if problems == list(refusals) != [] else 0
+        return Examined(tuple(problems), is_legible=is_legible, version=version)
     labels: OutputLabels = {}
     try:
         labels = read_labels(folder.path, validated.config)

@@ -1,9 +1,10 @@
-"""Detection of changed model folders: a cheap stamp, a digest of the contents, and the polling state.
+"""Detection of changed model folders: a cheap stamp, digests of the contents, and the polling state.
 
 Decides which files count (all that are not hidden, links followed); that contents are compared and not times, so that a
-copy with old times counts as a change and a touched file does not; and when a changing folder has settled. The polling
-state is pure: stamps and integer nanoseconds in, names out. Does not know the meaning of files, or what follows from a
-change. Callers: `runtime/loading`.
+copy with old times counts as a change and a touched file does not; which part of a folder a file belongs to (a version,
+the configuration, or the files that all versions share); and when a changing folder has settled. The polling state is
+pure: stamps and integer nanoseconds in, names out. Does not know what follows from a change. Callers: `repository`,
+`runtime/loading`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from flowserve.config.backends import is_version_folder
+from flowserve.config.load import CONFIG_FILE
+from flowserve.repository.layout import CONFIG_FOLDER
+
 _PIECE: Final = 1 << 20
+_CONFIG: Final = "config"
+_SHARED: Final = "shared"
 
 # The `stat` of everything in a folder: equal stamps taken while nothing was written mean equal contents.
 Stamp = tuple[tuple[str, int, int, int, int], ...]
@@ -28,20 +35,40 @@ def stamp(folder: Path) -> Stamp:
     )
 
 
-def digest(folder: Path) -> str:
-    """A digest of all names below `folder` and the contents of files. Blocks while all of it is read.
-
-    Raises OSError if a file cannot be read or disappears.
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Digests of the parts of a model's folder: of its configuration files, of each version folder, and of the files
+    that all versions share, which are all others. Each is over names and the contents of files.
     """
-    whole = hashlib.blake2b(digest_size=20)
+
+    config: str
+    shared: str
+    versions: Mapping[int, str]
+
+
+def read_contents(folder: Path) -> Contents:
+    """Blocks while all files are read. Raises OSError if a file cannot be read or disappears."""
+    parts = {part: hashlib.blake2b(digest_size=20) for part in (_CONFIG, _SHARED)}
     for name, path, _ in _files(folder):
         one = hashlib.blake2b(digest_size=20)
         if os.path.isfile(path):  # not a pipe or a device, which could block forever
             with open(path, "rb") as stream:
                 while piece := stream.read(_PIECE):
                     one.update(piece)
-        whole.update(name.encode("utf-8", "surrogateescape") + b"\0" + one.digest())
-    return whole.hexdigest()
+        part = parts.setdefault(_part_of(name), hashlib.blake2b(digest_size=20))
+        part.update(name.encode("utf-8", "surrogateescape") + b"\0" + one.digest())
+    found = {part: digest.hexdigest() for part, digest in parts.items()}
+    config, shared = found.pop(_CONFIG), found.pop(_SHARED)
+    return Contents(config, shared, {int(version): digest for version, digest in found.items()})
+
+
+def _part_of(name: str) -> str:
+    """The part of a model's folder to which a file or folder belongs; of a version the number."""
+    first, is_below, _ = name.partition("/")
+    if is_below and is_version_folder(first):
+        return first
+    is_config = first == CONFIG_FOLDER if is_below else first == CONFIG_FILE
+    return _CONFIG if is_config else _SHARED
 
 
 def _files(folder: str | Path) -> Iterator[tuple[str, str, os.stat_result]]:

@@ -311,7 +311,10 @@ def test_an_unchanged_model_is_not_loaded_again(explicit: Explicit, tmp_path: Pa
         os.utime(explicit.folder / "m/1/model.py")
         client.load_model("m")
         assert counter.read_text() == "x"
-        explicit.write("m/config.pbtxt", (explicit.folder / "m/config.pbtxt").read_text() + "\n")
+        explicit.write("m/config.pbtxt", "# a comment\n" + (explicit.folder / "m/config.pbtxt").read_text())
+        client.load_model("m")
+        assert counter.read_text() == "x"
+        explicit.write("m/shared.py", "")
         client.load_model("m")
         assert counter.read_text() == "xx"
 
@@ -511,7 +514,8 @@ def test_a_version_policy_decides_which_versions_a_load_serves(explicit: Explici
     with client_of(explicit.load("m")) as client:
 
         def versions() -> list[int]:
-            return [int(row["version"]) for row in client.get_model_repository_index() if row["name"] == "m"]
+            index = client.get_model_repository_index()
+            return [int(row["version"]) for row in index if (row["name"], row["state"]) == ("m", "READY")]
 
         def serves(policy: str) -> list[int]:
             explicit.write("m/config.pbtxt", f"version_policy: {{ {policy} }}")
@@ -519,13 +523,14 @@ def test_a_version_policy_decides_which_versions_a_load_serves(explicit: Explici
             found = versions()
             assert [ask(client, "m", str(version)) for version in found] == [version * 10 for version in found]
             for version in {1, 2, 3} - set(found):
-                assert refusal(ask, client, "m", str(version))[0] == 404
+                assert refusal(ask, client, "m", str(version))[0] == 503
             assert ask(client, "m") == max(found) * 10
             return found
 
         assert versions() == [3]
-        assert serves("latest { num_versions: 2 }") == [2, 3]
+        assert refusal(ask, client, "m", "2")[0] == 404  # it was never to be served
         assert serves("all { }") == [1, 2, 3]
+        assert serves("latest { num_versions: 2 }") == [2, 3]
         assert serves("specific { versions: [ 1, 3 ] }") == [1, 3]
         explicit.put("m", 50, 5)
         assert serves("all { }") == [1, 2, 3, 5]
@@ -732,7 +737,7 @@ def control_server(private: Path, make_arithmetic: MakeFile) -> Iterator[Served]
 def test_the_examples_of_the_page_on_model_control_work(repository: Repository, serve: Serve, root: Path) -> None:
     page = (root / "docs/model-control.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(examples) == 6
+    assert len(examples) == 7
     repository.put("double", 2)
     repository.put_chain("chain", "double", "double")
     with client_of(serve(repository.folder, EXPLICIT)) as client:

@@ -17,9 +17,11 @@ from functools import partial
 from typing import Any, Final
 from weakref import ref
 
+import trio
+
 from flowserve.config.parameters import admission_options
 from flowserve.config.suggest import meant
-from flowserve.config.types import ModelConfig
+from flowserve.config.types import ModelConfig, is_same_but_versions
 from flowserve.errors import FlowserveError, Invalid, NotFound, Unavailable, Unsupported
 from flowserve.graph.plan import Plan, make_plan
 from flowserve.graph.types import GRAPH, Graph, ModelKey
@@ -53,6 +55,8 @@ _PLANS_MAX: Final = 64
 ONE_ANSWER: Final = "HTTP end point doesn't support models with decoupled transaction policy"
 MakeFlow = Callable[..., Flow]
 NO_LABELS: Final[Mapping[str, Sequence[str]]] = {}
+UNLOADED: Final = "unloaded"
+NOTHING_RETIRED: Final[Mapping[int, trio.Event]] = {}
 
 
 class Deployments:
@@ -135,8 +139,10 @@ class Deployments:
             raise NotFound(f"Request for unknown model: '{name}' is not found{self._hint(name)}")
         if version and int(version) in entry.ready:
             return entry.ready[int(version)]
-        if entry.state != "READY":
-            why = entry.reason or ("it is being loaded" if entry.state == "LOADING" else "")
+        idle = entry.idle.get(int(version)) if version else None
+        if idle is not None or entry.state != "READY":
+            state, why = (entry.state, entry.reason) if idle is None else idle.now()
+            why = why or ("it is being loaded" if state == "LOADING" else "")
             reason = f": {why}" if why and self._options.tells_names else ""
             which = f" version {version}" if version else ""
             raise Unavailable(f"Request for unknown model: '{name}'{which} is not at ready state{reason}")
@@ -154,21 +160,23 @@ class Deployments:
         return meant(name, (name for name, entry in self.entries.items() if entry.ready))
 
     def index(self, ready_only: bool = False) -> list[dict[str, str]]:
-        """Rows of the repository index: one per version that is served, or was served before its name was withdrawn,
-        and one per name that was never served.
+        """Rows of the repository index: one per version that is served or was to be served at some time, and one per
+        name of which no version is known.
         """
         rows: list[dict[str, str]] = []
         for name, entry in sorted(self.entries.items()):
-            reason = {"reason": entry.reason} if entry.reason else {}
-            for version in entry.versions:
-                outage = self.outage(entry.ready[version])
-                if not outage:
-                    rows.append({"name": name, "version": str(version), "state": "READY", **reason})
+            for version in sorted({*entry.versions, *(() if ready_only else entry.idle)}):
+                row = {"name": name, "version": str(version)}
+                if version in entry.idle:
+                    row["state"], row["reason"] = entry.idle[version].now()
+                    rows.append(row)
+                elif not (outage := self.outage(entry.ready[version])):
+                    reason = entry.outdated.get(version)
+                    rows.append({**row, "state": "READY", **({"reason": reason} if reason else {})})
                 elif not ready_only:
-                    rows.append({"name": name, "version": str(version), "state": "UNAVAILABLE", "reason": outage})
-            if not entry.versions and not ready_only:
-                versions: list[dict[str, str]] = [{"version": str(version)} for version in entry.former] or [{}]
-                rows += ({"name": name, **one, "state": entry.state, "reason": entry.reason} for one in versions)
+                    rows.append({**row, "state": "UNAVAILABLE", "reason": outage})
+            if not entry.versions and not entry.idle and not ready_only:
+                rows.append({"name": name, "state": entry.state, "reason": entry.reason})
         return rows
 
     def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
@@ -245,30 +253,54 @@ class Deployments:
             return None
         return StepCache(self._cache, served_by(key), self.statistics_of(key), self._scheduler, self._clock)
 
-    def announce(self, config: ModelConfig, *graphs: Graph, labels: Mapping[str, Sequence[str]] = NO_LABELS) -> None:
+    def announce(
+        self,
+        config: ModelConfig,
+        *graphs: Graph,
+        labels: Mapping[str, Sequence[str]] = NO_LABELS,
+        retired: Mapping[int, trio.Event] = NOTHING_RETIRED,
+    ) -> None:
         """Serve this name with these graphs from now on, one for each version. The models that they need were added
-        before. `labels` are those of the graphs' outputs.
+        before. `labels` are those of the graphs' outputs. `retired`: by version that is not served any more, when its
+        last request has finished.
+
+        A version for which nothing changed keeps its deployment.
         """
         entry = self.entries.setdefault(config.name, Entry(config.name))
         versions = sorted(graph.version for graph in graphs)
         self._forget_statistics(entry, versions)
         former, latest = entry.ready, entry.latest
-        entry.ready = {graph.version: self._deployment(config, graph, versions, labels) for graph in graphs}
+        entry.ready = {
+            graph.version: self._deployment(config, graph, versions, labels, former.get(graph.version))
+            for graph in graphs
+        }
         for version, deployment in entry.ready.items():
             predecessor = former.get(version, latest)
-            if predecessor is not None:
+            if predecessor is not None and predecessor is not deployment:
                 deployment.replaces(predecessor)
-        entry.versions, entry.former = versions, []
+        for version in former.keys() - entry.ready.keys():
+            entry.idle[version] = Idle("UNAVAILABLE", UNLOADED, retired.get(version))
+        entry.idle = {version: one for version, one in entry.idle.items() if version not in entry.ready}
+        entry.versions, entry.outdated = versions, {}
         entry.state, entry.reason, entry.is_wanted = "READY", "", True
 
     def _deployment(
-        self, config: ModelConfig, graph: Graph, versions: list[int], labels: Mapping[str, Sequence[str]]
+        self,
+        config: ModelConfig,
+        graph: Graph,
+        versions: list[int],
+        labels: Mapping[str, Sequence[str]],
+        former: Deployment | None,
     ) -> Deployment:
+        """The deployment of a graph: `former`, which serves that version now, if nothing changed for it."""
         key = ModelKey(graph.name, graph.version)
-        statistics = self.statistics_of(key)
         runs_on = [self._generations[node.model] for node in graph.nodes]
-        queues = tuple(generation.queue for generation in runs_on)
         pins = frozenset(one.pin for one in runs_on)
+        if former is not None and former.is_like(config, graph, pins, labels):
+            former.config, former.versions = _as_it_responds(config, graph), versions
+            return former
+        queues = tuple(generation.queue for generation in runs_on)
+        statistics = self.statistics_of(key)
         deployment = Deployment(config, graph, statistics, versions, queues, pins, labels)
         deployment.arena = _arena_of(graph, queues)
         _share_outputs(graph, queues)
@@ -290,12 +322,17 @@ class Deployments:
             )
         return deployment
 
-    def withdraw_name(self, name: str, reason: str) -> None:
-        """Refuse requests for this name from now on, with this reason. Those in flight finish."""
+    def withdraw_name(self, name: str, reason: str, retired: Mapping[int, trio.Event] = NOTHING_RETIRED) -> None:
+        """Refuse requests for this name from now on, with this reason. Those in flight finish; `retired` as for
+        `announce`.
+        """
         entry = self.entries.setdefault(name, Entry(name))
         self._forget_statistics(entry, ())
-        entry.former = entry.versions or entry.former
-        entry.ready, entry.versions = {}, []
+        for version, one in entry.idle.items():
+            entry.idle[version] = Idle("UNAVAILABLE", reason, one.retired)
+        for version in entry.versions:
+            entry.idle[version] = Idle("UNAVAILABLE", reason, retired.get(version))
+        entry.ready, entry.versions, entry.outdated = {}, [], {}
         entry.state, entry.reason = "UNAVAILABLE", reason
 
     def _forget_statistics(self, entry: Entry, versions: Collection[int]) -> None:
@@ -384,6 +421,17 @@ class Deployment:
             for edge in graph.edges
             if edge.consumer == GRAPH and edge.conversion is not None
         }
+
+    def is_like(
+        self, config: ModelConfig, graph: Graph, pins: frozenset[object], labels: Mapping[str, Sequence[str]]
+    ) -> bool:
+        """Whether a deployment made of these would serve as this one does, on the same instances."""
+        return (
+            pins == self.pins
+            and graph == self.graph
+            and labels == self.labels
+            and is_same_but_versions(_as_it_responds(config, graph), self.config)
+        )
 
     def deployment_of(self, request: Request) -> Deployment:
         """The deployment that runs a request: the one where its sequence began, else this one."""
@@ -485,11 +533,32 @@ def _look_again(place: ref[Deployment]) -> None:
 
 
 @dataclass(slots=True)
-class Entry:
-    """The entry of one name: its ready versions, or why it has none. `state` is its state in the repository index.
+class Idle:
+    """A version that does not serve: its state in the repository index, and why. `retired`: when its last request has
+    finished.
+    """
 
-    With ready versions, `reason` is why they could not be replaced. `is_wanted`: the server is not ready without it.
-    `former`: the versions that were served last, if none is now.
+    state: str
+    reason: str = ""
+    retired: trio.Event | None = None
+
+    def now(self) -> tuple[str, str]:
+        """The present state and its reason."""
+        is_unloading = self.state == "UNAVAILABLE" and self.retired is not None and not self.retired.is_set()
+        return "UNLOADING" if is_unloading else self.state, self.reason
+
+    def stop_loading(self, reason: str) -> None:
+        """It is not being loaded any more, if it was, for this reason."""
+        if self.state == "LOADING":
+            self.state, self.reason = "UNAVAILABLE", reason
+
+
+@dataclass(slots=True)
+class Entry:
+    """The entry of one name: its ready versions, or why it has none. `state` is READY with ready versions.
+
+    `idle`: the versions that were to be served, or were served, and are not. `outdated`: why ready versions were not
+    replaced by the last load. `is_wanted`: the server is not ready without it.
     """
 
     name: str
@@ -498,7 +567,8 @@ class Entry:
     is_wanted: bool = False
     ready: dict[int, Deployment] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
-    former: list[int] = field(default_factory=list)
+    idle: dict[int, Idle] = field(default_factory=dict)
+    outdated: dict[int, str] = field(default_factory=dict)
 
     @property
     def latest(self) -> Deployment | None:

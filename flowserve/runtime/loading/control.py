@@ -164,6 +164,8 @@ class Control:
                 raise Invalid(text)
             is_unread = isinstance(errors[name], NoConfiguration) or is_of_override(errors[name], name)
             failed = not_polled(name) if is_unread else f"load failed for model '{name}'"
+            if version := errors[name].version:
+                failed = f"{failed}: version {version} is at UNAVAILABLE state"
             raise Invalid(f"{failed}: {text}")
 
     async def unload(self, name: str, *, dependents: bool = False) -> None:

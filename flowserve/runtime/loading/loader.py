@@ -1,9 +1,9 @@
 """Reads and loads one model: from its folder to open instances.
 
-Decides which work blocks and runs on threads, that a model is loaded with all its versions or not at all, and which
-facts about models that are loaded with it, and share the cores and the rate limiter's resources, a load depends on.
-`operations.py` and `registry.py` decide which models are loaded and when they are put in force. Does not know how files
-are read (repository/), nor how models compute (backends/).
+Decides which work blocks and runs on threads, that a load opens all of its versions or none, and which facts about
+models that are loaded with it, and share the cores and the rate limiter's resources, a load depends on. `operations.py`
+and `registry.py` decide which versions are loaded and when they are put in force. Does not know how files are read
+(repository/), nor how models compute (backends/).
 
 Decides too that a few loads run at once, since they share the cores. A load that takes longer than `patience_s` is
 either waiting or hanging, and its slot is given to the next one. The total number of threads is bounded.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -147,15 +147,21 @@ class Loader:
             abandon_on_cancel=True,
         )
 
-    async def load(self, read: ReadModel, context: LoadContext) -> dict[int, Loaded]:
-        """Open every version of a plain model, or none: a version that fails closes the others, as on Triton."""
+    async def load(self, read: ReadModel, versions: Collection[int], context: LoadContext) -> dict[int, Loaded]:
+        """Open these versions of a plain model, or none: a version that fails closes the others, as on Triton. Its
+        number is in the error.
+        """
         loaded: dict[int, Loaded] = {}
         try:
             if self._engine.limiter is not None:
                 policies.refuse_what_never_runs(self._engine.limiter, read.config, context.claiming)
-            environment = await self._enter(read)
-            for version in read.versions:
-                loaded[version] = await self._load_version(read, version, context, environment)
+            environment = await self._enter(read) if versions else None
+            for version in versions:
+                try:
+                    loaded[version] = await self._load_version(read, version, context, environment)
+                except FlowserveError as error:
+                    error.version = version
+                    raise
         except FlowserveError:
             await self.drop(loaded)
             raise

@@ -28,7 +28,8 @@ from flowserve.repository.layout import FoundModels, ModelFolder, find_models, m
 from flowserve.repository.mirror.mirror import RepositoryMirror
 from flowserve.repository.override import Override, write_files
 from flowserve.repository.read import ReadModel
-from flowserve.repository.snapshot import Stamp, digest, stamp
+from flowserve.repository.snapshot import Contents, Stamp, read_contents, stamp
+from flowserve.repository.unchanged import unchanged_versions
 from flowserve.runtime.clock import SECOND_NS
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.engine.generations import Generation
@@ -119,8 +120,8 @@ Mode = Literal["none", "poll", "explicit"]
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A name to load. `steps`: the steps in its configuration. `config`: the configuration of the load call, "" for the
-    folder's own. `files`: the private folder with the files of the load call. `digest`: of its folder, "" if it is
-    never compared.
+    folder's own. `files`: the private folder with the files of the load call. `contents`: of its folder, None if they
+    are never compared.
     """
 
     name: str
@@ -128,7 +129,7 @@ class Candidate:
     steps: frozenset[str]
     config: str
     files: object
-    digest: str
+    contents: Contents | None
     is_explicit: bool
 
 
@@ -258,7 +259,7 @@ class Operations:
         return {
             name: None
             for name in sorted(steps)
-            if not self._registry.is_serving(name) or self._registry.known[name].digest
+            if not self._registry.is_serving(name) or not self._registry.known[name].is_overridden
         }
 
     async def _look_up(
@@ -266,14 +267,14 @@ class Operations:
     ) -> Candidate | None:
         files = None
         if override is not None and override.files:
-            contents = override.files
+            given = override.files
             try:
-                files = await _in_thread(lambda: write_files(name, contents))
+                files = await _in_thread(lambda: write_files(name, given))
             except Invalid as error:
                 raise NoSuchModel(f"{not_polled(name)}: {error}") from None
             private = await _in_thread(lambda: find_models([files.path]).folders)
             if not private:
-                path = next(iter(contents))
+                path = next(iter(given))
                 inside = f"1/{path.rpartition('/')[2]}"
                 why = f"no file of the call is in a version folder: not 'file:{path}', but 'file:{inside}'"
                 raise NoSuchModel(f"{not_polled(name)}: {why}")
@@ -283,16 +284,23 @@ class Operations:
             if any(mirror.outage for mirror in self._mirrors):  # the log has the address, which clients must not see
                 why = "it was not fetched yet, and the store of its repository cannot be asked just now"
             raise NoSuchModel(f"{not_polled(name)}: {why}")
-        mark = ""
-        if self._is_lasting and files is None:
-            mark, folder = await _digest(folder)
+        contents = None
+        if self._is_lasting:
+            contents, folder = await _read_contents(folder)
         before = self._registry.known.get(name)
-        if override is None and before is not None and before.digest == mark != "" and self._registry.is_serving(name):
+        if (
+            override is None
+            and before is not None
+            and not before.is_overridden
+            and _is_at(before, folder, files)
+            and before.contents == contents is not None
+            and self._registry.is_serving(name)
+        ):
             return None
         config = override.config if override is not None else ""
         steps = await self._loader.steps(folder, config)
         is_explicit = is_explicit or (before is not None and before.is_explicit)
-        return Candidate(name, folder, steps, config, files, mark, is_explicit)
+        return Candidate(name, folder, steps, config, files, contents, is_explicit)
 
     async def _carry_out(
         self, lock: NameLock, wanted: Wanted, seen: Mapping[str, LookupResult], agree: Agree | None
@@ -372,49 +380,70 @@ class Operations:
 
     async def _build(self, candidate: Candidate, reads: PendingReads) -> Built:
         """Read a model and open its instances. Repeated if its files changed in between."""
-        mark, folder = candidate.digest, candidate.folder
+        contents, folder = candidate.contents, candidate.folder
+        now: Contents | None = None
         for _ in range(READS_MAX):
-            outcome = await self._build_once(candidate, folder, mark, reads)
+            outcome = await self._build_once(candidate, folder, contents, reads)
             try:
-                now, folder = await _digest(folder) if mark else ("", folder)
+                if contents is not None:
+                    now, folder = await _read_contents(folder)
             except FlowserveError:
                 await self._drop(outcome)
                 raise
-            if now == mark:
+            if now == contents:
                 if isinstance(outcome, FlowserveError):
                     raise outcome
                 return outcome
             await self._drop(outcome)
-            mark = now
+            contents = now
         raise Invalid("its files kept changing while they were read; load it again when they are complete")
 
     async def _build_once(
-        self, candidate: Candidate, folder: ModelFolder, mark: str, reads: PendingReads
+        self, candidate: Candidate, folder: ModelFolder, contents: Contents | None, reads: PendingReads
     ) -> Built | FlowserveError:
         """One attempt. An error is returned, not raised: if the files changed, it is obsolete."""
+        name, files = candidate.name, candidate.files
         try:
-            read = await self._loader.read(folder, candidate.config, self._registry.last.get(candidate.name))
-            reads.done(candidate.name, read)
-            known = RegisteredModel(read, "" if candidate.config else mark, candidate.files, candidate.is_explicit)
+            read = await self._loader.read(folder, candidate.config, self._registry.last.get(name))
+            reads.done(name, read)
+            known = RegisteredModel(read, contents, bool(candidate.config), files, candidate.is_explicit)
+            kept = self._kept(known)
+            coming = [version for version in read.versions if version not in kept]
+            self._registry.opening(name, coming)
             if read.config.is_ensemble:
                 return Built(known)
             context = await reads.context()
-            self._registry.report(LoadEvent(candidate.name, "loading"))
+            if coming:
+                self._registry.report(LoadEvent(name, "loading"))
             started_ns = self._engine.clock()
-            loaded = await self._load(read, context)
-            return Built(known, loaded, (self._engine.clock() - started_ns) / SECOND_NS)
+            loaded = await self._load(read, coming, context)
+            return Built(known, loaded, kept, (self._engine.clock() - started_ns) / SECOND_NS)
         except FlowserveError as error:
-            reads.done(candidate.name, None)
+            reads.done(name, None)
             return error
 
-    async def _load(self, read: ReadModel, context: LoadContext) -> dict[int, Loaded]:
-        """Load a model, again if it fails, as often as the options say."""
+    async def _load(self, read: ReadModel, versions: Collection[int], context: LoadContext) -> dict[int, Loaded]:
+        """Load versions of a model, again if that fails, as often as the options say."""
         for _ in range(self._engine.options.load_retries):
             try:
-                return await self._loader.load(read, context)
+                return await self._loader.load(read, versions, context)
             except FlowserveError as error:
                 log.warning("failed to load %s, which is tried again: %s", read.config.name, error)
-        return await self._loader.load(read, context)
+        return await self._loader.load(read, versions, context)
+
+    def _kept(self, coming: RegisteredModel) -> tuple[int, ...]:
+        """The versions that serve and that the load of `coming` need not load."""
+        name = coming.read.config.name
+        served = self._registry.known.get(name)
+        if (
+            served is None
+            or not self._registry.is_serving(name)
+            or not _is_at(served, coming.read.folder, coming.files)
+            or served.contents is None
+            or coming.contents is None
+        ):
+            return ()
+        return unchanged_versions(served.read, served.contents, coming.read, coming.contents)
 
     async def _drop(self, outcome: Built | FlowserveError) -> None:
         if isinstance(outcome, Built):
@@ -474,10 +503,17 @@ def not_polled(name: str) -> str:
     return f"failed to load '{name}', failed to poll from model repository"
 
 
-async def _digest(folder: ModelFolder) -> tuple[str, ModelFolder]:
-    """The digest of a folder, then its contents: a change between the two shows in the next digest."""
+def _is_at(served: RegisteredModel, folder: ModelFolder, files: object) -> bool:
+    """Whether a model comes from where it was loaded from: its folder, or a load call. The files of a load call stay
+    until the last version that was loaded from them is closed.
+    """
+    return served.read.folder.path == folder.path or (served.files is not None and files is not None)
+
+
+async def _read_contents(folder: ModelFolder) -> tuple[Contents, ModelFolder]:
+    """The digests of a folder's contents, then its versions: a change between the two shows in the next digests."""
     try:
-        return await _in_thread(lambda: (digest(folder.path), model_folder_at(folder.path)))
+        return await _in_thread(lambda: (read_contents(folder.path), model_folder_at(folder.path)))
     except OSError as error:
         raise Invalid(f"{folder.name}: cannot be read: {error.strerror}") from None
 

@@ -20,14 +20,14 @@ from flowserve.graph.segments import paths_outside, way_back
 from flowserve.graph.types import Graph, ModelKey
 from flowserve.repository.read import NoConfiguration, ReadModel, output_labels
 from flowserve.repository.resolve import Containment, Resolution, resolve, steps_of
-from flowserve.runtime.engine.deployments import Entry
+from flowserve.repository.snapshot import Contents
+from flowserve.runtime.engine.deployments import UNLOADED, Entry, Idle
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.engine.generations import Generation
 from flowserve.runtime.loading.loader import Loaded, Loader
 
 log = logging.getLogger("flowserve.load")
 
-UNLOADED = "unloaded"
 # Rules about the steps of an ensemble and about a name in two repositories: unknown, invalid, ambiguous.
 CAUSED_BY_OTHERS: Final = frozenset({"G2", "G3", "R2"})
 
@@ -49,22 +49,26 @@ Report = Callable[[LoadEvent], None]
 class RegisteredModel:
     """A name to be served, as it was read.
 
-    `digest`: of its files, "" if it is never compared or part of it came with a load call. `files`: the private folder
-    of those. `is_explicit`: it was loaded by name, not only as a step.
+    `contents`: of its folder, None if they are never compared. `is_overridden`: its configuration came with a load
+    call; `files`: the private folder with files of the call. `is_explicit`: it was loaded by name, not only as a step.
     """
 
     read: ReadModel
-    digest: str = ""
+    contents: Contents | None = None
+    is_overridden: bool = False
     files: object = None
     is_explicit: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A name that is ready to be put in force. `loaded` is empty for an ensemble. `seconds`: its load time."""
+    """A name that is ready to be put in force. `loaded`: the versions that were loaded; `kept`: those that serve
+    already and go on. Both are empty for an ensemble. `seconds`: its load time.
+    """
 
     known: RegisteredModel
     loaded: Mapping[int, Loaded] = field(default_factory=dict)
+    kept: Collection[int] = ()
     seconds: float = 0.0
 
 
@@ -92,6 +96,17 @@ class Registry:
         entry.is_wanted = entry.is_wanted or is_wanted
         if not entry.ready:
             entry.state, entry.reason = "LOADING", ""
+            for one in entry.idle.values():
+                one.state, one.reason = "LOADING", ""
+
+    def opening(self, name: str, versions: Collection[int]) -> None:
+        """These versions of a name are being loaded, and no others."""
+        entry = self._engine.deployments.entries[name]
+        for one in entry.idle.values():
+            one.stop_loading(UNLOADED)
+        for version in versions:
+            if version not in entry.ready:
+                entry.idle[version] = Idle("LOADING")
 
     def is_unknown(self, name: str) -> bool:
         """Whether no model of that name was ever served, or failed to load."""
@@ -105,15 +120,23 @@ class Registry:
             self.report(LoadEvent(name, "failed", str(error)))
 
     def fail(self, name: str, error: FlowserveError) -> None:
-        """A load failed. The previous deployment stays in force, and the index has the reason."""
+        """A load failed. The previous deployment stays in force. The index has the reason at the version that failed,
+        or at every version if the error is of none.
+        """
         entry = self._engine.deployments.entries.setdefault(name, Entry(name))
-        if entry.ready:
-            entry.reason = f"the last load failed, the one before it serves on: {error}"
-        else:
+        text = str(error)
+        failed = {error.version} if error.version else entry.ready.keys()
+        kept = f"the last load failed, the one before it serves on: {text}"
+        entry.outdated = dict.fromkeys(failed & entry.ready.keys(), kept)
+        for version in failed - entry.ready.keys():
+            entry.idle[version] = Idle("UNAVAILABLE", text)
+        for one in entry.idle.values():  # those of a version are closed again because another one failed
+            one.stop_loading(UNLOADED if error.version else text)
+        if not entry.ready:
             self.failed[name] = error
-            entry.state, entry.reason = "UNAVAILABLE", str(error)
+            entry.state, entry.reason = "UNAVAILABLE", text
             entry.is_wanted = entry.is_wanted and self._counts(error)
-        self.report(LoadEvent(name, "failed", str(error)))
+        self.report(LoadEvent(name, "failed", text))
 
     def _counts(self, error: FlowserveError) -> bool:
         """Whether the server is not ready without a name that it failed to load at start. As on Triton, not for lack of
@@ -129,7 +152,7 @@ class Registry:
         """A load was requested whose files are served already."""
         if is_explicit:
             self.known[name] = replace(self.known[name], is_explicit=True)
-        self._engine.deployments.entries[name].reason = ""
+        self._engine.deployments.entries[name].outdated = {}
 
     async def put_in_force(self, built: Sequence[Built]) -> dict[str, FlowserveError]:
         """Put these in force, and recompile the ensembles that contain them. Returns the errors by name.
@@ -165,12 +188,13 @@ class Registry:
             for name in out:
                 self.known.pop(name, None)
                 self.made_of.drop(name)
-                retired[name] = self._retire(name, keep=())
-                self._engine.deployments.withdraw_name(name, UNLOADED)
+                gone = self._retire(name, keep=())
+                retired[name] = [*gone.values()]
+                self._engine.deployments.withdraw_name(name, UNLOADED, _ends(gone))
                 entry = self._engine.deployments.entries[name]
                 entry.state, entry.is_wanted = "UNLOADING", False
             # An unload of a step is intended, so readiness does not require its ensembles.
-            for name in self._announce({}, resolution, affected):
+            for name in self._announce({}, resolution, affected, {}):
                 self._engine.deployments.entries[name].is_wanted = False
             return retired
 
@@ -207,25 +231,39 @@ class Registry:
 
     def _swap(self, built: Mapping[str, Built], resolution: Resolution, affected: Collection[str]) -> None:
         """Synchronous, so that a request sees all of the change or nothing."""
+        retired: dict[str, dict[int, Generation]] = {}
         for name, one in built.items():
             self.known[name] = one.known
             self.last[name] = one.known.read.config
             self.made_of.put(name, steps_of(one.known.read.config))
             self._loader.give(one.known.read, one.loaded, one.known.files)
-            keys = [ModelKey(name, version) for version in one.loaded]
-            self._retire(name, keep=keys)
+            keys = [ModelKey(name, version) for version in sorted([*one.loaded, *one.kept])]
+            retired[name] = self._retire(name, keep=keys)
             self._keys[name] = keys
-        self._announce(built, resolution, affected)
+            if one.kept:
+                numbers = [", ".join(map(str, some)) or "none" for some in (one.loaded, retired[name], one.kept)]
+                log.info("versions of %s: loaded %s, unloaded %s, unchanged %s", name, *numbers)
+        self._announce(built, resolution, affected, retired)
 
-    def _announce(self, built: Mapping[str, Built], resolution: Resolution, affected: Collection[str]) -> list[str]:
-        """Put the new graphs of all affected names in force. Returns the names that are not served any more."""
+    def _announce(
+        self,
+        built: Mapping[str, Built],
+        resolution: Resolution,
+        affected: Collection[str],
+        retired: Mapping[str, Mapping[int, Generation]],
+    ) -> list[str]:
+        """Put the new graphs of all affected names in force. `retired`: the generations of versions that are not served
+        any more. Returns the names that are not served any more.
+        """
         lost = []
         for name in sorted(affected):
             if name in resolution.graphs:
                 self.failed.pop(name, None)
                 graphs = resolution.graphs[name].values()
                 labels = output_labels(next(iter(graphs)), lambda model: self.known[model].read.labels)
-                self._engine.deployments.announce(self.known[name].read.config, *graphs, labels=labels)
+                self._engine.deployments.announce(
+                    self.known[name].read.config, *graphs, labels=labels, retired=_ends(retired.get(name, {}))
+                )
                 seconds = built[name].seconds if name in built else 0.0
                 for version in built[name].loaded if name in built else ():
                     self._engine.deployments.statistics_of(ModelKey(name, version)).was_loaded(seconds)
@@ -247,6 +285,13 @@ class Registry:
         for segment, path in paths_outside(graph, self._engine.options.places):
             log.warning("%s: the steps of the segment run one by one [P7]", way_back(graph, segment, path))
 
-    def _retire(self, name: str, keep: Collection[ModelKey]) -> list[Generation]:
-        """Retire the current generations of a name, except `keep`, which have been replaced already."""
-        return [self._engine.generations.retire(key) for key in self._keys.pop(name, []) if key not in keep]
+    def _retire(self, name: str, keep: Collection[ModelKey]) -> dict[int, Generation]:
+        """Retire the current generations of a name, except `keep`, which go on or have been replaced already. Returns
+        them by version.
+        """
+        gone = [key for key in self._keys.pop(name, []) if key not in keep]
+        return {key.version: self._engine.generations.retire(key) for key in gone}
+
+
+def _ends(generations: Mapping[int, Generation]) -> dict[int, trio.Event]:
+    return {version: generation.closed for version, generation in generations.items()}
