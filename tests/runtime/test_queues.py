@@ -49,7 +49,7 @@ def ticket(at: int = 0, rows: int = 1, priority: int = 0, timeout_ns: int = 0) -
         ("dynamic_batching { }", 0, True),
         ("dynamic_batching { }", 8, True),
         ("dynamic_batching { preserve_ordering: true }", 8, True),
-        ("dynamic_batching { default_queue_policy { allow_timeout_override: true } }", 8, False),
+        ("dynamic_batching { default_queue_policy { allow_timeout_override: true } }", 8, True),
         ("dynamic_batching { default_queue_policy { timeout_action: DELAY } }", 8, True),
         ("dynamic_batching { priority_queue_policy { key: 1 value { max_queue_size: 1 } } }", 8, True),
         ("dynamic_batching { default_queue_policy { max_queue_size: 1 } }", 8, False),

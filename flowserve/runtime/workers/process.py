@@ -111,7 +111,7 @@ class ProcessWorker:
         self._sink: ProcessSink | None = None  # the process's sink, if the model is decoupled
         self._calls: list[ProcessCalls] = []  # of its process, and of those that the model has forked
         self._families: set[int] = set()  # the metric families of all these
-        self._recalled: ProcessRun | None = None  # the last batch that left its route because of a call
+        self._recalled = 0  # the number of the last batch that left its route because of a call; its run may be over
         self._is_closed = False
         self._opening: Child | None = None  # set while it is being opened; its model may already make calls
         self._given_up = ""
@@ -461,9 +461,9 @@ class ProcessWorker:
         batch returns to the server after this stage, and the instances of all others are needed for calls.
         """
         run = self.current
-        if run is None or run.batch.route is None or run is self._recalled or number not in (run.number, None):
+        if run is None or run.batch.route is None or run.number == self._recalled or number not in (run.number, None):
             return
-        self._recalled = run
+        self._recalled = run.number
         run.cancel()
 
 
