@@ -46,9 +46,7 @@ def classify(name: str, array: Array, count: int, labels: Sequence[str], *, batc
     Raises `Invalid` for an output that cannot be ranked.
     """
     check_classifiable(name, BY_NUMPY[array.dtype])
-    batching = (
-        batching and array.ndim > 0
-    )  # a number without dimensions has no rows, whatever the model's configuration
+    batching = batching and array.ndim > 0  # a number without dimensions has no rows, also if the model batches
     rows, *others = array.shape if batching else (1, *array.shape)
     width = math.prod(others)
     if width > ELEMENTS_MAX:
