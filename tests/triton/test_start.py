@@ -416,60 +416,45 @@ def test_an_ensemble_without_a_version_folder_is_version_1(
 # Options of launch scripts
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--log-verbose=1",
-        "--log-verbose=true",
-        "--log-info=false --log-warning=TRUE",
-        "--id=server",
-        "--model-control-mode=none",
-        "--model-control-mode=poll --repository-poll-secs=5",
-        "--model-control-mode=explicit --load-model=*",
-        "--exit-timeout-secs=30 --exit-on-error=True",
-        "--strict-model-config=false",
-        "--model-load-thread-count=2",
-        "--model-load-retry-count=1",
-        "--model-namespacing=false",
-        "--enable-peer-access=false",
-        "--allow-http=true --reuse-http-port=false",
-        "--http-thread-count=16",
-        "--http-header-forward-pattern=.*",
-        "--grpc-infer-allocation-pool-size=16",
-        "--grpc-keepalive-time=10000 --grpc-keepalive-timeout=5000 --grpc-keepalive-permit-without-calls=1",
-        "--grpc-http2-max-pings-without-data=0 --grpc-http2-min-recv-ping-interval-without-data=10000",
-        "--grpc-infer-response-compression-level=none",
-        "--allow-sagemaker=false",
-        "--allow-vertex-ai=false",
-        "--allow-metrics=false --metrics-port=8002",
-        "--allow-gpu-metrics=false --allow-cpu-metrics=false",
-        "--metrics-interval-ms=1000 --metrics-config=summary_latencies=true",
-        "--trace-config=level=OFF --trace-config=rate=100",
-        "--trace-file=PLACE/trace.json --trace-level=TIMESTAMPS --trace-rate=10 --trace-count=5",
-        "--trace-file=PLACE/trace.json --trace-level=MAX --trace-log-frequency=5",
-        "--backend-config=python,shm-default-byte-size=2097152",
-        "--backend-config=onnxruntime,enable-global-threadpool=1",
-        "--backend-config=tensorrt,coalesce-request-input=true",
-        "--backend-config=default-max-batch-size=8",
-        "--cache-config=local,size=1048576",
-        "--response-cache-byte-size=1048576",
-        "--rate-limit=off",
-        "--rate-limit=execution_count --rate-limit-resource=R1:4",
-        "--pinned-memory-pool-byte-size=67108864",
-        "--cuda-memory-pool-byte-size=0:67108864",
-        "--cuda-virtual-address-size=0:1048576",
-        "--min-supported-compute-capability=6.0",
-        "--buffer-manager-thread-count=4",
-        "--host-policy=gpu_0,numa-node=0 --host-policy=gpu_0,cpu-cores=0-1",
-        "--model-load-gpu-limit=0:0.8",
-        "--repoagent-directory=PLACE",
-        "--model-config-name=other",
-    ],
-)
-def test_options_of_launch_scripts_are_taken(tmp_path: Path, on_triton: bool, options: str) -> None:
+# Each is one start; options that exclude each other are in different ones.
+LAUNCHES = {
+    "usual": """
+        --log-verbose=1 --log-info=false --log-warning=TRUE --id=server --model-control-mode=none
+        --strict-model-config=false --exit-timeout-secs=30 --exit-on-error=True --allow-http=true --http-thread-count=16
+        --http-header-forward-pattern=.* --allow-sagemaker=false --allow-vertex-ai=false
+        --allow-gpu-metrics=false --allow-cpu-metrics=false --metrics-interval-ms=1000
+        --metrics-config=summary_latencies=true --cache-config=local,size=1048576 --rate-limit=off
+        --trace-config=level=OFF --trace-config=rate=100 --pinned-memory-pool-byte-size=67108864
+        --cuda-memory-pool-byte-size=0:67108864 --buffer-manager-thread-count=4
+    """,
+    "explicit": """
+        --log-verbose=true --model-control-mode=explicit --load-model=* --response-cache-byte-size=1048576
+        --allow-metrics=false --metrics-port=8002 --model-load-thread-count=2 --model-load-retry-count=1
+        --trace-file=PLACE/trace.json --trace-level=TIMESTAMPS --trace-rate=10 --trace-count=5
+        --rate-limit=execution_count --rate-limit-resource=R1:4 --model-namespacing=false --reuse-http-port=false
+        --backend-config=python,shm-default-byte-size=2097152
+        --backend-config=onnxruntime,enable-global-threadpool=1
+        --backend-config=tensorrt,coalesce-request-input=true --backend-config=default-max-batch-size=8
+    """,
+    "poll": """
+        --model-control-mode=poll --repository-poll-secs=5 --model-config-name=other --repoagent-directory=PLACE
+        --trace-file=PLACE/trace.json --trace-level=MAX --trace-log-frequency=5
+        --grpc-infer-allocation-pool-size=16 --grpc-infer-response-compression-level=none
+        --grpc-keepalive-time=10000 --grpc-keepalive-timeout=5000 --grpc-keepalive-permit-without-calls=1
+        --grpc-http2-max-pings-without-data=0 --grpc-http2-min-recv-ping-interval-without-data=10000
+    """,
+    "devices": """
+        --enable-peer-access=false --cuda-virtual-address-size=0:1048576 --min-supported-compute-capability=6.0
+        --host-policy=gpu_0,numa-node=0 --host-policy=gpu_0,cpu-cores=0-1 --model-load-gpu-limit=0:0.8
+    """,
+}
+
+
+@pytest.mark.parametrize("launch", [*LAUNCHES])
+def test_options_of_launch_scripts_are_taken(tmp_path: Path, on_triton: bool, launch: str) -> None:
     repository = tmp_path / "models"
     repository.mkdir()
     write(repository, "good")
-    words = options.replace("PLACE", str(tmp_path)).split()
+    words = LAUNCHES[launch].replace("PLACE", str(tmp_path)).split()
     with like_triton(repository, *words, against_triton=on_triton) as url:
         assert httpx.get(f"{url}/v2/models/good/ready", verify=False).status_code == 200
