@@ -1,7 +1,8 @@
 """Loads the deployments of a reading once, as a server does, for commands that check and do not serve.
 
 Decides which deployments are loaded, when a load that makes no progress is abandoned, what such a load is reported as,
-and that a model on a thread cannot end the command by `os._exit`, which would look like a success. Does not decide how a model is loaded (`control`), nor how problems are printed (`cli/check`).
+and that a model on a thread cannot end the command by `os._exit`, which would look like a success. Does not decide how
+a model is loaded (`control`), nor how problems are printed (`cli/check`).
 """
 
 from __future__ import annotations
