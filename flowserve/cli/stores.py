@@ -22,7 +22,11 @@ _OPTION: Final = re.compile(r"([a-z0-9]+):([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
 def repository(text: str) -> Path | StoreUrl:
-    """The parser of a REPO argument: a folder, or a URL of a store."""
+    """The parser of a REPO argument: a folder, or a URL of a store. An empty one, usually a variable of a script that
+    is not set, is not the working directory.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("the name of a repository is empty")
     if "://" not in text:
         return Path(text)
     try:

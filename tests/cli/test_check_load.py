@@ -194,3 +194,20 @@ def test_ctrl_c_ends_it_and_every_process(tmp_path: Path) -> None:
         process.kill()
         output = process.communicate()[0]
     assert "Traceback" not in output
+
+
+def test_a_model_in_the_servers_process_that_ends_it_is_reported_and_no_success(tmp_path: Path) -> None:
+    leaves = ECHO.replace("import time", "import os, time").replace('print("initialize"', 'os._exit(0) or print("init"')
+    forks = ECHO.replace("import time", "import os, time").replace(
+        'print("initialize"', 'os.waitpid(os.fork() or os._exit(0), 0) and print("initialize"'
+    )
+    for name, code, place in (("leaves", leaves, "thread"), ("inline", leaves, "inline"), ("forks", forks, "thread")):
+        write(tmp_path, name, code, f'{CONFIG}parameters {{ key: "execution" value {{ string_value: "{place}" }} }}\n')
+    # Not with `main`, as the process of the tests would end.
+    command = [sys.executable, "-m", "flowserve", "check", "--load", "--json", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 1
+    document = json.loads(ran.stdout)
+    assert document["right"] == ["forks"]
+    assert document["wrong"] == ["inline", "leaves"]
+    assert all("SystemExit: os._exit(0)" in one["message"] for one in document["problems"])

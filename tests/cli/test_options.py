@@ -79,6 +79,8 @@ def _complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--backend-config=default-max-batch-size=0"], "expected a whole number from 1 to 2147483647, got 0"),
         (["--port=1"], "--port: the option is --http-port"),
         (["--model-repository"], "--model-repository/--model-store: expected one argument"),
+        (["--model-repository="], "--model-repository/--model-store: the name of a repository is empty"),
+        ([""], "REPO: the name of a repository is empty"),
         (["--http-port"], "--http-port: expected one argument"),
         (["--http-restricted-api", "inference"], "expected GROUP[,GROUP...]:HEADER=VALUE, got 'inference'"),
         (

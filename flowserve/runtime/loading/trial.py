@@ -1,17 +1,19 @@
 """Loads the deployments of a reading once, as a server does, for commands that check and do not serve.
 
-Decides which deployments are loaded, when a load that makes no progress is abandoned, and what such a load is reported
-as. Does not decide how a model is loaded (`control`), nor how problems are printed (`cli/check`).
+Decides which deployments are loaded, when a load that makes no progress is abandoned, what such a load is reported as,
+and that a model on a thread cannot end the command by `os._exit`, which would look like a success. Does not decide how
+a model is loaded (`control`), nor how problems are printed (`cli/check`).
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 import trio
 
@@ -38,7 +40,7 @@ async def load_all(
     names = (*reading.resolution.models, *reading.resolution.ensembles)
     if not names:
         return reading
-    with _without_log():
+    with _without_log(), _without_exit():
         async with (
             open_engine(options, exit_timeout_s=EXIT_TIMEOUT_S) as engine,
             open_control(engine, repositories, ControlOptions("explicit", names)) as control,
@@ -67,6 +69,25 @@ def _without_log() -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
+
+
+@contextmanager
+def _without_exit() -> Iterator[None]:
+    """In this process `os._exit` raises SystemExit, which fails the load of the model that calls it. The processes that
+    its code forks end as usual.
+    """
+    here, leave = os.getpid(), os._exit
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != here:
+            leave(status)
+        raise SystemExit(f"os._exit({status})")
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 @dataclass(slots=True)
