@@ -16,6 +16,7 @@ Does not know: tensors, only bytes. Callers: batch assembly, device memory, fron
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from typing import Final
@@ -94,6 +95,10 @@ class Pool:
                     del self._kept[size]
         self._settle()
         return idle
+
+    def forked(self) -> None:
+        """This process was forked. The lock may be held by a thread that does not exist here."""
+        self._lock = threading.Lock()
 
     def _find(self, size: int) -> Buffer | None:
         buffers = self._kept.pop(size, None)
@@ -174,6 +179,8 @@ class _Lease:
 
 # The process's host buffers: one pool, so that buffers are reused across models and front ends.
 HOST: Final = Pool()
+if hasattr(os, "register_at_fork"):  # missing on Windows
+    os.register_at_fork(after_in_child=HOST.forked)
 
 
 def size_class(nbytes: int) -> int:

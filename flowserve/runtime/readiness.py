@@ -45,9 +45,10 @@ class ModelChecks:
     def _check(self, worker: Worker, ask: Callable[[], str]) -> _Check:
         check = self._checks.get(worker)
         if check is None:
-            check = self._checks[worker] = _Check()
+            check = _Check()
             arguments = worker, check, ask
             threading.Thread(target=self._run, args=arguments, name="flowserve readiness", daemon=True).start()
+            self._checks[worker] = check  # only now: `_end` runs on this thread later, and a start may fail
         return check
 
     def _run(self, worker: Worker, check: _Check, ask: Callable[[], str]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import platform
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.memory.heap import tune_malloc
-from flowserve.memory.pool import ALIGNMENT, POOLED_BYTES_MIN, Pool, size_class
+from flowserve.memory.pool import ALIGNMENT, HOST, POOLED_BYTES_MIN, Pool, size_class
 from flowserve.values import Array
 
 LARGE = 600_000
@@ -158,3 +160,14 @@ def test_a_buffer_may_outlive_its_pool() -> None:
 
 def test_malloc_is_tuned_on_glibc_only() -> None:
     assert tune_malloc() == (platform.libc_ver()[0] == "glibc")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks")
+def test_a_forked_process_takes_memory_although_a_thread_of_its_parent_was_about_to() -> None:
+    with HOST._lock:  # as if another thread were in `take`
+        pid = os.fork()
+        if not pid:
+            signal.alarm(10)  # ends the process
+            HOST.take(LARGE)
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0

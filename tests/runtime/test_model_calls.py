@@ -1189,6 +1189,39 @@ async def test_a_fork_of_a_worker_process_counts_in_its_metrics_and_in_its_own(t
         assert "own" not in shown, "it ended with its process"
 
 
+@pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
+async def test_a_fork_of_a_worker_process_makes_metrics_although_a_thread_makes_some(tmp_path: Path) -> None:
+    """The thread, which does not exist in the fork, nearly always holds the family's lock."""
+    async with open_engine(EngineOptions()) as engine:
+        served = Served(engine, tmp_path, "process")
+        await served.add(
+            "forks",
+            "import signal, threading\n"
+            "family = pb_utils.MetricFamily('m', '', pb_utils.COUNTER)\n"
+            "ends = threading.Event()\n"
+            "def make():\n"
+            "    number = 0\n"
+            "    while not ends.is_set():\n"
+            "        number += 1\n"
+            "        family.Metric(labels={'n': str(number)}).increment(1)\n"
+            "thread = threading.Thread(target=make)\n"
+            "thread.start()\n"
+            "statuses = []\n"
+            "for _ in range(20):\n"
+            "    pid = os.fork()\n"
+            "    if pid == 0:\n"
+            "        signal.alarm(10)\n"
+            "        family.Metric(labels={'of': 'fork'}).increment(1)\n"
+            "        os._exit(0)\n"
+            "    statuses.append(os.waitpid(pid, 0)[1])\n"
+            "    if statuses[-1]: break\n"
+            "ends.set()\n"
+            "thread.join()\n"
+            "return np.array([[max(statuses)]], np.float32)",
+        )
+        assert await served.ask("forks", 3) == [0]
+
+
 async def test_a_call_that_is_not_awaited_is_executed_nevertheless(served: Served) -> None:
     await served.add("slow", served.gated)
     await served.add("caller", "request('slow', given).async_exec().close()\nawait asyncio.sleep(0)\nreturn given")

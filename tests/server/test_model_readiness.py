@@ -40,6 +40,47 @@ BODIES = {
     "exits": ("raise SystemExit(3)", False),
     "asks": ("return pb_utils.is_model_ready('says_yes') and not pb_utils.is_model_ready('nothing')", True),
 }
+# Code whose texts or attributes fail, and the reason in the response. All but the last are ready once they executed.
+ODD = {
+    "has_no_repr": (
+        (
+            "def is_ready(self):\n    class Odd:\n        def __repr__(self): raise RuntimeError('no repr')\n"
+            "    return next(self.answers, Odd())\n"
+        ),
+        "its is_ready raised RuntimeError: no repr",
+    ),
+    "has_no_text": (
+        (
+            "def is_ready(self):\n    class Odd(Exception):\n        def __str__(self): raise RuntimeError('no text')\n"
+            "    for answer in self.answers:\n        return answer\n    raise Odd\n"
+        ),
+        "its is_ready raised Odd",
+    ),
+    "is_no_unicode": (
+        "def is_ready(self):\n    for answer in self.answers:\n        return answer\n    raise KeyError('\\udcff')\n",
+        "its is_ready raised KeyError: '\\udcff'",
+    ),
+    "is_long": (
+        "def is_ready(self):\n    return next(self.answers, 'x' * 1_000_000)\n",
+        "its is_ready returned '" + "x" * 477 + ", which is neither True nor False",
+    ),
+    "is_a_property": (
+        "@property\ndef is_ready(self):\n    raise RuntimeError('no luck')\n",
+        "its is_ready raised RuntimeError: no luck",
+    ),
+}
+ANSWERS = "def initialize(self, args):\n    self.answers = iter([])\n\n"
+BECOMES_READY = """
+def execute(self, requests):
+    self.answers = iter([True])
+    return [respond(Y=given(request, "X")) for request in requests]
+
+"""
+FORKS = """
+def is_ready(self):
+    import os
+    return os.fork() > 0
+"""
 COROUTINE = "async def is_ready(self):\n    import asyncio\n    await asyncio.sleep(0.05)\n    return VALUE\n"
 SLOW = "def is_ready(self):\n    time.sleep(7)\n    return True\n"
 COUNTS = """
@@ -69,6 +110,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         write_model(folder, name, config, f"{EXECUTE}def is_ready(self):\n    {body}\n")
     write_model(folder, "awaits_yes", config, EXECUTE + COROUTINE.replace("VALUE", "True"))
     write_model(folder, "awaits_no", config, EXECUTE + COROUTINE.replace("VALUE", "False"))
+    for name, (body, _) in ODD.items():
+        write_model(folder, name, config, ANSWERS + BECOMES_READY + body)
     write_model(folder, "slow", config, EXECUTE + SLOW)
     write_model(folder, "counts", config, COUNTS)
     busy = config + 'parameters { key: "execution" value { string_value: "thread" } }' * (request.param == "inline")
@@ -126,6 +169,17 @@ def test_the_reason_is_in_the_response(served: Served) -> None:
         assert reply.json() == {"error": f"Model version not ready: {text}"}
 
 
+@pytest.mark.parametrize("model", ODD)
+def test_code_whose_texts_fail_is_asked_again(served: Served, model: str) -> None:
+    for _ in range(2):
+        reply = httpx.get(f"{served.base_url}/v2/models/{model}/ready", verify=False)
+        assert reply.json() == {"error": f"Model version not ready: {ODD[model][1]}"}
+    assert not is_ready(served, "grpc", model)
+    assert infer(served, model) == 1
+    if model != "is_a_property":
+        assert is_ready(served, "http", model)
+
+
 def test_the_server_is_ready_whatever_its_models_say(served: Served) -> None:
     assert httpx.get(f"{served.base_url}/v2/health/ready", verify=False).status_code == 200
 
@@ -176,3 +230,10 @@ def test_a_restarted_process_is_asked_again(served: Served, tmp_path: Path) -> N
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert infer(server, "ends") == 1
+
+
+def test_a_method_that_forks_answers_in_the_process_of_the_model_only(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    write_model(folder, "forks", python_config([X], [Y]), EXECUTE + FORKS)
+    with serving(folder, "--grpc-port", "0", "--allow-grpc", "true") as server:
+        assert [is_ready(server, "http", "forks") for _ in range(6)] == [True] * 6

@@ -52,6 +52,7 @@ from flowserve.errors import FlowserveError, Invalid, ModelFailed, model_raised,
 log = logging.getLogger("flowserve.python")
 
 END_S_MAX: Final = 2.0  # limit for cancelled coroutines to end when the model is closed
+_OBJECTION_CHARACTERS_MAX: Final = 500  # of what a model's `is_ready` returned or raised
 
 
 class PythonInstance:
@@ -80,6 +81,7 @@ class PythonInstance:
         self._model: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._coroutines: ConcurrentCoroutines | None = None
+        self._is_ready: Callable[[], Any] | None = None  # the model's method of that name
         self._execute: Any = None  # `execute` of the model's object, or the function that runs its coroutine
         self._clock: ClockNs = lambda: 0  # the clock of the running batch
         self._running: Work | None = None  # the running batch
@@ -112,11 +114,18 @@ class PythonInstance:
             self._loop = asyncio.new_event_loop()
             execute = partial(_run_coroutine, self._loop, execute)
         self._execute = execute
+        self._is_ready = self._find_is_ready()
 
     def readiness(self) -> Callable[[], str] | None:
         """The model's method `is_ready`, if it has one."""
-        method = getattr(self._model, "is_ready", None)
-        return partial(self._objection, method) if callable(method) else None
+        return None if self._is_ready is None else partial(self._objection, self._is_ready)
+
+    def _find_is_ready(self) -> Callable[[], Any] | None:
+        try:
+            method = getattr(self._model, "is_ready", None)
+        except RAISED:  # of a property: each check raises it again
+            return partial(getattr, self._model, "is_ready")
+        return method if callable(method) else None
 
     def _objection(self, method: Callable[[], Any]) -> str:
         try:
@@ -124,12 +133,14 @@ class PythonInstance:
                 answer = method()
                 if inspect.iscoroutine(answer):
                     answer = asyncio.run(answer)
+                if answer is True:
+                    return ""
+                why = "" if answer is False else ", which is neither True nor False"
+                text = f"its is_ready returned {answer!r}"[:_OBJECTION_CHARACTERS_MAX] + why
         except RAISED as error:
             log.error("model '%s': is_ready failed", self.model_name, exc_info=error)
-            return f"its is_ready raised {reason(error)}"
-        if answer is True:
-            return ""
-        return f"its is_ready returned {answer!r}{'' if answer is False else ', which is neither True nor False'}"
+            text = f"its is_ready raised {reason(error)}"[:_OBJECTION_CHARACTERS_MAX]
+        return text.encode("utf-8", "backslashreplace").decode()
 
     def run(self, work: Work, clock: ClockNs) -> Results:
         senders = work.senders
@@ -233,7 +244,7 @@ class PythonInstance:
         except FlowserveError as error:
             if error.__cause__ is None:  # otherwise it is already in the log, with its traceback
                 log.error("%s", error)
-        self._model = self._execute = None
+        self._model = self._execute = self._is_ready = None
         if self._loop is not None:
             self._loop.close()
         if self._coroutines is not None:

@@ -228,7 +228,10 @@ def line_of(place: Place) -> str:
 
 def reason(error: BaseException) -> str:
     """The text of an exception that a model raised. Relative imports are shown as the model wrote them (`.helper`)."""
-    text = re.sub(_PACKAGE + r"\d+\.", ".", str(error))
+    try:
+        text = re.sub(_PACKAGE + r"\d+\.", ".", str(error))
+    except RAISED:  # a class of the model's own
+        text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

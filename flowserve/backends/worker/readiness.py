@@ -1,13 +1,15 @@
 """Asks the code of a model in a worker process whether it is ready, and answers there.
 
 Decides that this has a socket and a thread of its own, since the process may be running a batch meanwhile; a model
-without such code has neither. A question is one byte, the answer the objection as text, empty for none.
+without such code has neither. A question is one byte, the answer the objection as text, empty for none. A process that
+the model forks does not answer.
 
 Callers: main.py in the process; `runtime.workers` in the server.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -29,9 +31,13 @@ def answer_on_thread(server: socket.socket, objection: Callable[[], str]) -> Non
 
 
 def _answer(questions: socket.socket, objection: Callable[[], str]) -> None:
+    pid = os.getpid()
     with questions, suppress(OSError):
         while questions.recv(1):
-            questions.send(b"\0" + objection().encode(errors="backslashreplace")[: _BYTES_MAX - 1])
+            answer = objection()
+            if os.getpid() != pid:  # the model's code has forked and returned in both processes
+                os._exit(0)
+            questions.send(b"\0" + answer.encode()[: _BYTES_MAX - 1])
 
 
 def ask(process: socket.socket) -> str:

@@ -22,6 +22,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
 from typing import Any, ClassVar, Final
+from weakref import WeakSet
 
 from flowserve.backends.base import IS_READY, LOAD, METRIC_VALUE, NO_FILES, OPEN_FAMILY, UNLOAD, BlsClient, Cells
 from flowserve.backends.python.pb_utils.context import TritonModelException, active, caller_for
@@ -107,6 +108,19 @@ _DELETED: Final = "Invalid metric operation as the corresponding 'MetricFamily' 
 _NEGATIVE: Final = "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative values."
 
 
+_counting: WeakSet[Metric | MetricFamily] = WeakSet()  # all that have a lock
+
+
+def _renew_locks() -> None:
+    """This process was forked by the model. Locks may be held by threads that do not exist here."""
+    for one in [*_counting]:
+        one._lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # missing on Windows
+    os.register_at_fork(after_in_child=_renew_locks)
+
+
 class MetricKind(Enum):
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -132,6 +146,7 @@ class Metric:
         self._buckets = buckets
         self._cells: Cells | None = cells  # None once the family is deleted
         self._lock = threading.Lock()  # an addition is a read and a write
+        _counting.add(self)
 
     def increment(self, value: float) -> None:
         """Add to a counter (no negative values) or to a gauge."""
@@ -189,6 +204,7 @@ class MetricFamily:
         failed = "Error when creating MetricFamily"
         self._metrics: dict[tuple[tuple[str, str], ...], _Metric] = {}
         self._lock = threading.Lock()
+        _counting.add(self)
         self._kind = kind
         if [*map(type, (name, description, kind))] != [str, str, MetricKind]:
             raise TritonModelException(f"{failed}: it has a name, a description, and a kind such as MetricFamily.GAUGE")
