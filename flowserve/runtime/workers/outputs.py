@@ -73,7 +73,7 @@ def unusable_output(ticket: Ticket, row: Sequence[Tensor | None], notes: OutputN
         if tensor is None or made_by.outputs[j].name not in notes.unlike:
             continue
         edges = [edge for edge in graph.edges if (edge.producer, edge.output) == (node.index, j)]
-        is_divided = any((node.index, j) in space.opens for space in graph.spaces)
+        is_divided = made_by.space or any((node.index, j) in space.opens for space in graph.spaces)
         where, why = node, ""
         if (is_divided or any(edge.derived >= 0 for edge in edges)) and made_by.max_batch_size:
             why = _why_not_divided(tensor, ticket.rows)
