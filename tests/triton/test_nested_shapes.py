@@ -1,5 +1,5 @@
 """Nested ensembles with `reshape` whose inputs come from models with and without a batch dimension, and steps for some
-rows of which one returns other rows than it got.
+rows of which one returns other rows than it got, and cached outputs that differ from their configuration.
 
 All expectations of `NESTED` hold for Triton too, unless it ends.
 """
@@ -38,6 +38,13 @@ def execute(self, requests):
 TWICE = """
 def execute(self, requests):
     return [respond(Y=np.concatenate([given(request, "X")] * 2)) for request in requests]
+"""
+
+
+SMALL = """
+def execute(self, requests):
+    arrays = [np.array(1, np.float32), np.ones((1, 1), np.int64), np.ones(5, np.float32), np.ones((1, 3), np.float32)]
+    return [respond(Y=arrays[int(given(request, "X").flat[0])]) for request in requests]
 """
 
 
@@ -80,6 +87,9 @@ def write_models(repository: Path) -> None:
     ):
         steps = (step, reads("X", "a")), (inner, reads("a"))
         ensemble(repository, name, rows, X, spec("Y", "FP32", returned), *steps)
+    model("kept", "1", "-1", SMALL, BATCHES, "response_cache { enable: true }")
+    steps = ("kept", reads("X", "a")), ("take_vectors", reads("a"))
+    ensemble(repository, "kept_rows", 4, X, spec("Y", "FP32", "-1"), *steps)
     column = spec("Y", "FP32", "-1", "reshape { shape: [ 1, -1 ] }")
     ensemble(repository, "by_value_sent", 0, X, column, ("by_value", reads("X")))
 
@@ -103,7 +113,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, on_triton: bool, triton_like: 
     write_models(repository)
     if not on_triton:
         write_conditions(repository)
-    return triton_like(repository)
+    return triton_like(repository, "--cache-config=local,size=1000000")
 
 
 def ask(url: str, model: str, *values: float, lead: bool = True) -> tuple[int, Any]:
@@ -143,6 +153,26 @@ def test_a_tensor_that_cannot_be_reshaped_fails_its_own_request_with_its_shape(
     assert good == (200, ([1, 3] if model == "varies_flat" else [3], [1, 1, 1]))
     assert bad[0] == (500 if model == "by_value_sent" else 400)
     assert "3,1]" in bad[1]
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    ("value", "made"), [(0, "FP32 of shape []"), (1, "INT64 of shape [1,1]"), (2, "FP32 of shape [5]")]
+)
+def test_a_step_does_not_read_a_cached_output_that_it_could_not_read_when_it_was_made(
+    url: str, value: int, made: str, on_triton: bool
+) -> None:
+    if on_triton and value == 0:
+        pytest.skip("Triton ends")
+    assert ask(url, "kept", value)[0] == 200
+    assert ask(url, "kept", 3) == ask(url, "kept_rows", 3) == (200, ([1, 3], [1, 1, 1]))
+    for _ in range(2):
+        status, error = ask(url, "kept_rows", value)
+        if on_triton:
+            assert status in (400, 500)
+        else:
+            assert status == 500
+            assert f"model 'kept' returned output 'Y' as {made}" in error
 
 
 @pytest.mark.server
