@@ -186,7 +186,7 @@ class FunctionInstance:
             raise self._failed(error, len(work.rows)) from None
         computed_ns = clock()
         outputs: list[Any] = []  # columns are sequences, read as lists
-        columns = self._answers.of_batch(answer, self._rows(work))
+        columns = self._answers.of_batch(answer, self._rows(work), arrays)
         for spec, tensors in zip(self._outputs, columns, strict=True):
             if all(spec.name in names for names in work.wanted):
                 outputs.append(tensors)
@@ -262,7 +262,7 @@ class DecoupledFunctionInstance(FunctionInstance):
                 except StopIteration:
                     return
                 computed_ns = clock()
-                tensors = self._answers.of_request(answer)
+                tensors = self._answers.of_request(answer, arrays)
                 outputs = [
                     one if spec.name in wanted else None for spec, one in zip(self._outputs, tensors, strict=True)
                 ]
@@ -284,30 +284,33 @@ class FunctionAnswers:
         self._batches = config.max_batch_size > 0
         self._is_one_list = len(self._names) == 1 and self._names[0] in self._ragged
 
-    def of_batch(self, answer: list[Any], rows: Sequence[int]) -> list[Sequence[Tensor | None]]:
+    def of_batch(
+        self, answer: list[Any], rows: Sequence[int], given: Sequence[Any] = ()
+    ) -> list[Sequence[Tensor | None]]:
         """The tensors of each output, one for each member; member m has `rows[m]` rows. `answer` is a list with the
-        object that the function returned, and is emptied, so that no other reference to it remains. Raises ModelFailed.
+        object that the function returned, and is emptied, so that no other reference to it remains. `given`: the
+        function's arguments. Raises ModelFailed.
         """
-        made = self._in_order(answer)
+        made = self._in_order(answer, len(rows))
         taken: list[Array] = []
         columns: list[Sequence[Tensor | None]] = []
         for number, spec in enumerate(self._outputs):
             if self._ragged and spec.name in self._ragged:
-                columns.append(self._one_by_one(made, number, spec, rows))
+                columns.append(self._one_by_one(made, number, spec, rows, given))
                 continue
-            array = self._own(made, number, spec)
+            array = self._own(made, number, spec, given)
             self._judge(array, spec, sum(rows))
             array = _apart(array, taken)
             columns.append(Column.whole(array, rows) if self._batches else [Tensor(array)])
         return columns
 
-    def of_request(self, answer: list[Any]) -> list[Tensor]:
+    def of_request(self, answer: list[Any], given: Sequence[Any] = ()) -> list[Tensor]:
         """One tensor for each output, all with the same number of rows, which may be any. Otherwise as `of_batch`."""
-        made = self._in_order(answer)
+        made = self._in_order(answer, 1)
         taken: list[Array] = []
         tensors = []
         for number, spec in enumerate(self._outputs):
-            array = _apart(self._own(made, number, spec), taken)
+            array = _apart(self._own(made, number, spec, given), taken)
             self._judge(array, spec, ANY_ROWS)
             tensors.append(Tensor(array, 0, len(array)) if self._batches else Tensor(array))
         if self._batches and len({len(tensor.array) for tensor in tensors}) > 1:
@@ -320,13 +323,16 @@ class FunctionAnswers:
     def broken(self, what: str, spec: TensorSpec | None = None) -> ModelFailed:
         return ModelFailed(f"model '{self._model}'{f', output {spec.name!r}' if spec else ''}: its function {what}")
 
-    def _in_order(self, answer: list[Any]) -> list[Any]:
-        """The returned objects in the order of the outputs."""
+    def _in_order(self, answer: list[Any], members: int) -> list[Any]:
+        """The returned objects in the order of the outputs. Of a batch of several `members`, no error has the names
+        that the function returned: they may be values of one of them.
+        """
         whole = answer.pop()
         if isinstance(whole, Mapping):
             missing = [name for name in self._names if name not in whole]
             if missing:
-                raise self.broken(f"returned no {', '.join(missing)}; it has {', '.join(map(str, whole))}")
+                found = ", ".join(map(str, whole)) if members == 1 else f"{len(whole)} outputs"
+                raise self.broken(f"returned no {', '.join(missing)}; it has {found}")
             return [whole[name] for name in self._names]
         is_several = isinstance(whole, tuple | list)
         if is_several and self._is_one_list:
@@ -336,7 +342,9 @@ class FunctionAnswers:
             raise self.broken(f"returned {len(made)} arrays; its outputs are {', '.join(self._names)}")
         return made
 
-    def _one_by_one(self, made: list[Any], number: int, spec: TensorSpec, rows: Sequence[int]) -> list[Tensor]:
+    def _one_by_one(
+        self, made: list[Any], number: int, spec: TensorSpec, rows: Sequence[int], given: Sequence[Any]
+    ) -> list[Tensor]:
         """A ragged output: a list with one array for each request."""
         if not isinstance(made[number], tuple | list) or len(made[number]) != len(rows):
             found = len(made[number]) if isinstance(made[number], tuple | list) else type(made[number]).__name__
@@ -345,12 +353,12 @@ class FunctionAnswers:
         made[number] = None  # otherwise this reference counts as the function's
         tensors = []
         for m, count in enumerate(rows):
-            array = self._own(arrays, m, spec)
+            array = self._own(arrays, m, spec, given)
             self._judge(array, spec, count)
             tensors.append(Tensor(array, 0, count))
         return tensors
 
-    def _own(self, made: list[Any], number: int, spec: TensorSpec) -> Array:
+    def _own(self, made: list[Any], number: int, spec: TensorSpec, given: Sequence[Any]) -> Array:
         """An output as an array that the function does not write to any more."""
         if not isinstance(made[number], np.ndarray):
             raise self.broken(f"returned {type(made[number]).__name__} where an array was expected", spec)
@@ -360,7 +368,7 @@ class FunctionAnswers:
             return self._as_bytes(made[number], spec)
         array: Array = made[number]
         if not array.flags.writeable:
-            return array
+            return array if _is_constant(array, given) else array.copy()
         del array  # otherwise this reference counts as the function's
         is_only = _holders(made, number) == _ALONE and _owns_memory(made[number])
         return made[number] if is_only else made[number].copy()  # type: ignore[no-any-return]  # it is an array
@@ -392,6 +400,18 @@ def _apart(array: Array, taken: list[Array]) -> Array:
 
 def _holders(made: list[Any], number: int) -> int:
     return sys.getrefcount(made[number])
+
+
+def _is_constant(array: Array, given: Sequence[Any]) -> bool:
+    """Whether nothing writes to the memory of a read-only array: it is that of an argument, or has no writeable array.
+    A read-only view of a buffer that the function fills again is not constant.
+    """
+    base = array.base
+    while isinstance(base, np.ndarray):
+        if base.flags.writeable:
+            return any(isinstance(one, np.ndarray) and np.may_share_memory(array, one) for one in given)
+        base = base.base
+    return True
 
 
 def _owns_memory(array: Array) -> bool:

@@ -268,6 +268,11 @@ def merge(
             base = _with_rows(base)
         if not written:
             return base
+        if has_rows and base.stop - base.start != rows:
+            raise ModelFailed(
+                f"the rows of tensor '{derived.spec.name}' were chosen among {rows}, and the step without a condition "
+                f"wrote {base.stop - base.start}"
+            )
     elif count < rows and derived.fill is None:
         return None  # no row of the request passes a condition
     made = [tensor for tensor, _ in written]

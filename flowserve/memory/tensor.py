@@ -81,8 +81,9 @@ class Tensor:
 
 def apply_conversion(make: Callable[..., T], array: Any, has_rows: bool, conversion: Conversion) -> T:
     """The tensor that `make` builds from `array` in its converted shape. `array` needs only `shape` and `reshape`."""
-    lead = 1 if has_rows else 0
     for dims, target in conversion.reshapes:
+        # If only one end has a batch dimension, the dims may be the full shape at the other.
+        lead = 1 if (len(array.shape) > len(dims) if conversion.batch else has_rows) else 0
         array = array.reshape(array.shape[:lead] + reshaped(array.shape[lead:], dims, target))
     shape = array.shape
     if conversion.batch > 0:

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
 from flowserve.graph.plan import NO_SLOT, Plan, PlanNode
-from flowserve.graph.types import GRAPH
+from flowserve.graph.types import GRAPH, Conversion
 from flowserve.values import fits, shape_text
 
 E = TypeVar("E", bound=FlowserveError)
@@ -335,7 +335,17 @@ class Flow:
     def _convert(self, node: PlanNode) -> None:
         for slot, own, conversion in node.converts:
             handle = self.tensors[slot]
-            self.tensors[own] = None if handle is None else handle.converted(conversion)
+            try:
+                self.tensors[own] = None if handle is None else handle.converted(conversion)
+            except ValueError:  # varying dims of both ends agree, and the actual shape does not
+                raise self.located(self._unconverted(node, own, handle, conversion), node) from None
+
+    def _unconverted(self, node: PlanNode, own: int, handle: Any, conversion: Conversion) -> Invalid:
+        """The error of a tensor that the reshapes on its way to a step cannot be applied to."""
+        name = self.plan.graph.nodes[node.index].inputs[node.inputs.index(own)].name
+        steps = ", then ".join(f"{shape_text(dims)} to {shape_text(to)}" for dims, to in conversion.reshapes)
+        text = f"unexpected shape for input '{name}' for model '{node.model.name}': {shape_text(handle.shape)}"
+        return Invalid(f"{text} cannot be reshaped from {steps}")
 
     def _key(self, node: PlanNode) -> Hashable:
         """The batching key: the shapes of the variable inputs, and which optional inputs are present."""

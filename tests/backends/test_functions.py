@@ -268,3 +268,39 @@ def test_a_function_of_this_process_is_found_while_it_is_referenced(tmp_path: Pa
     del declared
     with pytest.raises(Invalid, match="model 'm': its function is gone"):
         loaded_from(tmp_path, text)
+
+
+def test_a_read_only_view_of_a_buffer_that_the_function_fills_again_is_copied() -> None:
+    buffer = np.zeros((8, 2), np.float32)
+
+    def fill(x: Array) -> Array:
+        buffer[: len(x)] = x + 1
+        view = buffer[: len(x)]
+        view.flags.writeable = False
+        return view
+
+    declared = function(fill)
+    first = run(declared, [row(1, 2)])
+    run(declared, [row(5, 6)])
+    assert arrays(first) == [[[2, 3]]]
+
+
+def test_constants_and_arguments_are_returned_without_a_copy() -> None:
+    constant = np.ones((1, 2), np.float32)
+    constant.flags.writeable = False
+    seen: list[Array] = []
+
+    def both(x: Array) -> tuple[Array, Array]:
+        seen.append(x)
+        return x[:1], constant
+
+    results = run(function(both, {"Y": "FP32[2]", "Z": "FP32[2]"}), [row(1, 2)])
+    for column, given in zip(results.outputs, (seen[0], constant), strict=True):
+        assert np.shares_memory(tensors(column)[0].array, given)
+
+
+def test_the_names_that_a_function_returned_are_not_told_to_the_clients_of_a_shared_batch() -> None:
+    declared = function(lambda x: {str(value): x for value in x.ravel().tolist()})
+    with pytest.raises(ModelFailed) as failed:
+        run(declared, [row(1, 2)], [row(3, 4)])
+    assert "its function returned no Y; it has 4 outputs" in str(failed.value)

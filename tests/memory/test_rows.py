@@ -245,3 +245,10 @@ def test_a_tensor_of_other_rows_than_those_a_test_was_made_for_is_refused() -> N
 def test_a_tensor_without_a_dimension_of_items_is_refused() -> None:
     with pytest.raises(ModelFailed, match=r"has shape \[2\], in which nothing is an item"):
         apart(tensor(np.zeros(2)))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_of_conditions_do_not_replace_rows_of_a_tensor_with_another_number_of_rows(count: int) -> None:
+    base = tensor(np.arange(count).reshape(count, 1), np.int32)
+    with pytest.raises(ModelFailed, match=f"chosen among 2, and the step without a condition wrote {count}"):
+        rows.merge(merged(), [base, tensor([[9]], np.int32)], [None, spread_of(1, of=2)], True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flowserve.backends.base import Results
-from flowserve.errors import FlowserveError
+from flowserve.errors import FlowserveError, Internal
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.log_fields import of_request
 from flowserve.observe.statistics import Statistics
@@ -24,6 +24,7 @@ from flowserve.runtime.admission.controller import (
     cache_key,
     cached_copy,
 )
+from flowserve.runtime.workers.outputs import unlike_outputs, unusable_output
 from flowserve.runtime.workers.parameters import take_parameters_of
 from flowserve.scheduling.batch import Batch, Lookup
 from flowserve.scheduling.flow import Ticket
@@ -39,9 +40,10 @@ def look_up_all(lookups: Iterable[Lookup]) -> None:
     for queue, ticket in lookups:
         try:
             queue.cache.look_up(queue, ticket)
-        except Exception:  # it concerns one request; the others continue
+        except Exception as error:  # it concerns one request, which ends; the others continue
             name = queue.key.name
             log.exception("a step of model '%s' could not be looked up", name, extra=_fields(ticket, name))
+            queue.cache.fail(ticket, Internal(f"model '{name}': its cached response cannot be used: {error}"))
 
 
 def _fields(ticket: Ticket, model: str) -> Mapping[str, Any]:
@@ -84,6 +86,11 @@ class StepCache:
         now_ns = self._clock()
         ticket.lookup = () if key is None else (key, now_ns - began_ns)
         self._scheduler.run_step(ticket, key, now_ns)
+
+    def fail(self, ticket: Ticket, error: FlowserveError) -> None:
+        """End the request of a step whose lookup raised."""
+        if not ticket.flow.done:
+            self._scheduler.answer_step(ticket, [()] * len(ticket.node.outputs), error, self._clock())
 
     def keep(self, batch: Batch, results: Results) -> None:
         """Cache the results of a batch's steps, and answer the steps that wait for them. Called before the scheduler
@@ -130,8 +137,9 @@ class StepCache:
             tensor = response.tensors.get(name)
             if tensor is not None:
                 outputs[j] = (tensor,)
-        error: FlowserveError | None = None
-        if response.parameters:
+        row = [column[0] for column in outputs]
+        error = unusable_output(ticket, row, unlike_outputs(ticket, row))
+        if error is None and response.parameters:
             try:
                 take_parameters_of(ticket, response.parameters)
             except FlowserveError as raised:

@@ -23,7 +23,7 @@ import trio
 from trio.lowlevel import Abort, RaiseCancelT, Task, current_task, reschedule, wait_task_rescheduled
 
 from flowserve.backends.base import LoadedModel, Results
-from flowserve.errors import DeadlineExceeded, FlowserveError, Internal, Unavailable, told
+from flowserve.errors import DeadlineExceeded, FlowserveError, Internal, ModelFailed, Unavailable, told
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
 from flowserve.observe.log_fields import of_request
@@ -80,7 +80,7 @@ from flowserve.scheduling.queue import Batcher
 from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.streaming.iterations import StreamFlow
-from flowserve.values import Request, Response
+from flowserve.values import Request, Response, shape_text
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -615,7 +615,11 @@ class Engine:
             tensor = slots[deployment.output_slot[name]]
             if tensor is not None:
                 if name in deployment.output_conversions:
-                    tensor = tensor.converted(deployment.output_conversions[name])
+                    try:
+                        tensor = tensor.converted(deployment.output_conversions[name])
+                    except ValueError:  # varying dims of both ends agree, and the actual shape does not
+                        text = f"output '{name}' of '{deployment.name}' cannot be made of shape"
+                        raise ModelFailed(f"{text} {shape_text(tensor.shape)}") from None
                 outputs[name] = tensor.array
         request = flow.request
         parameters = of_ensemble(request) if deployment.graph.is_ensemble else flow.parameters or NONE

@@ -5,13 +5,14 @@ outputs of a plain model are returned (the model's), and what is logged and coun
 model, and the number of missing outputs. A backend has noted the differences (`OutputNotes` in backends/base.py), and
 refuses the outputs that no reader could use.
 
-Does not know how a model ran. Called on the event loop: by the engine, and by streaming.py for decoupled models.
+Does not know how a model ran. Called on the event loop: by the engine, by streaming.py for decoupled models, and by the
+response cache of steps.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from flowserve.backends.base import OutputNotes
 from flowserve.errors import FlowserveError, ModelFailed
@@ -39,7 +40,7 @@ def take_notes(
     for m, ticket in enumerate(batch.tickets):
         if m in found:
             continue
-        error = unusable_output(ticket, [column[m] for column in outputs], notes)
+        error = unusable_output(ticket, [column[m] for column in outputs], notes.unlike)
         if error is not None:
             found[m] = error
         elif m in notes.orders:
@@ -61,19 +62,34 @@ def record_notes(notes: OutputNotes, model: str, statistics: Statistics) -> None
             log.warning(text + "lacks it; " + remedy, model, name)
 
 
-def unusable_output(ticket: Ticket, row: Sequence[Tensor | None], notes: OutputNotes) -> FlowserveError | None:
-    """The error of a step if an output that differs from the configuration cannot be used: by a step that follows it,
-    or as an output of the graph. `row`: its model's outputs. It is a failure of the model, not of the request.
+def unlike_outputs(ticket: Ticket, row: Sequence[Tensor | None]) -> list[str]:
+    """The outputs of a step that differ from the configuration, for a response without notes: one from the cache, which
+    may have come from a request without a following step. `row` as of `unusable_output`.
+    """
+    found = []
+    made_by = ticket.flow.plan.graph.nodes[ticket.node.index]
+    for j, *_ in ticket.node.writes:
+        spec, tensor = made_by.outputs[j], row[j]
+        dims = (ticket.rows, *spec.dims) if made_by.max_batch_size else spec.dims
+        if tensor is not None and not (tensor.block.dtype == spec.dtype.numpy and fits(tensor.shape, dims)):
+            found.append(spec.name)
+    return found
+
+
+def unusable_output(ticket: Ticket, row: Sequence[Tensor | None], unlike: Collection[str]) -> FlowserveError | None:
+    """The error of a step if an output that differs from the configuration, one of `unlike`, cannot be used: by a step
+    that follows it, or as an output of the graph. `row`: its model's outputs. It is a failure of the model, not of the
+    request.
     """
     flow, node = ticket.flow, ticket.node
     graph = flow.plan.graph
-    for j, _, consumers in node.writes if notes.unlike else ():
+    for j, _, consumers in node.writes if unlike else ():
         tensor = row[j]
         made_by = graph.nodes[node.index]
-        if tensor is None or made_by.outputs[j].name not in notes.unlike:
+        if tensor is None or made_by.outputs[j].name not in unlike:
             continue
         edges = [edge for edge in graph.edges if (edge.producer, edge.output) == (node.index, j)]
-        is_divided = any((node.index, j) in space.opens for space in graph.spaces)
+        is_divided = made_by.space or any((node.index, j) in space.opens for space in graph.spaces)
         where, why = node, ""
         if (is_divided or any(edge.derived >= 0 for edge in edges)) and made_by.max_batch_size:
             why = _why_not_divided(tensor, ticket.rows)

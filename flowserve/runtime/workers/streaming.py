@@ -103,7 +103,7 @@ class ResponseStreams:
         wanted = stream.wanted
         if sent.notes is not None:
             record_notes(sent.notes, source.node.model.name, _statistics(source))
-            refused = unusable_output(source, outputs, sent.notes)
+            refused = unusable_output(source, outputs, sent.notes.unlike)
             if refused is not None:
                 self.over(source, refused)
                 return
