@@ -559,22 +559,6 @@ batch_output { target_name: "Y" source_input: "X" }
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ('backend: "python" ', "model 'm' is a model.py, which gets the requests of a batch one by one"),
-        ('platform: "ensemble" ', "ensemble 'm' runs no batches of its own"),
-    ],
-)
-def test_rule_M43_batch_tensors_are_for_models_that_take_a_whole_batch(said: Said, text: str, why: str) -> None:
-    found = said("M43", text + "batch_input { } batch_output { }")
-    assert [each.partition(": ")[2].partition(" (")[0] for each in found] == [
-        f"batch_input is for models that take a batch as one tensor, and {why}",
-        f"batch_output is for models that take a batch as one tensor, and {why}",
-    ]
-    assert said("M43", 'backend: "onnxruntime" batch_input { } batch_output { }') == []
-
-
 # Batching
 
 

@@ -255,7 +255,8 @@ def test_the_error_of_a_step_names_the_model_that_returned_something_else(
     status, error = ask(base_url, f"r_no_rows_{place}", [[1, 2]])
     assert status == 500
     returned = f"model 'no_rows_{place}' returned output 'Y' as FP32 of shape [0]"
-    assert f"got [0]; {returned}, its configuration promises FP32 of shape [-1,4]" in error
+    assert "got [0]" in error
+    assert f"({returned}, its configuration promises FP32 of shape [-1,4])" in error
 
 
 @pytest.mark.server

@@ -20,11 +20,10 @@ import os
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum, IntEnum
 from typing import Any, ClassVar, Final
 
 from flowserve.backends.base import IS_READY, LOAD, METRIC_VALUE, NO_FILES, OPEN_FAMILY, UNLOAD, BlsClient, Cells
-from flowserve.backends.python.pb_utils.context import TritonModelException, active, caller_for
+from flowserve.backends.python.pb_utils.context import Constant, TritonModelException, active, caller_for, shown_as
 from flowserve.backends.python.pb_utils.inference import (
     TRITONSERVER_MEMORY_CPU,
     TRITONSERVER_MEMORY_GPU,
@@ -107,12 +106,14 @@ _DELETED: Final = "Invalid metric operation as the corresponding 'MetricFamily' 
 _NEGATIVE: Final = "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative values."
 
 
-class MetricKind(Enum):
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
+@shown_as("MetricKind")
+class MetricKind(Constant):
+    COUNTER = 0
+    GAUGE = 1
+    HISTOGRAM = 2
 
 
+@shown_as("Metric")
 class Metric:
     """One combination of labels of a family. Made by `MetricFamily.Metric`. Used on any thread."""
 
@@ -178,6 +179,7 @@ class Metric:
 _Metric = Metric  # inside of MetricFamily, `Metric` is the method
 
 
+@shown_as("MetricFamily")
 class MetricFamily:
     """Metrics of one name and kind. Several families of one name are shown as one."""
 
@@ -193,7 +195,7 @@ class MetricFamily:
         if [*map(type, (name, description, kind))] != [str, str, MetricKind]:
             raise TritonModelException(f"{failed}: it has a name, a description, and a kind such as MetricFamily.GAUGE")
         caller = caller_for(failed)
-        self._about = name, description, kind.value
+        self._about = name, description, kind.name.lower()
         try:
             self._open(caller)
         except FlowserveError as error:
@@ -325,10 +327,12 @@ class ModelConfig:
                 )
 
 
+@shown_as("Logger")
 class Logger:
     """Log messages of models, in Python's logging under "flowserve.model.<name>". Used as a class, as on Triton."""
 
-    class LogLevel(IntEnum):
+    @shown_as("Logger.LogLevel")
+    class LogLevel(Constant):
         INFO = 0
         WARNING = 1
         ERROR = 2
@@ -340,9 +344,10 @@ class Logger:
     VERBOSE: ClassVar = LogLevel.VERBOSE
 
     @staticmethod
-    def log(message: str, level: int = 0) -> None:
+    def log(message: str, level: LogLevel | int = LogLevel.INFO) -> None:
         levels = [logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG]
-        _log(levels[level] if 0 <= level < len(levels) else logging.INFO, message)
+        number = int(level)
+        _log(levels[number] if 0 <= number < len(levels) else logging.INFO, message)
 
     @staticmethod
     def log_info(message: str) -> None:
