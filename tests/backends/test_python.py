@@ -622,7 +622,7 @@ def test_an_execute_that_returns_no_list_fails_the_batch(python: Open) -> None:
     model = python(HEAD + DOUBLE.replace("return responses", "return responses[0]"))
     with pytest.raises(
         ModelFailed,
-        match="message: Expected a list in the execute return, found type '<class 'c_python_backend_utils.Inference",
+        match=r"message: Expected a list in the execute return, found type '<class 'c_python_backend_utils.Inference",
     ):
         model.run({"x": rows(1)})
 

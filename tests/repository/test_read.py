@@ -209,8 +209,8 @@ def test_batch_tensors_without_a_batch_are_a_warning(folder: Make) -> None:
     home = folder(f'backend: "python" {INPUT} {OUTPUT}\n{made}', "1", files=False)
     (home.path / "1" / "model.py").touch()
     assert [str(one) for one in examine(home, FILES | {"python": "model.py"}, says).valid().warnings] == [
-        f"m/config.pbtxt:2:{column}: {field} is not used: a model.py gets the requests of a batch one by one (execute() "
-        "sees each request's own tensors, and their shapes) [R15]"
+        f"m/config.pbtxt:2:{column}: {field} is not used: a model.py gets the requests of a batch one by one "
+        "(execute() sees each request's own tensors, and their shapes) [R15]"
         for column, field in ((1, "batch_input"), (77, "batch_output"))
     ]
 

@@ -167,12 +167,14 @@ class PythonInstance:
             returned = self._execute(requests)
             if returned is None:
                 return [None] * len(work.rows), None
-            if isinstance(returned, list):
+            if isinstance(returned, list) and work.senders is None:
                 return [*returned], None
         except RAISED as error:
             return self._after_failure(self._failed(error, work), requests, work)
         finally:
             self._running = None
+        if work.senders is not None:
+            refuse_returned(work.senders, self._returned)
         text = f"Expected a list in the execute return, found type '{type(returned)}'."
         text = self._failure(text, f"{self._source.shown}: it holds one InferenceResponse for each request")
         return self._after_failure(ModelFailed(text), requests, work)
@@ -209,7 +211,6 @@ class PythonInstance:
         self, requests: Sequence[BatchMember], responses: list[Any], work: Work, gathered_ns: int, computed_ns: int
     ) -> Results:
         if work.senders is not None:
-            refuse_returned(responses, work.senders, self._returned)
             return Results([], gathered_ns=gathered_ns, computed_ns=computed_ns)
         if len(responses) != len(requests):
             text = "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
@@ -305,7 +306,6 @@ class IterativeInstance(PythonInstance):
     ) -> Results:
         again = [m for m, request in enumerate(requests) if request._is_rescheduled]
         if work.senders is not None:
-            refuse_returned(responses, work.senders, self._returned)
             self._keep_senders(requests, work, again)
             return Results([], gathered_ns=gathered_ns, computed_ns=computed_ns, rescheduled=again)
         for m in again[: len(responses)]:
@@ -369,7 +369,8 @@ class ConcurrentCoroutines:
         senders = work.senders or ()
         try:
             returned = await self._execute(requests)
-            refuse_returned([returned] if returned is None else returned, senders, self._returned)
+            if returned is not None:
+                refuse_returned(senders, self._returned)
         except ModelFailed as error:  # of a model that returned something
             self._fail(error, senders)
         except BaseException as error:  # as in `PythonInstance.run`, everything is the model's failure

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import numpy as np
 
@@ -368,14 +368,13 @@ def abandoned(model: str) -> ModelFailed:
     return ModelFailed(f"model '{model}' let go of a request without asking for its response sender")
 
 
-def refuse_returned(responses: Sequence[object], senders: Sequence[Sender], text: str) -> None:
-    """Raises ModelFailed with this text, and fails the requests, if a decoupled model returned anything but None."""
-    if any(response is not None for response in responses):
-        failed = ModelFailed(text)
-        failed.raised = Raised("")
-        for sender in senders:
-            sender.fail(failed)  # before the requests are freed, which would report another error
-        raise failed
+def refuse_returned(senders: Sequence[Sender], text: str) -> NoReturn:
+    """Raises ModelFailed with this text, and fails the requests: a decoupled model returned something."""
+    failed = ModelFailed(text)
+    failed.raised = Raised("")
+    for sender in senders:
+        sender.fail(failed)  # before the requests are freed, which would report another error
+    raise failed
 
 
 def _check(response: object, flags: int) -> None:
