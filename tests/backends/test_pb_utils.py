@@ -17,7 +17,7 @@ from flowserve.values import DType, fits, shape_text
 
 @pytest.mark.parametrize("dtype", list(DType), ids=str)
 def test_data_types_convert_in_both_directions(dtype: DType) -> None:
-    assert pb_utils.triton_string_to_numpy(dtype.config_name) is dtype.numpy.type
+    assert pb_utils.triton_string_to_numpy(dtype.config_name) is (bool if dtype is DType.BOOL else dtype.numpy.type)
     assert pb_utils.triton_to_numpy_type(dtype.number) is dtype.numpy.type
     assert pb_utils.numpy_to_triton_type(dtype.numpy) == dtype.number
     assert pb_utils.numpy_to_triton_type(dtype.numpy.type) == dtype.number

@@ -50,7 +50,6 @@ KNOWN = (
     Known("a folder that is no model", r"^index$", r"^absent", r"^not ready"),
     Known("`[request id: ID]` before an error", r"values$|generate\.", "", r"\[request id: "),
     Known("`triton_dtype()` of a `Tensor`", r"status$", r"^(200|OK)", r"Unable to convert function return value"),
-    Known("`str()` of a list or an object array of numpy", r"values$|generate\.", r"<class .?'numpy\.bool", ""),
     Known("a class without `execute`", r"^ready$", r"has no method execute", r"^ready"),
     Known(
         "the id of a sequence as a control of type STRING",

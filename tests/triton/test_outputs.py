@@ -350,7 +350,7 @@ def test_each_difference_is_logged_once_and_missing_outputs_are_counted(own: Ser
 @pytest.mark.server
 def test_each_500_is_logged_with_its_cause(own: Served, place: str) -> None:
     ask(own.base_url, f"too_few_{place}")
-    assert f"a request to 'too_few_{place}' failed: Number of InferenceResponse objects do not match" in own.log
+    assert f"a request to 'too_few_{place}' failed: Failed to process the request(s) for model instance" in own.log
     text = f"model instance 'sends_and_raises_{place}_0', message: RuntimeError: raised afterwards (model "
     before = own.log.count(text)
     ask(own.base_url, f"sends_and_raises_{place}")

@@ -283,6 +283,13 @@ VALUES: dict[str, tuple[str, Any]] = {
         "[repr(pb_utils.Logger.INFO), str(pb_utils.Logger.LogLevel.ERROR), pb_utils.Logger.WARNING == 1]",
         ["<LogLevel.INFO: 0>", "LogLevel.ERROR", True],
     ),
+    "types": (
+        (
+            "[pb_utils.triton_string_to_numpy('TYPE_BOOL') is bool, pb_utils.triton_to_numpy_type(1) is np.bool_, "
+            "pb_utils.triton_string_to_numpy('TYPE_STRING') is np.object_]"
+        ),
+        [True, True, True],
+    ),
     "tensor named by bytes": ("pb_utils.Tensor(b'Y', np.zeros(1)).name()", "Y"),
 }
 

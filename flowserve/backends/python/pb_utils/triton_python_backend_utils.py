@@ -92,7 +92,8 @@ __all__ = [
     "using_decoupled_model_transaction_policy",
 ]
 
-TRITON_STRING_TO_NUMPY: Final = {dtype.config_name: dtype.numpy.type for dtype in DType}
+# As on Triton, the type of TYPE_BOOL is Python's here, and numpy's in `triton_to_numpy_type`.
+TRITON_STRING_TO_NUMPY: Final = {dtype.config_name: dtype.numpy.type for dtype in DType} | {"TYPE_BOOL": bool}
 
 # The properties that `ModelConfig` takes for an input and an output.
 _BOTH: Final = ("name", "data_type", "dims", "reshape", "is_shape_tensor", "is_non_linear_format_io")
