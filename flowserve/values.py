@@ -184,6 +184,20 @@ def shape_text(shape: Iterable[int]) -> str:
     return f"[{','.join(str(size) for size in shape)}]"
 
 
+def unexpected_shape(tensor: str, model: str, dims: Sequence[int], shape: Iterable[int], *, batches: bool) -> str:
+    """Triton's text about an input of another shape than its `dims` (those of one row if the model batches)."""
+    expected = shape_text((-1, *dims) if batches else dims)
+    text = f"unexpected shape for input '{tensor}' for model '{model}'. Expected {expected}, got {shape_text(shape)}"
+    return f"{text}. {_NOTE}" if batches else text
+
+
+_NOTE: Final = (
+    "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
+    "input shape. If you want to specify the full shape including the batch dim in your input dims config, try setting "
+    "max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
+)
+
+
 def implied_shape(dims: Sequence[int], count: int) -> tuple[int, ...] | None:
     """The shape with these dims that `count` elements in a flat list have: the last varying dimension takes the rest,
     other varying ones are 1. None if the count does not fit.

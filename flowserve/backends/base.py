@@ -103,7 +103,8 @@ def _files_at(repository: str, folder: str, version: int) -> ModelFiles:
 class OutputNotes:
     """How the outputs of a batch, or of one response, differ from the configuration, by the outputs' names.
 
-    `unlike`: those with another data type or shape, each with a text that describes one of the differences.
+    `unlike`: those with another data type or shape, each with a text for the log about one of the differences and its
+    consequence.
     `left_out`: those that requests wanted and the model did not return, each with the number of such responses.
     `orders[m]`: the outputs of member m in the order in which the model returned them, if that is not the
     configuration's.

@@ -31,7 +31,7 @@ from flowserve.config.convert import to_config
 from flowserve.config.parse import Parsed, field_of, parse, read_text
 from flowserve.config.rules import RULES, RuleInput
 from flowserve.config.types import NO_GPUS, Completion, Gpus, ModelConfig, SourceMap
-from flowserve.config.unsupported import OTHER_BACKEND, ignored_fields, refusals, repeated_outputs
+from flowserve.config.unsupported import OTHER_BACKEND, ignored_fields, refusals, repeated_outputs, unused_whole_batches
 from flowserve.errors import Place, Problem, Problems
 
 log = logging.getLogger("flowserve.config")
@@ -146,7 +146,7 @@ def validate(
         for group in gpus_to_cpu(message):
             log.warning("%s: instance group %s runs on the CPU instead of a GPU (--gpu=off)", source.file, group)
     uses_gpus = completion is None or completion.gpu_instance_count > 0
-    subject = RuleInput(message, source, draft.folder, gpus, uses_gpus)
+    subject = RuleInput(message, source, draft.folder, gpus, uses_gpus, is_strict)
     problems = merge(message, completion, source, is_strict=is_strict) if completion else []
     problems += find_problems(subject)
     problems += refusals(subject, draft.backends)
@@ -156,7 +156,7 @@ def validate(
     elif draft.parsed.problems:
         problems = [*draft.parsed.problems, *independent_problems(problems, source, draft.parsed.broken)]
     repeated = islice(repeated_outputs(message, source), PROBLEMS_MAX)
-    ignored = [*draft.parsed.warnings, *repeated, *ignored_fields(message, source)]
+    ignored = [*draft.parsed.warnings, *repeated, *ignored_fields(message, source), *unused_whole_batches(subject)]
     fill_defaults(message, completion, gpus)
     problems.sort(key=lambda problem: problem.place or Place(""))
     return Validated(to_config(message, source), problems, broken, ignored)

@@ -41,7 +41,7 @@ class RuleInput:
     """One configuration: names filled in, completed from the model's files, defaults not yet applied.
 
     `message.name` is the name in the file. `gpus` are the available ones; `uses_gpus`: the model's backend can use a
-    GPU.
+    GPU. `is_strict`: the model's files have completed nothing.
     """
 
     message: pb.ModelConfig
@@ -49,6 +49,7 @@ class RuleInput:
     folder: Path
     gpus: Gpus = NO_GPUS
     uses_gpus: bool = True
+    is_strict: bool = False
 
     @property
     def is_ensemble(self) -> bool:
@@ -477,7 +478,8 @@ def model_outputs(s: RuleInput) -> Iterator[Problem]:
     model = s.message.name
     # Without a backend, completion was not possible. A Python model may have no outputs, as on Triton.
     if not s.message.output and (s.message.backend not in ("", "python") or s.is_ensemble):
-        hint = "list them in config.pbtxt" + ("" if s.is_ensemble else ", or let the model's own file say them")
+        has_only_text = s.is_ensemble or s.is_strict
+        hint = "list them in config.pbtxt" + ("" if has_only_text else ", or let the model's own file say them")
         yield s.problem("M33", "", f"model '{model}' must specify at least one 'output'", hint)
     for index, tensor in enumerate(s.message.output):
         if file := tensor.label_filename:
@@ -554,21 +556,6 @@ def _shape_is_known(s: RuleInput, path: str, target: pb.ModelOutput, source: pb.
             text = f"target output name '{target.name}' varies where input '{source.name}' has no dimension"
             ours, theirs = (shape_text(each) for each in (target.dims, dims))
             yield s.problem("M42", path, f"{text} for {s.message.name}", f"dims {ours} take their -1s from {theirs}")
-
-
-def whole_batches(s: RuleInput) -> Iterator[Problem]:
-    """A model.py gets requests instead of a batch, and the steps of an ensemble have their own batches."""
-    if s.is_ensemble:
-        text = f"ensemble '{s.message.name}' runs no batches of its own"
-        hint = "write it into the configuration of the step that needs it"
-    elif s.message.backend == "python":
-        text = f"model '{s.message.name}' is a model.py, which gets the requests of a batch one by one"
-        hint = "leave it out: execute() sees each request's own tensors, and their shapes"
-    else:
-        return
-    for field in ("batch_input", "batch_output"):
-        if len(getattr(s.message, field)):
-            yield s.problem("M43", field, f"{field} is for models that take a batch as one tensor, and {text}", hint)
 
 
 def warmup(s: RuleInput) -> Iterator[Problem]:
@@ -813,7 +800,6 @@ RULES: Final[Sequence[Rule]] = (
     model_outputs,
     batch_inputs,
     batch_outputs,
-    whole_batches,
     warmup,
     preferred_sizes,
     priorities,

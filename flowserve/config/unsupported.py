@@ -113,6 +113,23 @@ def repeated_outputs(message: pb.ModelConfig, source: SourceMap) -> Iterator[Pro
             yield Problem(text, source.place(f"output[{index}]"), TWICE, hint)
 
 
+def unused_whole_batches(s: RuleInput) -> Iterator[Problem]:
+    """A warning for batch_input and batch_output where no model takes a batch as one tensor: a model.py gets requests,
+    and the steps of an ensemble have their own batches.
+    """
+    if s.is_ensemble:
+        text = "an ensemble runs no batches of its own"
+        hint = "write it into the configuration of the step that needs it"
+    elif s.message.backend == "python":
+        text = "a model.py gets the requests of a batch one by one"
+        hint = "execute() sees each request's own tensors, and their shapes"
+    else:
+        return
+    for field in ("batch_input", "batch_output"):
+        if len(getattr(s.message, field)):
+            yield Problem(f"{field} is not used: {text}", s.source.place(field), "R15", hint)
+
+
 def unused_cache(config: ModelConfig) -> Iterator[Problem]:
     """A warning if response_cache is enabled without a cache."""
     if config.response_cache:

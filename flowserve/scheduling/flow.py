@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol, TypeVar
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
 from flowserve.graph.plan import NO_SLOT, Plan, PlanNode
 from flowserve.graph.types import GRAPH, Conversion
-from flowserve.values import fits, shape_text
+from flowserve.values import fits, shape_text, unexpected_shape
 
 E = TypeVar("E", bound=FlowserveError)
 
@@ -369,9 +369,7 @@ class Flow:
             shape = handle.shape[first:]
             if not fits(shape, dims):
                 name = self.plan.graph.nodes[node.index].inputs[i].name
-                wanted = [-1, *dims] if first else list(dims)
-                text = f"unexpected shape for input '{name}' for model '{node.model.name}'. "
-                text += f"Expected {shape_text(wanted)}, got {shape_text(handle.shape)}"
+                text = unexpected_shape(name, node.model.name, dims, handle.shape, batches=first > 0)
                 raise self.located(Invalid(text), node)
 
     def _missing_input(self, node: PlanNode, slot: int) -> Invalid:

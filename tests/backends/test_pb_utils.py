@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from flowserve.values import DType, fits, shape_text
 
 @pytest.mark.parametrize("dtype", list(DType), ids=str)
 def test_data_types_convert_in_both_directions(dtype: DType) -> None:
-    assert pb_utils.triton_string_to_numpy(dtype.config_name) is dtype.numpy.type
+    assert pb_utils.triton_string_to_numpy(dtype.config_name) is (bool if dtype is DType.BOOL else dtype.numpy.type)
     assert pb_utils.triton_to_numpy_type(dtype.number) is dtype.numpy.type
     assert pb_utils.numpy_to_triton_type(dtype.numpy) == dtype.number
     assert pb_utils.numpy_to_triton_type(dtype.numpy.type) == dtype.number
@@ -39,8 +40,24 @@ def test_a_tensor_has_name_dtype_and_shape() -> None:
     tensor = pb_utils.Tensor("x", np.zeros((2, 3), np.int8))
     assert (tensor.name(), tensor.shape(), tensor.triton_dtype(), tensor.is_cpu()) == ("x", [2, 3], 6, True)
     assert tensor.dtype() == np.int8
-    with pytest.raises(TypeError, match="Tensor 'x' wants a numpy array, got list"):
-        pb_utils.Tensor("x", [1])  # type: ignore[arg-type]
+    assert pb_utils.Tensor(b"x", np.zeros(1)).name() == "x"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "shown"),
+    [
+        ("x", [1.0], "'x', [1.0] (np.array(VALUES, DTYPE) makes an array)"),
+        ("x", [0] * 10_000, "'x', [0, 0, 0, 0, 0, 0, ...] (np.array(VALUES, DTYPE) makes an array)"),
+        (5, np.zeros(1), "5, array([0.])"),
+    ],
+)
+def test_a_tensor_of_other_arguments_is_refused_with_tritons_text(name: Any, array: Any, shown: str) -> None:
+    with pytest.raises(TypeError) as refused:
+        pb_utils.Tensor(name, array)
+    assert str(refused.value) == (
+        "__init__(): incompatible constructor arguments. The following argument types are supported:\n"
+        f"    1. c_python_backend_utils.Tensor(arg0: str, arg1: numpy.ndarray)\n\nInvoked with: {shown}"
+    )
 
 
 def test_dlpack_exports_and_imports_without_a_copy() -> None:

@@ -137,7 +137,7 @@ def test_a_gpu_output_is_copied_to_the_host_once(repository: Repository, machine
 def test_a_request_keeps_its_preferred_memory() -> None:
     wanted = pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_GPU, 1)
     asked = pb_utils.InferenceRequest(model_name="m", preferred_memory=wanted).preferred_memory()
-    assert (asked.preferred_memory_type, asked.preferred_device_id) == (1, 1)
+    assert (asked.preferred_memory_type, asked.preferred_device_id) == (pb_utils.TRITONSERVER_MEMORY_GPU, 1)
     plain = pb_utils.InferenceRequest(model_name="m").preferred_memory()
     assert plain.preferred_memory_type == pb_utils.MemoryType.TRITONSERVER_MEMORY_CPU
 
@@ -309,7 +309,7 @@ def test_a_gpu_output_of_another_shape_is_passed_on_or_refused(keeping: Callable
     )
     text = "the configuration promises shape [1,5], the model answered [1,4]; return that shape, or change dims"
     results = keeping((5,)).instance.run(work, lambda: 0)
-    assert results.notes == OutputNotes(unlike={"y": text})
+    assert results.notes == OutputNotes(unlike={"y": f"{text}; it is passed on as it is (--strict-outputs refuses it)"})
     assert results.outputs[0][0].shape == (1, 4)
     del results
     results = keeping((5,), strict_outputs="true").instance.run(work, lambda: 0)

@@ -46,6 +46,10 @@ KNOWN = (
     Known("the reason of a failed load", r"^reason of the failed load"),
     Known("bytes that are not UTF-8 in a JSON response", r"status$", r"^400 .*not UTF-8", r"^unreadable"),
     Known("an `execute` that returns no response", r"status$", r"returned no InferenceResponse", r"^no answer"),
+    Known("a model without a version under its version policy", r"^index$", r"^not ready .*version policy", r"^absent"),
+    Known("a folder that is no model", r"^index$", r"^absent", r"^not ready"),
+    Known("`[request id: ID]` before an error", r"values$|generate\.", "", r"\[request id: "),
+    Known("`triton_dtype()` of a `Tensor`", r"status$", r"^(200|OK)", r"Unable to convert function return value"),
     Known("a class without `execute`", r"^ready$", r"has no method execute", r"^ready"),
     Known(
         "the id of a sequence as a control of type STRING",

@@ -43,9 +43,9 @@ def judge(draft: Callable[..., Draft]) -> Callable[..., list[Problem]]:
     """`judge(text)`: the problems of a configuration by the numbered rules, without unsupported features."""
 
     def problems(
-        text: str | None, *files: str, name: str = "m", gpus: Gpus = NO_GPUS, uses_gpus: bool = True
+        text: str | None, *files: str, name: str = "m", gpus: Gpus = NO_GPUS, **machine: bool
     ) -> list[Problem]:
         read = draft(text, *files, name=name)
-        return find_problems(RuleInput(read.parsed.message, read.parsed.source, read.folder, gpus, uses_gpus))
+        return find_problems(RuleInput(read.parsed.message, read.parsed.source, read.folder, gpus, **machine))
 
     return problems

@@ -285,7 +285,7 @@ MISTAKES: dict[str, tuple[Callable[[Newcomer], str], tuple[str, str, str]]] = {
     ),
     "A wrong shape": (
         lambda newcomer: newcomer.refused(400, newcomer.ask(shape=[1])),
-        ("input 'TEXT' for model 'length'", "got [1]", "the first dimension is the batch"),
+        ("input 'TEXT' for model 'length'", "got [1]", "a batch dimension to be prepended to each input shape"),
     ),
     "A wrong datatype": (
         lambda newcomer: newcomer.refused(400, newcomer.ask(datatype="STRING")),

@@ -202,6 +202,19 @@ def test_every_ignored_field_is_a_warning_at_its_place(folder: Make) -> None:
     ]
 
 
+def test_batch_tensors_without_a_batch_are_a_warning(folder: Make) -> None:
+    """A model.py gets requests, and an ensemble has no batches: Triton loads both."""
+    made = 'batch_input { target_name: "COUNT" data_type: TYPE_FP32 source_input: "X" }'
+    made += ' batch_output { target_name: "Y" source_input: "X" }'
+    home = folder(f'backend: "python" {INPUT} {OUTPUT}\n{made}', "1", files=False)
+    (home.path / "1" / "model.py").touch()
+    assert [str(one) for one in examine(home, FILES | {"python": "model.py"}, says).valid().warnings] == [
+        f"m/config.pbtxt:2:{column}: {field} is not used: a model.py gets the requests of a batch one by one "
+        "(execute() sees each request's own tensors, and their shapes) [R15]"
+        for column, field in ((1, "batch_input"), (77, "batch_output"))
+    ]
+
+
 def test_ignored_fields_at_their_default_are_no_warning(folder: Make) -> None:
     home = folder(f"{INPUT} {OUTPUT}", "1")
     tensor = {"name": "X", "data_type": "TYPE_FP32", "dims": ["4"]}

@@ -48,7 +48,7 @@ def request(model, array, **facts):
 
 def value(response):
     if response.has_error():
-        raise RuntimeError(f"{{response.error().code()}} {{response.error().message()}}")
+        raise RuntimeError(f"{{int(response.error().code())}} {{response.error().message()}}")
     return pb_utils.get_output_tensor_by_name(response, "OUT").as_numpy()
 
 def number(response):
@@ -280,7 +280,7 @@ async def test_a_failed_call_is_a_response_with_an_error(served: Served) -> None
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ("inputs=[pb_utils.Tensor(5, given)]", "model 'caller': names of tensors are strings, got 5"),
+        ("inputs=[pb_utils.Tensor(5, given)]", r"__init__\(\): incompatible constructor arguments"),
         ("inputs=[], requested_output_names=['OUT', None]", "requested_output_names wants a text, got NoneType None"),
     ],
 )
@@ -768,7 +768,7 @@ class TritonPythonModel:
 CANCELS = """
 found = []
 {a}for answer in answers:
-    found.append(answer.error().code() if answer.has_error() else number(answer))
+    found.append(int(answer.error().code()) if answer.has_error() else number(answer))
     {then}
 return np.array([found], np.float32)
 """

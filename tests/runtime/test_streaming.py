@@ -409,7 +409,9 @@ async def test_responses_after_the_final_flag_are_refused_and_a_dropped_sender_f
             await answers(engine, "repeat", ask(1, drops=True))
         with pytest.raises(FlowserveError, match="let go of a request without asking for its response sender"):
             await answers(engine, "repeat", ask(1, forgets=True))
-        with pytest.raises(FlowserveError, match="'repeat' is using the decoupled mode and the execute function must "):
+        with pytest.raises(
+            FlowserveError, match="'repeat_0' is using the decoupled mode and the execute function must "
+        ):
             await answers(engine, "repeat", ask(1, returns=True))
         assert await answers(engine, "repeat", ask(1)) == [1]
     assert "Unable to send response. Response sender has been closed." in (tmp_path / "log").read_text()

@@ -67,7 +67,7 @@ CALLS = """
         wanted = {"inputs": inputs, "requested_output_names": ["OUT"], "timeout": 150_000}
         call = pb_utils.InferenceRequest(model_name="runs", **wanted)
         error = call.exec().error()
-        return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"code {error.code()}: {error.message()}"))
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"code {int(error.code())}: {error.message()}"))
 """
 SUMS = """
     def execute(self, requests):

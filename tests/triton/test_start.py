@@ -331,7 +331,7 @@ def configuration(server: Server, protocol: str, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("option", STRICT)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_configuration_that_is_not_completed_is_the_written_one(
-    start: Callable[..., Server], on_triton: bool, option: str, name: str, protocol: str
+    start: Callable[..., Server], option: str, name: str, protocol: str
 ) -> None:
     def write_all(repository: Path) -> None:
         for one, (config, _) in WRITTEN.items():

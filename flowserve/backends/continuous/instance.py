@@ -293,6 +293,7 @@ class Running:
         for spec in self._outputs:
             if spec.name in made and not fits(made[spec.name].shape, spec.dims):
                 found, wanted = shape_text(made[spec.name].shape), shape_text(spec.dims)
-                notes.unlike[spec.name] = f"the configuration promises shape {wanted}, the model answered {found}"
+                text = f"the configuration promises shape {wanted}, the model answered {found}"
+                notes.unlike[spec.name] = f"{text}; it is passed on as it is"
         took_ns, output_ns = began_ns - self._since_ns, self._clock() - began_ns
         return Sent(outputs, {}, took_ns, output_ns, notes.or_none(), is_last=self.is_whole)

@@ -75,11 +75,12 @@ class _Output:
 class AnswerReader:
     """Converts the responses to each batch to columns of output tensors."""
 
-    def __init__(self, config: ModelConfig, *, copies: bool = True, strict: bool = False) -> None:
-        """`copies`: False if outputs are written elsewhere before the model continues. `strict`: an output that differs
-        from the configuration, or is missing, is an error.
+    def __init__(self, config: ModelConfig, instance: str = "", *, copies: bool = True, strict: bool = False) -> None:
+        """`instance`: its name in errors. `copies`: False if outputs are written elsewhere before the model continues.
+        `strict`: an output that differs from the configuration, or is missing, is an error.
         """
         self._model = config.name
+        self._instance = instance
         self._copies = copies
         self._specs = config.outputs
         self._batches = config.max_batch_size > 0
@@ -230,10 +231,10 @@ class AnswerReader:
         columns: list[list[Place]] = [[] for _ in self._specs]
         for m, response in enumerate(responses):
             if not isinstance(response, InferenceResponse):
-                found = type(response).__name__
-                text = f"model '{self._model}' answered {found} where InferenceResponse was expected"
+                text = "Expected an 'InferenceResponse' object in the execute function return list, found type "
+                text += f"'{type(response)}'."
                 remedy = "execute returns [pb_utils.InferenceResponse([pb_utils.Tensor(NAME, ARRAY)]), ...]"
-                errors[m] = ModelFailed(f"{text}; {remedy}")
+                errors[m] = ModelFailed(failure(self._instance, text, self._model, remedy))
                 continue
             if response._error is not None:
                 errors[m] = error_of(response._error)
@@ -262,7 +263,8 @@ class AnswerReader:
                     errors[m] = ModelFailed(f"model '{self._model}', output '{tensor._name}': {wrong}")
                     break
                 if wrong:
-                    notes.unlike.setdefault(tensor._name, wrong)
+                    passed_on = "it is passed on as it is (--strict-outputs refuses it)"
+                    notes.unlike.setdefault(tensor._name, f"{wrong}; {passed_on}")
                 column = columns[output.j]
                 if column and column[-1][0] == m:
                     errors[m] = ModelFailed(f"model '{self._model}' answered output '{tensor._name}' twice")
@@ -365,13 +367,18 @@ class AnswerReader:
             outputs[m] = self._outer(own, output)
         return placed
 
-    def _log_unknown(self, name: object) -> None:
-        """The model returned an output that the configuration does not have. The name may be of any type."""
-        name = str(name)
+    def _log_unknown(self, name: str) -> None:
+        """The model returned an output that the configuration does not have."""
         if name not in self._logged_unknown and len(self._logged_unknown) < NAMES_MAX:
             self._logged_unknown.add(name)
             text = "model '%s' answered output '%s', which its configuration does not have; it is left out%s"
             log.warning(text, self._model, name, meant(name, self._outputs))
+
+
+def failure(instance: str, message: str, model: str, where: str) -> str:
+    """The text of a failure of `execute`, as Triton has it, and where its cause is."""
+    what = f"Failed to process the request(s) for model instance '{instance}'"
+    return f"{what}, message: {message} (model '{model}', {where})"
 
 
 def _is_convertible(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> bool:

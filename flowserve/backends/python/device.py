@@ -16,6 +16,7 @@ from typing import Any
 from flowserve.backends.base import ClockNs, DeviceWork, Results, Work
 from flowserve.backends.python.answers import AnswerReader, Mismatch, Place, _Output
 from flowserve.backends.python.instance import PythonInstance
+from flowserve.backends.python.pb_utils.context import shown_as
 from flowserve.backends.python.pb_utils.inference import GpuTensor, InferenceResponse, Tensor, _Input
 from flowserve.backends.python.requests import BatchMember, ReceivedRequest
 from flowserve.backends.python.source import ModelSource
@@ -28,6 +29,7 @@ from flowserve.memory.stream import ON_HOST, DeviceStream
 from flowserve.memory.tensor import Tensor as Rows
 
 
+@shown_as("InferenceRequest")
 class DeviceRequest(ReceivedRequest):
     """A member of a batch with input tensors on a GPU."""
 
@@ -51,8 +53,8 @@ class DeviceAnswerReader(AnswerReader):
 
     _work: Work
 
-    def __init__(self, config: ModelConfig, stream: DeviceStream, *, strict: bool) -> None:
-        super().__init__(config, strict=strict)
+    def __init__(self, config: ModelConfig, instance: str, stream: DeviceStream, *, strict: bool) -> None:
+        super().__init__(config, instance, strict=strict)
         self._stream = stream
 
     def read(self, responses: list[InferenceResponse], work: Work) -> Results:
@@ -108,7 +110,9 @@ class DevicePythonInstance(PythonInstance):
 
     def open(self) -> None:
         self._stream = DeviceStream(self._memory)
-        self._answers = DeviceAnswerReader(self._source.config, self._stream, strict=self._source.strict_outputs)
+        self._answers = DeviceAnswerReader(
+            self._source.config, self._name, self._stream, strict=self._source.strict_outputs
+        )
         try:
             super().open()
         except BaseException:

@@ -29,7 +29,7 @@ from types import ModuleType, NoneType
 from typing import Any, Final, NamedTuple
 
 from flowserve.backends.base import BlsClient, ClockNs, Results, Sender, Work
-from flowserve.backends.python.answers import AnswerReader
+from flowserve.backends.python.answers import AnswerReader, failure
 from flowserve.backends.python.pb_utils.context import ModelScope, own_process
 from flowserve.backends.python.pb_utils.inference import InferenceResponse, Tensor, TritonError
 from flowserve.backends.python.requests import (
@@ -74,7 +74,11 @@ class PythonInstance:
         self.version = source.files.version
         self.inputs = config.inputs
         self.is_iterative = config.sequence is not None and config.sequence.is_iterative
-        self._answers = AnswerReader(source.config, copies=not owns_process, strict=source.strict_outputs)
+        self._answers = AnswerReader(source.config, name, copies=not owns_process, strict=source.strict_outputs)
+        self._returned = self._failure(
+            f"Python model '{name}' is using the decoupled mode and the execute function must return None.",
+            f"{source.shown}: it answers through get_response_sender() of each request",
+        )
         self._scope = ModelScope(source.context)  # replaced in `call_through` by one that may call other models
         self.context = source.context
         self._module: ModuleType | None = None
@@ -108,7 +112,7 @@ class PythonInstance:
         if execute is None:
             raise Invalid(f"model '{source.config.name}': class {CLASS} in {source.shown} has no method execute")
         if inspect.iscoroutinefunction(execute) and self._runs_concurrently():
-            self._coroutines = ConcurrentCoroutines(source.config.name, execute, self._failed)
+            self._coroutines = ConcurrentCoroutines(execute, self._failed, self._returned)
             execute = self._coroutines.begin
         elif inspect.iscoroutinefunction(execute):
             self._loop = asyncio.new_event_loop()
@@ -174,14 +178,16 @@ class PythonInstance:
             returned = self._execute(requests)
             if returned is None:
                 return [None] * len(work.rows), None
-            if isinstance(returned, list):
+            if isinstance(returned, list) and work.senders is None:
                 return [*returned], None
         except RAISED as error:
             return self._after_failure(self._failed(error, work), requests, work)
         finally:
             self._running = None
-        text = f"TypeError: Expected a list in the execute return, found type '{type(returned)}'."
-        text = self._failure(f"{text} It holds one InferenceResponse for each request", self._source.shown)
+        if work.senders is not None:
+            refuse_returned(work.senders, self._returned)
+        text = f"Expected a list in the execute return, found type '{type(returned)}'."
+        text = self._failure(text, f"{self._source.shown}: it holds one InferenceResponse for each request")
         return self._after_failure(ModelFailed(text), requests, work)
 
     def _after_failure(
@@ -216,14 +222,12 @@ class PythonInstance:
         self, requests: Sequence[BatchMember], responses: list[Any], work: Work, gathered_ns: int, computed_ns: int
     ) -> Results:
         if work.senders is not None:
-            refuse_returned(responses, work.senders, self.model_name)
             return Results([], gathered_ns=gathered_ns, computed_ns=computed_ns)
         if len(responses) != len(requests):
-            raise ModelFailed(
-                f"Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
-                f"InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) size is:{len(responses)} "
-                f"(model '{self.model_name}': execute must return one for each request, in their order)"
-            )
+            text = "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
+            text += f"InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) size is:{len(responses)}"
+            where = f"{self._source.shown}: execute must return one for each request, in their order"
+            raise ModelFailed(self._failure(text, where))
         results = self._answers.read(responses, work)
         results.gathered_ns = gathered_ns
         results.computed_ns = computed_ns
@@ -269,10 +273,7 @@ class PythonInstance:
         return model_raised(text, error)
 
     def _failure(self, message: str, where: str) -> str:
-        return (
-            f"Failed to process the request(s) for model instance '{self._name}', message: {message} "
-            f"(model '{self.model_name}', {where})"
-        )
+        return failure(self._name, message, self.model_name, where)
 
     def _members(self, work: Work) -> int:
         """The number of requests in a batch. Its empty slots of sequences are members without a sequence."""
@@ -316,7 +317,6 @@ class IterativeInstance(PythonInstance):
     ) -> Results:
         again = [m for m, request in enumerate(requests) if request._is_rescheduled]
         if work.senders is not None:
-            refuse_returned(responses, work.senders, self.model_name)
             self._keep_senders(requests, work, again)
             return Results([], gathered_ns=gathered_ns, computed_ns=computed_ns, rescheduled=again)
         for m in again[: len(responses)]:
@@ -349,23 +349,22 @@ class IterativeInstance(PythonInstance):
                 return InferenceResponse([one for one in response._outputs if one._name in self._states])
         # Triton's text, spelling included: clients match it.
         text = "Expected a None object in the execute function return list for reschduled request"
-        return InferenceResponse(
-            error=TritonError(f"{text}, found type '{type(response)}' (model '{self.model_name}')")
-        )
+        text = self._failure(f"{text}, found type '{type(response)}'.", self._source.shown)
+        return InferenceResponse(error=TritonError(text))
 
 
 class ConcurrentCoroutines:
     """The coroutines of one instance, on a thread with an asyncio loop: calls of `execute`. `failed` converts an
-    exception of a coroutine to the error of its requests.
+    exception of a coroutine to the error of its requests; `returned` is the text for one that returned something.
     """
 
     def __init__(
         self,
-        model: str,
         execute: Callable[[Any], Awaitable[Any]],
         failed: Callable[[BaseException, Work], FlowserveError],
+        returned: str,
     ) -> None:
-        self._model = model
+        self._returned = returned
         self._execute = execute
         self._failed = failed
         self._loop = asyncio.new_event_loop()
@@ -381,7 +380,8 @@ class ConcurrentCoroutines:
         senders = work.senders or ()
         try:
             returned = await self._execute(requests)
-            refuse_returned([returned] if returned is None else returned, senders, self._model)
+            if returned is not None:
+                refuse_returned(senders, self._returned)
         except ModelFailed as error:  # of a model that returned something
             self._fail(error, senders)
         except BaseException as error:  # as in `PythonInstance.run`, everything is the model's failure

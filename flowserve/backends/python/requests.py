@@ -16,13 +16,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import numpy as np
 
 from flowserve.backends.base import ClockNs, Sender, Sent, Work
 from flowserve.backends.python.answers import AnswerReader
-from flowserve.backends.python.pb_utils.context import TritonModelException
+from flowserve.backends.python.pb_utils.context import TritonModelException, shown_as
 from flowserve.backends.python.pb_utils.inference import (
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
@@ -62,6 +62,7 @@ class RequestOwner(Protocol):
         """Whether the client of a member has cancelled it."""
 
 
+@shown_as("InferenceRequest")
 class ReceivedRequest(InferenceRequest):
     """One member of a batch. Everything is looked up when the model reads it."""
 
@@ -181,6 +182,7 @@ def assign_inputs(requests: Sequence[ReceivedRequest], work: Work, specs: Sequen
                 tensors.append(Tensor(name, array))
 
 
+@shown_as("InferenceResponseSender")
 class ResponseSender(InferenceResponseSender):
     """The response sender of a decoupled model."""
 
@@ -247,6 +249,7 @@ class ResponseSender(InferenceResponseSender):
             )
 
 
+@shown_as("InferenceRequest")
 class DecoupledRequest(ReceivedRequest):
     """A request of a decoupled model. The model may ask for its sender at any time, on any thread. If it frees the
     request without having asked, the request fails.
@@ -269,6 +272,7 @@ class PendingResponse:
         self.done = threading.Event()
 
 
+@shown_as("InferenceResponseSender")
 class SingleResponseSender(InferenceResponseSender):
     """The response sender of a model that is not decoupled: exactly one response, which the batch waits for. Nothing
     may follow it, so it is final with or without the final flag.
@@ -364,17 +368,13 @@ def abandoned(model: str) -> ModelFailed:
     return ModelFailed(f"model '{model}' let go of a request without asking for its response sender")
 
 
-def refuse_returned(responses: Sequence[object], senders: Sequence[Sender], model: str) -> None:
-    """Raises ModelFailed, and fails the requests, if a decoupled model returned anything but None."""
-    if any(response is not None for response in responses):
-        failed = ModelFailed(
-            f"Python model '{model}' is using the decoupled mode and the execute function must return None. It answers "
-            "through get_response_sender() of each request"
-        )
-        failed.raised = Raised("")
-        for sender in senders:
-            sender.fail(failed)  # before the requests are freed, which would report another error
-        raise failed
+def refuse_returned(senders: Sequence[Sender], text: str) -> NoReturn:
+    """Raises ModelFailed with this text, and fails the requests: a decoupled model returned something."""
+    failed = ModelFailed(text)
+    failed.raised = Raised("")
+    for sender in senders:
+        sender.fail(failed)  # before the requests are freed, which would report another error
+    raise failed
 
 
 def _check(response: object, flags: int) -> None:

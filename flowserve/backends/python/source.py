@@ -47,6 +47,7 @@ from flowserve.errors import NO_PERMISSION, FlowserveError, ModelFailed, Place, 
 log = logging.getLogger("flowserve.python")
 
 CLASS: Final = "TritonPythonModel"
+NO_TEXT: Final = "<EMPTY MESSAGE>"  # Triton's, for an exception without a text
 MODEL_FILE: Final = "model.py"
 # All exceptions of a model are its own failures, including sys.exit() and asyncio.CancelledError: they must not end the
 # thread that runs it, because requests would wait for that thread for ever.
@@ -232,7 +233,7 @@ def reason(error: BaseException) -> str:
         text = re.sub(_PACKAGE + r"\d+\.", ".", str(error))
     except RAISED:  # a class of the model's own
         text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{type(error).__name__}: {text or NO_TEXT}"
 
 
 class _FreshLoader(SourceFileLoader):

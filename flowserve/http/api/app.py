@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flowserve.errors import FlowserveError, Overloaded, Unavailable
+from flowserve.errors import FlowserveError, NotFound, Overloaded, Unavailable
 from flowserve.http.api.access import AccessRules, checked
 from flowserve.http.api.compression import expand, is_compressed
 from flowserve.http.api.extensions import repository_routes, settings_routes, shared_memory_routes
@@ -96,8 +96,8 @@ def make_routes(engine: Engine, options: AppOptions, control: Control | None) ->
     async def model_ready(request: Request) -> Response:
         try:
             outage = await engine.unready(deployments.find(*_names(request)))
-        except Unavailable:
-            outage = "it is not loaded"
+        except (NotFound, Unavailable) as error:  # 400, as on Triton
+            outage = "it is not loaded" if isinstance(error, Unavailable) else str(error)
         return json_response({"error": f"Model version not ready: {outage}"}, 400) if outage else Response()
 
     async def config(request: Request) -> Response:

@@ -15,7 +15,7 @@ from flowserve.config.suggest import meant
 from flowserve.errors import Invalid
 from flowserve.graph.types import Graph
 from flowserve.memory.tensor import Tensor
-from flowserve.values import BY_NUMPY, Array, Request, TensorSpec, fits, shape_text
+from flowserve.values import BY_NUMPY, Array, Request, TensorSpec, fits, unexpected_shape
 
 
 class Validator:
@@ -140,14 +140,7 @@ class Validator:
         batching = self._graph.max_batch_size > 0
         shape = array.shape[1:] if batching else array.shape
         if (batching and array.ndim == 0) or not fits(shape, spec.dims):
-            wanted = (-1, *spec.dims) if batching else spec.dims
-            has_batch = not batching or array.ndim == 1 + len(spec.dims)
-            note = "" if has_batch else "; the first dimension is the batch, since max_batch_size is above 0"
-            _refuse(
-                request,
-                f"unexpected shape for input '{spec.name}' for model '{name}'. "
-                f"Expected {shape_text(wanted)}, got {shape_text(array.shape)}{note}",
-            )
+            _refuse(request, unexpected_shape(spec.name, name, spec.dims, array.shape, batches=batching))
 
 
 def _refuse(request: Request, text: str) -> NoReturn:

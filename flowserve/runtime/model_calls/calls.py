@@ -50,12 +50,12 @@ from flowserve.values import Request, Response
 log = logging.getLogger("flowserve.runtime")
 
 _AT_ONCE: Final = 32  # calls that are withdrawn at once
-# Triton's texts, which models may parse.
+# Triton's texts, which models may parse: also the apostrophe that ends the last.
 _REFUSED: Final = "Error when running inference"
 _NOT_READY: Final = "Failed for execute the inference request. Model"
 _MANY_ANSWERS: Final = (
     "is using the decoupled. The current BLS request call doesn't support models using the decoupled transaction "
-    "policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled models."
+    "policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled models.'"
 )
 
 

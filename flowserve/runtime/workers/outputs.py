@@ -21,7 +21,7 @@ from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import Statistics
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Ticket
-from flowserve.values import BY_NUMPY, fits, shape_text
+from flowserve.values import BY_NUMPY, fits, shape_text, unexpected_shape
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -52,8 +52,7 @@ def record_notes(notes: OutputNotes, model: str, statistics: Statistics) -> None
     """Count missing outputs; log a difference of an output once for each version of a model."""
     for name, text in notes.unlike.items():
         if statistics.is_first(f"unlike {name}"):
-            what = "it is passed on as it is (--strict-outputs refuses it)"
-            log.warning("model '%s', output '%s': %s; %s", model, name, text, what)
+            log.warning("model '%s', output '%s': %s", model, name, text)
     for name, count in notes.left_out.items():
         statistics.missing_outputs += count
         if statistics.is_first(f"left out {name}"):
@@ -102,7 +101,7 @@ def unusable_output(ticket: Ticket, row: Sequence[Tensor | None], unlike: Collec
                 why = _why_not_read(graph, edge, tensor, ticket.rows)
                 where = flow.plan.nodes[edge.consumer]
         if why:
-            return flow.located(ModelFailed(f"{why}; {_returned(made_by, j, tensor)}"), where)
+            return flow.located(ModelFailed(f"{why} ({_returned(made_by, j, tensor)})"), where)
     return None
 
 
@@ -141,9 +140,7 @@ def _why_not_read(graph: Graph, edge: Edge, tensor: Tensor, rows: int) -> str:
     shape = tensor.shape if found is None else found.shape
     lead = 1 if node.max_batch_size else 0
     if found is None or len(shape) < lead or not fits(shape[lead:], spec.dims):
-        expected = shape_text((-1, *spec.dims) if lead else spec.dims)
-        where = f"unexpected shape for input '{spec.name}' for model '{node.model.name}'"
-        return f"{where}. Expected {expected}, got {shape_text(shape)}"
+        return unexpected_shape(spec.name, node.model.name, spec.dims, shape, batches=lead > 0)
     if lead and shape[0] > node.max_batch_size:
         return f"inference request batch-size must be <= {node.max_batch_size} for '{node.model.name}'"
     return ""

@@ -1,8 +1,9 @@
 """The model whose code a thread executes.
 
-Decides which facts of that model pb_utils knows (its name, its folders, its connection to the server) and when, and
-which of its modules are removed from `sys.modules` afterwards. Log messages, imports and calls of other models read it.
-It does not import models (source.py) and does not talk to the server (`BlsClient` in base.py).
+Decides which facts of that model pb_utils knows (its name, its folders, its connection to the server) and when, which
+of its modules are removed from `sys.modules` afterwards, and how the classes and constants of pb_utils show themselves.
+Log messages, imports and calls of other models read it. It does not import models (source.py) and does not talk to the
+server (`BlsClient` in base.py).
 
 Callers: the python backend enters a `ModelScope` around every call into a model; the modules of pb_utils read `active`.
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from enum import Enum
+from typing import Final, TypeVar
 
 from flowserve.backends.base import BlsClient
 
@@ -23,8 +25,48 @@ Code = Mapping[str, bytes]
 NO_CODE: Final[Code] = {}
 
 
+_COMPILED: Final = "c_python_backend_utils"  # Triton's compiled module, in which its classes are
+_K = TypeVar("_K", bound=type)
+
+
+def shown_as(name: str) -> Callable[[_K], _K]:
+    """The class has Triton's name for it, in `repr`, in errors, and wherever a model reads it."""
+
+    def renamed(kind: _K) -> _K:
+        kind.__module__ = _COMPILED
+        kind.__qualname__ = name
+        kind.__name__ = name.rpartition(".")[2]
+        return kind
+
+    return renamed
+
+
+@shown_as("TritonModelException")
 class TritonModelException(Exception):
     """Raised by Triton inside models; models may raise it themselves."""
+
+
+class Constant(Enum):
+    """Base of Triton's enumerations. Their members are equal to their numbers without being such, as those of pybind11
+    are: JSON has no form of them.
+    """
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    __index__ = __int__
+
+    def __eq__(self, other: object) -> bool:
+        return int(self) == (int(other) if isinstance(other, Constant) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __repr__(self) -> str:
+        return f"<{self}: {self.value}>"
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

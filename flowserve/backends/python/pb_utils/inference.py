@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import reprlib
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import numpy as np
 
 from flowserve.backends.base import Answer, BlsCall, BlsClient
-from flowserve.backends.python.pb_utils.context import TritonModelException, active
+from flowserve.backends.python.pb_utils.context import Constant, TritonModelException, active, shown_as
 from flowserve.errors import (
     AlreadyExists,
     Cancelled,
@@ -45,42 +46,42 @@ from flowserve.memory.raw import to_bytes
 from flowserve.memory.tensor import Tensor as _Rows
 from flowserve.values import BY_NUMPY, Array, DType, Request, TensorSpec
 
-TRITONSERVER_MEMORY_CPU: Final = 0
-TRITONSERVER_MEMORY_GPU: Final = 1
 
-
+@shown_as("TritonModelException")
 class OnGpu(TritonModelException):
     """The elements of a tensor on a GPU were requested as a numpy array."""
 
 
-class MemoryType:
-    """Triton's constants."""
+@shown_as("MemoryType")
+class MemoryType(Constant):
+    TRITONSERVER_MEMORY_GPU = 0
+    TRITONSERVER_MEMORY_CPU = 1
 
-    TRITONSERVER_MEMORY_CPU: Final = TRITONSERVER_MEMORY_CPU
-    TRITONSERVER_MEMORY_GPU: Final = TRITONSERVER_MEMORY_GPU
+
+TRITONSERVER_MEMORY_CPU: Final = MemoryType.TRITONSERVER_MEMORY_CPU
+TRITONSERVER_MEMORY_GPU: Final = MemoryType.TRITONSERVER_MEMORY_GPU
 
 
+@shown_as("PreferredMemory")
 class PreferredMemory:
     """The memory in which a model would like the response to a request it makes. Responses are always in host memory,
     which a model must handle on Triton too.
     """
 
-    def __init__(self, preferred_memory_type: int, preferred_device_id: int = 0) -> None:
+    def __init__(self, preferred_memory_type: MemoryType | int, preferred_device_id: int = 0) -> None:
         self.preferred_memory_type = preferred_memory_type
         self.preferred_device_id = preferred_device_id
 
 
+@shown_as("Tensor")
 class Tensor:
     """A named array. `numpy_array` is not copied. A model may change it again after it was sent in a response."""
 
     __slots__ = ("_array", "_name")
 
     def __init__(self, name: str, numpy_array: Array) -> None:
-        if type(numpy_array) is not np.ndarray:
-            if not isinstance(numpy_array, np.ndarray):
-                kind = type(numpy_array).__name__
-                raise TypeError(f"Tensor '{name}' wants a numpy array, got {kind}; np.array(VALUES, DTYPE) makes one")
-            numpy_array = np.asarray(numpy_array)  # plain elements, also for masked arrays
+        if type(numpy_array) is not np.ndarray or type(name) is not str:
+            name, numpy_array = _checked(name, numpy_array)
         self._name = name
         self._array: Array | None = numpy_array
 
@@ -133,6 +134,19 @@ class Tensor:
         return dlpack.CPU, 0
 
 
+def _checked(name: object, array: object) -> tuple[str, Array]:
+    """The arguments of a Tensor. As on Triton, a name may be `bytes`; what else is refused has its text."""
+    if not isinstance(name, str | bytes) or not isinstance(array, np.ndarray):
+        text = "__init__(): incompatible constructor arguments. The following argument types are supported:\n"
+        text += "    1. c_python_backend_utils.Tensor(arg0: str, arg1: numpy.ndarray)\n\n"
+        text += f"Invoked with: {reprlib.repr(name)}, {reprlib.repr(array)}"
+        hint = "" if isinstance(array, np.ndarray) else " (np.array(VALUES, DTYPE) makes an array)"
+        raise TypeError(text + hint)
+    # Plain elements, also for masked arrays.
+    return name_text("name", name), np.asarray(array)
+
+
+@shown_as("Tensor")
 class GpuTensor(Tensor):
     """A tensor on a GPU."""
 
@@ -140,7 +154,7 @@ class GpuTensor(Tensor):
 
     def __init__(self, name: str, there: ForeignTensor, source: Any = None) -> None:
         """`source`: the object that the tensor came from, if it orders later readers after its own work."""
-        self._name = name
+        self._name = name_text("name", name)
         self._array = None
         self._there = there
         self._source = source
@@ -165,6 +179,7 @@ class GpuTensor(Tensor):
         return dlpack.CUDA, self._there.device
 
 
+@shown_as("Tensor")
 class _Input(Tensor):
     """An input tensor of a request: rows of a block, converted when the model reads them."""
 
@@ -230,35 +245,52 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL: Final = 1
 _NO_PARAMETERS: Final[Mapping[str, Any]] = {}  # shared by nearly all responses; never written to
 
 
+@shown_as("TritonError.__ErrorCode")
+class ErrorCode(Constant):
+    UNKNOWN = 0
+    INTERNAL = 1
+    NOT_FOUND = 2
+    INVALID_ARG = 3
+    UNAVAILABLE = 4
+    UNSUPPORTED = 5
+    ALREADY_EXISTS = 6
+    CANCELLED = 7
+
+
+@shown_as("TritonError")
 class TritonError:
     """The error of one request. `code` is one of the class's constants. An exception would fail the whole batch."""
 
     __slots__ = ("_code", "_message")
 
-    UNKNOWN: Final = 0
-    INTERNAL: Final = 1
-    NOT_FOUND: Final = 2
-    INVALID_ARG: Final = 3
-    UNAVAILABLE: Final = 4
-    UNSUPPORTED: Final = 5
-    ALREADY_EXISTS: Final = 6
-    CANCELLED: Final = 7
+    UNKNOWN: Final = ErrorCode.UNKNOWN
+    INTERNAL: Final = ErrorCode.INTERNAL
+    NOT_FOUND: Final = ErrorCode.NOT_FOUND
+    INVALID_ARG: Final = ErrorCode.INVALID_ARG
+    UNAVAILABLE: Final = ErrorCode.UNAVAILABLE
+    UNSUPPORTED: Final = ErrorCode.UNSUPPORTED
+    ALREADY_EXISTS: Final = ErrorCode.ALREADY_EXISTS
+    CANCELLED: Final = ErrorCode.CANCELLED
 
-    def __init__(self, message: str, code: int = INTERNAL) -> None:
-        self._message = message
-        self._code = code
+    def __init__(self, message: str | bytes, code: ErrorCode | int = ErrorCode.INTERNAL) -> None:
+        """`code` may be a number, which Triton refuses."""
+        self._message = message.decode() if isinstance(message, bytes) else str(message)
+        self._code = ErrorCode(code)
 
     def message(self) -> str:
         return self._message
 
-    def code(self) -> int:
+    def code(self) -> ErrorCode:
         return self._code
 
     def __str__(self) -> str:
         return self._message
 
 
-_KINDS: Final[Mapping[int, type[FlowserveError]]] = {
+setattr(TritonError, "__ErrorCode", ErrorCode)  # where pickle looks for it
+
+
+_KINDS: Final[Mapping[ErrorCode, type[FlowserveError]]] = {
     TritonError.UNKNOWN: ModelUnknown,
     TritonError.NOT_FOUND: NotFound,
     TritonError.ALREADY_EXISTS: AlreadyExists,  # before Invalid, which is its base class
@@ -274,6 +306,7 @@ def error_of(refused: TritonError) -> FlowserveError:
     return _KINDS.get(refused.code(), ModelFailed)(refused.message())
 
 
+@shown_as("InferenceResponse")
 class InferenceResponse:
     """The response to one request: its output tensors, or its error."""
 
@@ -304,10 +337,12 @@ class InferenceResponse:
         return json.dumps(self._parameters)
 
 
+@shown_as("InferenceResponseSender")
 class InferenceResponseSender:
     """Sends the responses to one request: `send` and `is_cancelled`. Made by `InferenceRequest.get_response_sender`."""
 
 
+@shown_as("ResponseIterator")
 class ResponseIterator:
     """The responses to one call in the order of their arrival: with `for`, which blocks, or with `async for`."""
 
@@ -396,6 +431,7 @@ class ResponseIterator:
         return _response(answer)
 
 
+@shown_as("InferenceTrace")
 class InferenceTrace:
     """The trace that a request is part of. A model's own spans begin with `get_context`."""
 
@@ -411,6 +447,7 @@ class InferenceTrace:
         return json.dumps({"traceparent": self._context}) if self._context else None
 
 
+@shown_as("InferenceRequest")
 class InferenceRequest:
     """A request that a model makes for another model, or (in subclasses) one that it was given."""
 
@@ -569,10 +606,6 @@ def _call_of(request: InferenceRequest, model: str, *, is_stream: bool) -> BlsCa
     name = request.model_name()
     version = request.model_version()
     flags = request.flags()
-    for tensor in request.inputs():
-        given = tensor.name()
-        if not isinstance(given, str):
-            raise TritonModelException(f"model '{model}': names of tensors are strings, got {given!r}")
     inputs = {tensor.name(): _array(model, name, tensor) for tensor in request.inputs()}
     if len(inputs) < len(request.inputs()):
         raise TritonModelException(f"model '{model}': a request for model '{name}' gives an input twice")

@@ -20,12 +20,11 @@ import os
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum, IntEnum
 from typing import Any, ClassVar, Final
 from weakref import WeakSet
 
 from flowserve.backends.base import IS_READY, LOAD, METRIC_VALUE, NO_FILES, OPEN_FAMILY, UNLOAD, BlsClient, Cells
-from flowserve.backends.python.pb_utils.context import TritonModelException, active, caller_for
+from flowserve.backends.python.pb_utils.context import Constant, TritonModelException, active, caller_for, shown_as
 from flowserve.backends.python.pb_utils.inference import (
     TRITONSERVER_MEMORY_CPU,
     TRITONSERVER_MEMORY_GPU,
@@ -94,7 +93,8 @@ __all__ = [
     "using_decoupled_model_transaction_policy",
 ]
 
-TRITON_STRING_TO_NUMPY: Final = {dtype.config_name: dtype.numpy.type for dtype in DType}
+# As on Triton, the type of TYPE_BOOL is Python's here, and numpy's in `triton_to_numpy_type`.
+TRITON_STRING_TO_NUMPY: Final = {dtype.config_name: dtype.numpy.type for dtype in DType} | {"TYPE_BOOL": bool}
 
 # The properties that `ModelConfig` takes for an input and an output.
 _BOTH: Final = ("name", "data_type", "dims", "reshape", "is_shape_tensor", "is_non_linear_format_io")
@@ -121,12 +121,14 @@ if hasattr(os, "register_at_fork"):  # missing on Windows
     os.register_at_fork(after_in_child=_renew_locks)
 
 
-class MetricKind(Enum):
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
+@shown_as("MetricKind")
+class MetricKind(Constant):
+    COUNTER = 0
+    GAUGE = 1
+    HISTOGRAM = 2
 
 
+@shown_as("Metric")
 class Metric:
     """One combination of labels of a family. Made by `MetricFamily.Metric`. Used on any thread."""
 
@@ -193,6 +195,7 @@ class Metric:
 _Metric = Metric  # inside of MetricFamily, `Metric` is the method
 
 
+@shown_as("MetricFamily")
 class MetricFamily:
     """Metrics of one name and kind. Several families of one name are shown as one."""
 
@@ -209,7 +212,7 @@ class MetricFamily:
         if [*map(type, (name, description, kind))] != [str, str, MetricKind]:
             raise TritonModelException(f"{failed}: it has a name, a description, and a kind such as MetricFamily.GAUGE")
         caller = caller_for(failed)
-        self._about = name, description, kind.value
+        self._about = name, description, kind.name.lower()
         try:
             self._open(caller)
         except FlowserveError as error:
@@ -341,10 +344,12 @@ class ModelConfig:
                 )
 
 
+@shown_as("Logger")
 class Logger:
     """Log messages of models, in Python's logging under "flowserve.model.<name>". Used as a class, as on Triton."""
 
-    class LogLevel(IntEnum):
+    @shown_as("Logger.LogLevel")
+    class LogLevel(Constant):
         INFO = 0
         WARNING = 1
         ERROR = 2
@@ -356,9 +361,10 @@ class Logger:
     VERBOSE: ClassVar = LogLevel.VERBOSE
 
     @staticmethod
-    def log(message: str, level: int = 0) -> None:
+    def log(message: str, level: LogLevel | int = LogLevel.INFO) -> None:
         levels = [logging.INFO, logging.WARNING, logging.ERROR, logging.DEBUG]
-        _log(levels[level] if 0 <= level < len(levels) else logging.INFO, message)
+        number = int(level)
+        _log(levels[number] if 0 <= number < len(levels) else logging.INFO, message)
 
     @staticmethod
     def log_info(message: str) -> None:
