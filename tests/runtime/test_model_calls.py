@@ -1136,7 +1136,7 @@ async def test_coroutines_of_a_decoupled_model_run_at_the_same_time(tmp_path: Pa
             assert found == {1: [1.0, 2.0], 2: [4.0]}
             with pytest.raises(FlowserveError, match="no luck"):
                 await ask(3)
-            with pytest.raises(FlowserveError, match="without sending TRITONSERVER_RESPONSE_COMPLETE_FINAL"):
+            with pytest.raises(FlowserveError, match="the decoupled mode and the execute function must return None"):
                 await ask(4)
             await ask(5)
         assert found[5] == [10.0]

@@ -315,7 +315,7 @@ def test_a_dead_process_fails_its_requests_and_new_ones_are_served(served: Serve
 def test_a_rescheduled_request_gets_no_response(served: Served) -> None:
     status, text = infer(served, "wrong_thread", 1)
     assert status == 500
-    assert text.startswith("Expected a None object in the execute function return list for reschduled request")
+    assert "message: Expected a None object in the execute function return list for reschduled request" in text
 
 
 def test_only_a_model_of_iterative_sequences_may_reschedule_requests(served: Served) -> None:

@@ -54,7 +54,7 @@ ODD = {
             "def is_ready(self):\n    class Odd(Exception):\n        def __str__(self): raise RuntimeError('no text')\n"
             "    for answer in self.answers:\n        return answer\n    raise Odd\n"
         ),
-        "its is_ready raised Odd",
+        "its is_ready raised Odd: <EMPTY MESSAGE>",
     ),
     "is_no_unicode": (
         "def is_ready(self):\n    for answer in self.answers:\n        return answer\n    raise KeyError('\\udcff')\n",

@@ -148,9 +148,9 @@ def _why_not_read(graph: Graph, edge: Edge, tensor: Tensor, rows: int) -> str:
 
 def _why_not_divided(tensor: Tensor, rows: int) -> str:
     """Why `when` and `each` cannot divide the tensor into rows, nor join its rows with others; "" if they can."""
-    return (
-        "" if tensor.shape[:1] == (rows,) else f"a tensor of {rows} rows is needed for when, each and what joins them"
-    )
+    if tensor.shape[:1] == (rows,):
+        return ""
+    return f"a tensor of {rows} rows is needed for when, each and what joins them"
 
 
 def _why_not_sent(graph: Graph, edge: Edge, tensor: Tensor, rows: int) -> str:
