@@ -135,7 +135,7 @@ def test_an_interrupt_ends_the_server_too(tmp_path: Path) -> None:
         assert process.returncode == 130
     finally:
         process.kill()
-    # The server held the copy of the repository; nobody else does.
+    # The server held the copy of the repository, and no other process.
     servers = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"flowserve\0run" in _read(path)]
     assert not any(str(process.pid) == _parent(path.parent) for path in servers)
 

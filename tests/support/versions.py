@@ -142,9 +142,9 @@ class Server:
 
 
 def until(condition: Callable[[], bool], within_s: float = 30) -> None:
-    patience = time.monotonic() + within_s
+    too_late = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < patience, "never"
+        assert time.monotonic() < too_late, "never"
         time.sleep(0.05)
 
 

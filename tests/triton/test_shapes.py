@@ -225,10 +225,10 @@ def test_any_shape_is_returned(server: Server, case: str, rows: int) -> None:
 
 @pytest.mark.server
 @pytest.mark.parametrize("case", AS_JSON)
-def test_any_shape_is_returned_by_the_step_of_an_ensemble(server: Server, case: str) -> None:
+def test_any_shape_is_returned_by_the_step_of_an_ensemble(server: Server, case: str, on_triton: bool) -> None:
     model = "text" if dtype_of(case) == "BYTES" else "only_rows"
-    if case == "scalar" and model == "only_rows":
-        pytest.skip("Triton ends; flowserve is tested below")
+    if on_triton and case == "scalar":
+        pytest.skip("Triton ends")
     assert over_json(server, model, case) == (200, (dtype_of(case), SHAPES[case], data_of(case)))
 
 
