@@ -32,7 +32,7 @@ from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import ControlOptions, open_control
 from flowserve.runtime.workers.cluster import ClusterOptions
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import request_frame
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.scheduling.scheduler import Scheduler
@@ -121,7 +121,7 @@ def _scheduling_us(instances: int) -> float:
 
     def turn(requests: int) -> None:
         for _ in range(requests):
-            scheduler.submit(Flow(plan, [queue], [tensor], 0, next(stamps), None, None, 0, 0))
+            scheduler.submit(request_frame(plan, [queue], [tensor], 0, next(stamps), None, None, 0, 0))
         while (decisions := scheduler.schedule(0)) is not None:
             running.extend(decisions.batches)
 

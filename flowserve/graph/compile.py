@@ -17,7 +17,7 @@ import networkx as nx
 from flowserve.config.types import Fill, ModelConfig
 from flowserve.errors import Problem, Problems
 from flowserve.graph import rules
-from flowserve.graph.nesting import are_nested, origins, written_by
+from flowserve.graph.regions import SPREAD, Chains, are_nested, ref_of
 from flowserve.graph.spaces import Arrangement, arrange
 from flowserve.graph.types import (
     DEPTH_LIMIT,
@@ -501,10 +501,12 @@ def _disagreements_across_folds(config: ModelConfig, folding: _Folding) -> Itera
 
 def mismatched_iterations(graph: Graph) -> Iterator[Problem]:
     """Steps, and responses, that combine tensors of different decoupled steps that are not nested."""
-    found = origins(graph, graph.edges)
+    found = Chains(graph, graph.edges)
     for reader in (*(node.index for node in graph.nodes), GRAPH):
-        writers = [edge.producer for edge in graph.edges if edge.consumer == reader]
-        chains = [written_by(graph, found, writer) for writer in writers]
+        read = [ref_of(edge) for edge in graph.edges if edge.consumer == reader]
+        if reader != GRAPH and graph.nodes[reader].space:
+            read.append((SPREAD, graph.nodes[reader].space))
+        chains = [found.of(maker) for ref in dict.fromkeys(read) for maker in dict.fromkeys(found.makers(ref))]
         if are_nested(chains):
             continue
         makers = " and ".join(dict.fromkeys(f"'{graph.nodes[chain[-1]].name}'" for chain in chains if chain))

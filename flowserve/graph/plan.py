@@ -8,18 +8,16 @@ batch may pass as one route. Does not know what a slot holds. Callers: `scheduli
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from flowserve.graph.nesting import Nesting, nesting
+from flowserve.graph.regions import NO_SLOT, SPREAD, Operation, RegionPlan, ref_of, region_plan
 from flowserve.graph.types import (
     DERIVED,
     GRAPH,
     Conversion,
     Derivation,
-    Derived,
     Edge,
     Graph,
     ModelKey,
@@ -28,17 +26,15 @@ from flowserve.graph.types import (
     Space,
 )
 
-NO_SLOT: Final = -1  # an optional input without a producer, or an output without a reader
 _INWARD: Final = (Derivation.TAKE, Derivation.ITEMS)
 _OF_ROWS: Final = (*_INWARD, Derivation.MERGE, Derivation.RESHAPE)  # they say which rows a tensor has
-_SPREAD: Final = -3  # as the first number of a `Ref`: the rows of a space
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanNode:
     """`inputs[i]` is the slot of the model's i-th input, `outputs[j]` of its j-th output; NO_SLOT where unmapped.
     `distinct_inputs` are the input slots, each once: a step reads a tensor once, however many inputs it feeds.
-    `writes` are the mapped outputs as (j, slot, consumers of the slot, but for `SpacePlan.tests`).
+    `writes` are the mapped outputs as (j, slot, consumers of the slot, but for `RegionPlan.tests`).
 
     `variable` lists the input indices whose shapes must agree within a batch (some dimension is -1, not ragged).
     `optional`: some input may be absent; then all members of a batch must carry the same set.
@@ -80,74 +76,16 @@ class PlanNode:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Absence:
-    """The effects of a space without a row, which are applied all at once. The nodes and operations in it and in the
-    spaces within it (`spaces`) are never ready, because each waits for the spread of its space. Those outside wait for
-    fewer slots: `waiting`, as (node or operation, number of slots), the spread's own included. Other slots have fewer
-    readers: `reading`, as (slot, number of readers).
-    """
-
-    spaces: tuple[Space, ...]
-    waiting: tuple[tuple[int, int], ...]
-    reading: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Operation:
-    """An operation at the border of a space, which runs no model. When the slots `reads` are written, the space `opens`
-    begins, or the tensor `derived` is made. The result is written to `slot`; of a space that is its *spread*, which
-    rows it has.
-
-    `index` continues the numbers of the nodes, among the consumers of a slot. `tensors` are the slots of the tensors
-    that it uses, in the order of the record, and `spreads` those of the spaces of `derived`, NO_SLOT for the space of
-    the tensor itself. `around`: the space of the result, or the space around the one that begins; 0 for the request's
-    own rows. `has_rows`: whether the result has a batch dimension. `examined`: the slots of the tensors whose elements
-    it reads; of other tensors it only selects rows, so that they may stay on a device. `absence`: of the space that it
-    opens. `branches`: of a merge, the slots of each tensor and of its spread.
-    """
-
-    index: int
-    reads: tuple[int, ...]
-    slot: int
-    tensors: tuple[int, ...]
-    spreads: tuple[int, ...] = ()
-    opens: Space | None = None
-    derived: Derived | None = None
-    around: int = 0
-    has_rows: bool = True
-    examined: tuple[int, ...] = ()
-    absence: Absence | None = None
-    branches: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SpacePlan:
-    """What a graph with spaces adds to its plan. `spreads[n]`: the slot of the spread of node n's space, NO_SLOT for
-    the request's own rows. `nodes[s]`: the nodes of space s that are needed. `first`: the operations that read only the
-    request's inputs. `blank`: the initial spreads of a flow, by the number of the space. `tests[n]`: the operations
-    that test only the j-th output of node n, which runs for the request's own rows, as (j, operation): they run when
-    the step ends, once for all members of a batch, and read no slot.
-    """
-
-    operations: tuple[Operation, ...]
-    spreads: tuple[int, ...]
-    nodes: tuple[tuple[int, ...], ...]
-    first: tuple[int, ...]
-    blank: tuple[None, ...]
-    tests: tuple[tuple[tuple[int, Operation], ...], ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """`first`: the nodes that need no other node. `missing[n]`: how many distinct slots of other nodes node n waits
     for. `consumers[s]`: the nodes that read slot s; `needed_by[s]`: the name of the first that cannot run without it,
     "" if all can. `readers[s]`: the number of readers of slot s, including the graph's own outputs. `blank`: the
     initial values of a flow's slots after its inputs. The slots from `converted` on hold converted inputs; `lacking`
-    are the graph's optional inputs that some step cannot run without: (slot, the step's input, its node). `nesting`:
-    how often each step runs, None if each runs once. `runs[n]`: the nodes, n first, that one batch may pass one after
-    the other without returning to the scheduler in between, as far as the graph allows it (`_run`); () if there is
-    only n. `routes`: what scheduling derives from `runs`; written by scheduling only. `spaces`: None if every step runs
-    for the request's own rows; else `missing` and `consumers` include its operations.
+    are the graph's optional inputs that some step cannot run without: (slot, the step's input, its node). `regions`:
+    for which rows, items and responses each step runs; None if each runs once, for all rows. `runs[n]`: the nodes, n
+    first, that one batch may pass one after the other without returning to the scheduler in between, as far as the
+    graph allows it (`_run`); () if there is only n. `routes`: what scheduling derives from `runs`; written by
+    scheduling only. `consumers` include the operations of `regions`.
     """
 
     graph: Graph
@@ -161,9 +99,8 @@ class Plan:
     output_slots: tuple[int, ...]
     converted: int
     lacking: tuple[tuple[int, str, int], ...]
-    nesting: Nesting | None
+    regions: RegionPlan | None
     runs: tuple[tuple[int, ...], ...]
-    spaces: SpacePlan | None = None
     routes: dict[int, Any] = field(default_factory=dict)
 
 
@@ -177,14 +114,11 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
     wires = _Wires(graph, edges)
     made_by_nodes = range(len(graph.inputs), wires.count)
     missing = tuple(sum(slot in made_by_nodes for slot in dict.fromkeys(reads)) for reads in wires.reads)
-    spaces = wires.space_plan(graph) if graph.spaces else None
-    if spaces is not None:
-        missing += tuple(sum(slot in made_by_nodes for slot in one.reads) for one in spaces.operations)
-    nested = nesting(graph, edges, wires.slot_of)
-    is_apart = nested is not None or spaces is not None
-    nodes = tuple(_plan_node(graph, node, wires, missing, is_apart=is_apart) for node in graph.nodes)
-    if spaces is not None:
-        spaces = _with_nodes(graph, nodes, spaces, wires)
+    needed = {node.index for node in graph.nodes if wires.is_read(node) or not graph.is_ensemble}
+    operations = wires.operations(graph) if graph.spaces else []
+    needed |= {node.index for node in graph.nodes if wires.is_read(node)}  # by an operation
+    regions = region_plan(graph, edges, wires, operations, needed)
+    nodes = tuple(_plan_node(graph, node, wires, missing, is_apart=regions is not None) for node in graph.nodes)
     consumers = tuple(map(tuple, wires.consumers))
     return Plan(
         graph=graph,
@@ -198,9 +132,11 @@ def make_plan(graph: Graph, outputs: Collection[str] | None = None) -> Plan:
         output_slots=tuple(wires.output_slots),
         converted=wires.count,
         lacking=tuple(_lacking(graph, edges)),
-        nesting=nested,
-        runs=tuple(() if is_apart else _run(graph, nodes, n, consumers, wires.output_slots) for n in range(len(nodes))),
-        spaces=spaces,
+        regions=regions,
+        runs=tuple(
+            () if regions is not None else _run(graph, nodes, n, consumers, wires.output_slots)
+            for n in range(len(nodes))
+        ),
     )
 
 
@@ -263,7 +199,7 @@ class _Wires:
         for k in range(len(graph.derived)):
             self.slot_of[DERIVED, k] = len(self.slot_of)
         for space in graph.spaces:
-            self.slot_of[_SPREAD, space.index] = len(self.slot_of)
+            self.slot_of[SPREAD, space.index] = len(self.slot_of)
         self.count = count = len(self.slot_of)
         own: dict[tuple[int, int], int] = {}  # the slot of each converted (node, input)
         for edge in graph.edges:
@@ -279,11 +215,11 @@ class _Wires:
         self.readers = [0] * count + [1] * len(own)
         self.needed_by = [""] * count
         self.read: set[int] = set()  # all slots that have a reader
-        self.tested: dict[int, Ref] = {}  # the output that an operation of `SpacePlan.tests` tests
+        self.tested: dict[int, Ref] = {}  # the output that an operation of `RegionPlan.tests` tests
         self.output_slots = [NO_SLOT] * len(graph.outputs)
         self._refs: dict[Ref, None] = {}  # of the tensors that are read, and of the spaces of nodes
         for edge in edges:
-            ref = (edge.producer, edge.output) if edge.derived < 0 else (DERIVED, edge.derived)
+            ref = ref_of(edge)
             slot = self.slot_of[ref]
             self._refs[ref] = None
             self.read.add(slot)
@@ -295,13 +231,17 @@ class _Wires:
         # Among the nodes of these edges are those whose outputs only decide which rows a space has.
         for n in dict.fromkeys(n for edge in edges for n in (edge.producer, edge.consumer) if n != GRAPH):
             if space_index := graph.nodes[n].space:
-                self._refs[_SPREAD, space_index] = None
-                slot = self.slot_of[_SPREAD, space_index]
+                self._refs[SPREAD, space_index] = None
+                slot = self.slot_of[SPREAD, space_index]
                 self.reads[n].append(slot)
                 self.consumers[slot].append(n)
                 self.readers[slot] += 1
 
-    def space_plan(self, graph: Graph) -> SpacePlan:
+    def is_read(self, node: Node) -> bool:
+        """Whether an output of a node has a reader."""
+        return any(self.slot_of.get((node.index, j)) in self.read for j in range(len(node.outputs)))
+
+    def operations(self, graph: Graph) -> list[Operation]:
         """The operations that the nodes and outputs need, and those that these need in turn."""
         operations: list[Operation] = []
         waiting = [*self._refs]
@@ -309,7 +249,7 @@ class _Wires:
         while waiting:
             kind, number = waiting.pop()
             index = len(graph.nodes) + len(operations)
-            if kind == _SPREAD:
+            if kind == SPREAD:
                 operation, needed = self._opening(graph, graph.spaces[number - 1], index)
             elif kind == DERIVED:
                 operation, needed = self._derivation(graph, number, index)
@@ -322,23 +262,21 @@ class _Wires:
                 self.readers[slot] += 1
             waiting += [ref for ref in needed if ref not in seen]
             seen.update(needed)
-        spreads_of = tuple(self.slot_of[_SPREAD, node.space] if node.space else NO_SLOT for node in graph.nodes)
-        first = tuple(one.index for one in operations if one.reads and max(one.reads) < len(graph.inputs))
-        blank = (None,) * (len(graph.spaces) + 1)
-        return SpacePlan(tuple(operations), spreads_of, ((),) * len(blank), first, blank, ())
+        return operations
 
     def _opening(self, graph: Graph, space: Space, index: int) -> tuple[Operation, list[Ref]]:
         """The operation that begins a space, and what must be made before it."""
         needed = [*space.opens]
         if space.parent:  # its spread states whether there is any row
-            needed.append((_SPREAD, space.parent))
+            needed.append((SPREAD, space.parent))
         tensors = self._slots_of(space.opens)
         examined = tensors
         if space.each is not None and _are_batched(graph):
             examined = tensors[len(space.each.tensors) :]  # the count
         reads = tuple(dict.fromkeys(self._slots_of(needed)))
         maker = space.opens[0][0]
-        if space.test is not None and not space.parent and maker >= 0 and not graph.nodes[maker].space:
+        is_whole = maker >= 0 and not graph.nodes[maker].space and not graph.nodes[maker].decoupled
+        if space.test is not None and not space.parent and is_whole:
             self.tested[index] = space.opens[0]
             self.read.add(tensors[0])
             self.consumers[tensors[0]].append(index)
@@ -346,7 +284,7 @@ class _Wires:
         operation = Operation(
             index,
             reads,
-            self.slot_of[_SPREAD, space.index],
+            self.slot_of[SPREAD, space.index],
             tensors,
             opens=space,
             around=space.parent,
@@ -364,10 +302,10 @@ class _Wires:
             below = [one for one in derived.spaces if one != derived.space or not derived.reads]
         if derived.space and derived.space not in below:  # its spread states whether there is any row
             below.append(derived.space)
-        needed = [*derived.reads, *((_SPREAD, one) for one in below)]
+        needed = [*derived.reads, *((SPREAD, one) for one in below)]
         tensors = self._slots_of(derived.reads)
         spreads = tuple(
-            self.slot_of[_SPREAD, one] if is_inward or one != derived.space else NO_SLOT for one in derived.spaces
+            self.slot_of[SPREAD, one] if is_inward or one != derived.space else NO_SLOT for one in derived.spaces
         )
         operation = Operation(
             index,
@@ -408,45 +346,6 @@ def _are_batched(graph: Graph) -> bool:
     return graph.max_batch_size > 0 and all(node.max_batch_size for node in graph.nodes)
 
 
-def _with_nodes(graph: Graph, nodes: Sequence[PlanNode], plan: SpacePlan, wires: _Wires) -> SpacePlan:
-    """The plan with the nodes of each space, the `Absence` of each, and the tests of each node."""
-    operations = tuple(
-        one if one.opens is None else replace(one, absence=_absence(graph, nodes, plan, one, one.opens, wires))
-        for one in plan.operations
-    )
-    tests: list[list[tuple[int, Operation]]] = [[] for _ in nodes]
-    for operation in operations:
-        if operation.index in wires.tested:
-            n, j = wires.tested[operation.index]
-            tests[n].append((j, operation))
-    inside: list[list[int]] = [[] for _ in plan.blank]
-    for node in nodes:
-        if node.writes:
-            inside[graph.nodes[node.index].space].append(node.index)
-    return replace(plan, operations=operations, nodes=tuple(map(tuple, inside)), tests=tuple(map(tuple, tests)))
-
-
-def _absence(
-    graph: Graph, nodes: Sequence[PlanNode], plan: SpacePlan, operation: Operation, opened: Space, wires: _Wires
-) -> Absence:
-    inside = {opened.index}
-    for space in graph.spaces:  # a space comes after the one around it
-        if space.parent in inside:
-            inside.add(space.index)
-    within = [node for node in nodes if node.writes and graph.nodes[node.index].space in inside]
-    around = [one for one in plan.operations if one.around in inside]
-    members = {*(node.index for node in within), *(one.index for one in around)}
-    written = {slot for node in within for _, slot, _ in node.writes} | {one.slot for one in around}
-    waiting = Counter(n for slot in (*written, operation.slot) for n in wires.consumers[slot] if n not in members)
-    reads = [*(node.distinct_inputs for node in within), *(one.reads for one in around)]
-    reading = Counter(slot for slots in reads for slot in slots if slot < wires.count and slot not in written)
-    return Absence(
-        spaces=tuple(one.opens for one in around if one.opens is not None),
-        waiting=tuple(waiting.items()),
-        reading=tuple(reading.items()),
-    )
-
-
 def _plan_node(graph: Graph, node: Node, wires: _Wires, missing: Sequence[int], *, is_apart: bool) -> PlanNode:
     inputs = tuple(wires.fed.get((node.index, i), NO_SLOT) for i in range(len(node.inputs)))
     made = [wires.slot_of.get((node.index, j), NO_SLOT) for j in range(len(node.outputs))]
@@ -460,7 +359,7 @@ def _plan_node(graph: Graph, node: Node, wires: _Wires, missing: Sequence[int], 
     sole = tuple(
         not is_apart and 0 <= slot < wires.count and wires.readers[slot] == inputs.count(slot) == 1 for slot in inputs
     )
-    then = _then(writes, wires.readers, missing)
+    then = None if is_apart else _then(writes, wires.readers, missing)
     goes_on = then is not None and sole == (True,) and _is_plain(graph.nodes[then[2]], wires)
     return PlanNode(
         index=node.index,

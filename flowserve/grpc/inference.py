@@ -28,7 +28,7 @@ from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine, ResponseIterator
 from flowserve.runtime.threads import INLINE_BYTES_MAX, Pause, in_steps
 from flowserve.runtime.tracing.tracing import Watch
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame
 from flowserve.values import Array, BytesLike, DType, Response
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class EngineAccess:
             flow = call.submit(is_accepted=is_accepted)
             if flow is None:
                 raise Unsupported(f"{ONE_RESPONSE}: '{message.target[0]}' answers in a stream")
-            if not flow.done:
+            if not flow.record.done:
                 await self._wait(flow)
             response = self.engine.response(flow)
             return call.encode(response) or await call.encode_in_steps(response)
@@ -106,20 +106,20 @@ class EngineAccess:
         assert deployment.arena is not None
         return deployment.arena.lease(nbytes).view()
 
-    async def _wait(self, flow: Flow) -> None:
+    async def _wait(self, flow: Frame) -> None:
         """Wait until the request is done; withdraw it if the call is cancelled."""
         done: asyncio.Future[None] = self.guest.loop.create_future()
 
-        def wake(flow: Flow) -> None:
+        def wake(flow: Frame) -> None:
             if not done.done():
                 done.set_result(None)
                 self.guest.wake()
 
-        flow.waiter = wake
+        flow.record.waiter = wake
         try:
             await done
         except asyncio.CancelledError:
-            if not flow.done:
+            if not flow.record.done:
                 self.engine.withdraw(flow)
             raise
 
@@ -199,12 +199,12 @@ class InferCall:
         self.message = message
         self._context = context
         self._watch: Watch | None = None  # if it is traced
-        self._flow: Flow | None = None
+        self._flow: Frame | None = None
         self._scope: trio.CancelScope | None = None  # of the task that delivers the responses of a decoupled model
         self._delivered: trio.Event | None = None  # set when that task has delivered the last one
         self._windows: dict[str, RegionWindow] = {}
 
-    def submit(self, *, is_accepted: bool = False) -> Flow | None:
+    def submit(self, *, is_accepted: bool = False) -> Frame | None:
         """Submit the request. For a decoupled model returns None without submitting it. `is_accepted`: as for the
         engine. Raises FlowserveError.
         """
@@ -264,16 +264,16 @@ class InferCall:
             return
         if flow is None:
             on_outcome(STREAMED)
-        elif flow.done:
+        elif flow.record.done:
             on_outcome(self._outcome(flow))
         else:
-            flow.waiter = lambda flow: self._access.guest.post(on_outcome, self._outcome(flow))
+            flow.record.waiter = lambda flow: self._access.guest.post(on_outcome, self._outcome(flow))
 
     def cancel(self) -> None:
         """Withdraw the request. No effect once it is done."""
         if self._scope is not None:
             self._scope.cancel()
-        if self._flow is not None and not self._flow.done:
+        if self._flow is not None and not self._flow.record.done:
             self._access.engine.withdraw(self._flow)
 
     def close(self) -> None:
@@ -309,7 +309,7 @@ class InferCall:
             self._watch.mark("GRPC_SEND_END")
         return parts
 
-    def _outcome(self, flow: Flow) -> CallOutcome:
+    def _outcome(self, flow: Frame) -> CallOutcome:
         """The response or the error. Raises nothing, because it is called inside the engine's step."""
         try:
             return self._access.engine.response(flow)

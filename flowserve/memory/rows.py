@@ -5,7 +5,7 @@ Decides which rows pass a test, what counts as an item, how the rows of several 
 become one row again, and the values of rows and items that no step wrote. A condition that all rows or none pass copies
 nothing; neither do items, which are a view of their tensor. Rows that are picked from a tensor are copied where a batch
 reads them (`recipe`). Does not know graphs, steps or requests beyond the records that it is given. The caller,
-`scheduling/spaces`, gets this module as its `RowOperations`.
+`scheduling/frames`, gets this module as its `RowOperations`.
 """
 
 from __future__ import annotations
@@ -198,6 +198,16 @@ def _as_items(tensor: Tensor) -> Tensor:
         return Joined([_as_items(part) for part in tensor.parts()])
     rows, most, *dims = tensor.shape
     return tensor.viewed((rows * most, *dims), has_rows=True)
+
+
+def restricted(spread: Spread, start: int, stop: int, parent_start: int, parent_stop: int) -> Spread:
+    """The rows `start` to `stop` of a space, as a space of its own among these rows of its parent."""
+    rows, parent_rows = stop - start, parent_stop - parent_start
+    counts = None if spread.counts is None else spread.counts[parent_start:parent_stop]
+    picked = None if spread.picked is None else spread.picked[start:stop] - parent_start
+    if rows == parent_rows and spread.counts is None:
+        picked = None
+    return Spread(rows, parent_rows, picked, counts)
 
 
 def part(tensor: Tensor, start: int, stop: int) -> Tensor:

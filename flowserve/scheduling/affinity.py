@@ -24,8 +24,8 @@ from operator import attrgetter
 from typing import Any, Final
 
 from flowserve.errors import FlowserveError
-from flowserve.graph.plan import NO_SLOT
-from flowserve.scheduling.flow import Facts, Flow, Ticket
+from flowserve.graph.regions import NO_SLOT
+from flowserve.scheduling.frames.frame import Facts, Frame, Ticket
 from flowserve.scheduling.queue import Queue
 
 NO_DEVICE: Final = -1  # the device of tensors on the host: any instance must copy them
@@ -193,7 +193,7 @@ class AffinityBatcher:
         for retry in sorted(self._retries, key=lambda retry: retry[0] != device):
             if retry[0] == device or not self._is_free(retry[0]):
                 self._retries.remove(retry)
-                tickets = [ticket for ticket in retry[1] if not ticket.flow.done]
+                tickets = [ticket for ticket in retry[1] if not ticket.flow.record.done]
                 if tickets:
                     return tickets
         return None
@@ -251,10 +251,10 @@ class AffinityBatcher:
     def expire(self, now_ns: int) -> Sequence[Ticket]:
         return ()
 
-    def withdraw(self, *flows: Flow) -> int:
+    def withdraw(self, *flows: Frame) -> int:
         gone = sum(queue.batcher.withdraw(*flows) for queue in self._queues.values())
         for _, part in self._retries:
-            kept = [ticket for ticket in part if not ticket.flow.done]
+            kept = [ticket for ticket in part if not ticket.flow.record.done]
             gone += len(part) - len(kept)
             part[:] = kept
         self._count -= gone
@@ -271,5 +271,7 @@ class AffinityBatcher:
             waiting += len(queue.batcher)
             times = [ticket.queued_ns for ticket in queue.batcher.tickets()]
             assert times == sorted(times), "a queue is not in order of arrival"
-            assert not any(ticket.flow.done for ticket in queue.batcher.tickets()), "a ticket of a finished flow waits"
+            assert not any(ticket.flow.record.done for ticket in queue.batcher.tickets()), (
+                "a ticket of a finished flow waits"
+            )
         assert self._count == waiting, "a ticket is lost or doubled"

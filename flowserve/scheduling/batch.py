@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from flowserve.errors import FlowserveError
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.frame import Frame, Ticket
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.route import Route
 
@@ -148,12 +148,12 @@ class Decisions(NamedTuple):
     """
 
     batches: list[Batch]
-    finished: list[Flow]
+    finished: list[Frame]
     notices: list[Notice]
     lookups: list[Lookup]
 
 
 # Faster than the constructor, which is a Python function.
-make_decisions: Callable[[tuple[list[Batch], list[Flow], list[Notice], list[Lookup]]], Decisions] = partial(
+make_decisions: Callable[[tuple[list[Batch], list[Frame], list[Notice], list[Lookup]]], Decisions] = partial(
     tuple.__new__, Decisions
 )

@@ -15,43 +15,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 from flowserve.errors import Unavailable
-from flowserve.graph.plan import Plan, PlanNode
+from flowserve.graph.plan import PlanNode
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Facts, Flow, Ticket
+from flowserve.scheduling.frames.borders import RegionFrame
+from flowserve.scheduling.frames.frame import Frame
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.sequence.batcher import Sequences
-from flowserve.scheduling.spaces import SpaceFlow
 from flowserve.scheduling.streaming.backpressure import BackpressureWaits
-from flowserve.scheduling.streaming.iterations import StreamFlow
 
 # Whether a batch of a queue could ever start if these executions never freed their instances and resources.
 CanStart = Callable[[ModelQueue, Sequence[Batch]], bool]
-
-
-class CalledFlow(Flow):
-    """The flow of a BLS request. `finished`: the steps that are over."""
-
-    __slots__ = ("finished",)
-
-    def __init__(self, plan: Plan, *arguments: Any, **options: Any) -> None:
-        super().__init__(plan, *arguments, **options)
-        self.finished: set[int] = set()
-
-    def finish_step(
-        self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int, shared: dict[Any, Any]
-    ) -> list[Ticket]:
-        self.finished.add(node.index)
-        return super().finish_step(node, outputs, m, shared)
-
-    def skip_to(self, nodes: Sequence[PlanNode], inner: Sequence[tuple[int, int]]) -> None:
-        self.finished.update(node.index for node in nodes[:-1])
-        super().skip_to(nodes, inner)
-
-
-Called = CalledFlow | StreamFlow | SpaceFlow
 
 
 class _OpenCalls:
@@ -62,15 +37,15 @@ class _OpenCalls:
     __slots__ = ("by_queue", "flows")
 
     def __init__(self) -> None:
-        self.flows: dict[Called, None] = {}
-        self.by_queue: dict[ModelQueue, dict[Called, None]] = {}
+        self.flows: dict[Frame, None] = {}
+        self.by_queue: dict[ModelQueue, dict[Frame, None]] = {}
 
-    def add(self, flow: Called) -> None:
+    def add(self, flow: Frame) -> None:
         self.flows[flow] = None
         for node in _pending(flow):
             self.by_queue.setdefault(flow.queues[node.index], {})[flow] = None
 
-    def discard(self, flow: Called) -> None:
+    def discard(self, flow: Frame) -> None:
         """Remove a call. No effect if it is not open."""
         if flow not in self.flows:
             return
@@ -86,13 +61,13 @@ class _OpenCalls:
         """The queues of the unfinished steps."""
         return [queue for queue in [*self.by_queue] if any(True for _ in self.steps_at(queue))]
 
-    def steps_at(self, queue: ModelQueue) -> Iterator[tuple[Called, PlanNode]]:
+    def steps_at(self, queue: ModelQueue) -> Iterator[tuple[Frame, PlanNode]]:
         """The unfinished steps at a queue, those of the latest call first: these have waited least, so they are the
         most likely to be blocked. Calls without such a step are removed from `by_queue`, because a finished step never
         becomes unfinished again.
         """
         calls = self.by_queue[queue]
-        over: list[Called] = []
+        over: list[Frame] = []
         try:
             for flow in reversed(calls):
                 steps = [(flow, node) for node in _pending(flow) if flow.queues[node.index] is queue]
@@ -117,7 +92,7 @@ class CallGraph:
     def __bool__(self) -> bool:
         return bool(self._open_calls or self._send_waits.waiting)
 
-    def begin(self, batch: Batch, flow: Called) -> None:
+    def begin(self, batch: Batch, flow: Frame) -> None:
         """Record that the execution of `batch` waits for `flow`, which is submitted next. Raises Unavailable if that
         would deadlock.
         """
@@ -135,7 +110,7 @@ class CallGraph:
                 text
             )  # not assigned to a name: that would hold this frame and the flow in a reference cycle
 
-    def over(self, batch: Batch, flow: Called) -> None:
+    def over(self, batch: Batch, flow: Frame) -> None:
         """The execution no longer waits for `flow`. A repeated call has no effect."""
         calls = self._open_calls.get(batch)
         if calls is not None:
@@ -147,7 +122,7 @@ class CallGraph:
         """The execution has ended and waits for no call."""
         self._open_calls.pop(batch, None)
 
-    def includes(self, flow: Called) -> bool:
+    def includes(self, flow: Frame) -> bool:
         """Whether an execution waits for this flow."""
         return any(flow in calls.flows for calls in self._open_calls.values())
 
@@ -196,7 +171,7 @@ class _DeadlockAnalysis:
         self._can_start = can_start
         self.stuck: dict[Batch, None] = dict.fromkeys([*made, *self._blocked_sends])
         self._waiting_at = _by_queue(self.stuck)
-        self._running: dict[ModelQueue, dict[tuple[Flow, int], list[Batch]]] = {}  # the steps in `_waiting_at`
+        self._running: dict[ModelQueue, dict[tuple[Frame, int], list[Batch]]] = {}  # the steps in `_waiting_at`
         self._renew()
 
     def shrink(self) -> None:
@@ -211,7 +186,7 @@ class _DeadlockAnalysis:
         self._stuck_at = _by_queue(self.stuck)
         self._startable: dict[ModelQueue, bool] = {}
         # At models that keep order: the flows up to the first of `stuck`; None if none of `stuck` has started there.
-        self._not_behind: dict[ModelQueue, set[Flow] | None] = {}
+        self._not_behind: dict[ModelQueue, set[Frame] | None] = {}
 
     def _is_stuck(self, batch: Batch) -> bool:
         """Whether an execution cannot continue unless one of `stuck` does."""
@@ -229,16 +204,16 @@ class _DeadlockAnalysis:
                 return False
             if queue.order is None and not isinstance(queue.bound, Sequences):  # then only what `stuck` runs is blocked
                 return any(
-                    (flow := ticket.flow.whole) in calls.flows and _is_pending(flow, ticket.node)
+                    (flow := ticket.flow.whole) in calls.flows and flow.is_pending(ticket.node)
                     for batch in stuck
                     for ticket in batch.tickets
                 )
         return any(self._blocks(flow, node) for flow, node in calls.steps_at(queue))
 
-    def is_deadlocked(self, flow: Called) -> bool:
+    def is_deadlocked(self, flow: Frame) -> bool:
         return any(self._blocks(flow, node) for node in _pending(flow))
 
-    def explanation(self, flow: Called, caller: Batch) -> str:
+    def explanation(self, flow: Frame, caller: Batch) -> str:
         """The error message of a deadlocked call."""
         blocked = [*self._blocked(flow)]
         pause = self._send_cause(flow, blocked)
@@ -255,7 +230,7 @@ class _DeadlockAnalysis:
             hint = "there must be more of them (--rate-limit-resource), or the models must ask for less"
         return f"model {cycle}: this call can never be answered, because {why}; {hint}"
 
-    def _send_cause(self, flow: Called, blocked: Sequence[tuple[ModelQueue, list[Batch]]]) -> str:
+    def _send_cause(self, flow: Frame, blocked: Sequence[tuple[ModelQueue, list[Batch]]]) -> str:
         """The message of a call that waits for a step blocked in send(), or for its own sequence; else ""."""
         for queue, blockers in blocked:
             text = f"'{queue.key.name}': this call can never be answered, because"
@@ -269,7 +244,7 @@ class _DeadlockAnalysis:
                 return f"{text} {why}; answer first, or call with another sequence"
         return ""
 
-    def _path(self, flow: Called, caller: Batch) -> list[Batch]:
+    def _path(self, flow: Frame, caller: Batch) -> list[Batch]:
         """The shortest chain of executions from one that could have served `flow` to its caller, each waiting for the
         next; only the caller if others were deadlocked before (a resource became scarcer meanwhile).
         """
@@ -288,13 +263,13 @@ class _DeadlockAnalysis:
             path.insert(0, before)
         return path
 
-    def _blocked(self, flow: Called) -> Iterator[tuple[ModelQueue, list[Batch]]]:
+    def _blocked(self, flow: Frame) -> Iterator[tuple[ModelQueue, list[Batch]]]:
         """The queues of the steps that can never run, each with the executions that block them."""
         for node in _pending(flow):
             if self._blocks(flow, node):
                 yield flow.queues[node.index], self._blockers(flow, node)
 
-    def _blockers(self, flow: Called, node: PlanNode) -> list[Batch]:
+    def _blockers(self, flow: Frame, node: PlanNode) -> list[Batch]:
         """The executions that block a step. If none of them holds an instance of its model, they hold its resources."""
         queue: ModelQueue = flow.queues[node.index]
         here = [*self._ahead(flow, queue), *self._running_at(queue).get((flow, node.index), ())]
@@ -314,10 +289,10 @@ class _DeadlockAnalysis:
                 others = (step for step in calls.steps_at(queue) if (step[0], step[1].index) not in running)
                 steps += islice((step for step in others if self._blocks(*step)), 1)
                 for flow, node in steps:
-                    if _is_pending(flow, node) and self._blocks(flow, node):
+                    if flow.is_pending(node) and self._blocks(flow, node):
                         yield from self._blockers(flow, node)
 
-    def _blocks(self, flow: Called, node: PlanNode) -> bool:
+    def _blocks(self, flow: Frame, node: PlanNode) -> bool:
         queue: ModelQueue = flow.queues[node.index]
         if self._is_behind(flow, queue):
             return True
@@ -336,7 +311,7 @@ class _DeadlockAnalysis:
             startable = self._startable[queue] = self._can_start(queue, [*self.stuck])
         return startable
 
-    def _running_at(self, queue: ModelQueue) -> dict[tuple[Flow, int], list[Batch]]:
+    def _running_at(self, queue: ModelQueue) -> dict[tuple[Frame, int], list[Batch]]:
         """The steps that waiting executions of this queue run, each with these executions."""
         steps = self._running.get(queue)
         if steps is None:
@@ -346,13 +321,13 @@ class _DeadlockAnalysis:
                     steps.setdefault((ticket.flow.whole, ticket.node.index), []).append(batch)
         return steps
 
-    def _is_behind(self, flow: Called, queue: ModelQueue) -> bool:
+    def _is_behind(self, flow: Frame, queue: ModelQueue) -> bool:
         """Whether a deadlocked execution's response must leave before those of `flow`, if the model keeps order."""
         if queue.order is None or queue not in self._stuck_at:
             return False
         if queue not in self._not_behind:
             stuck = {id(ticket) for batch in self._stuck_at[queue] for ticket in batch.tickets}
-            not_behind: set[Flow] = set()
+            not_behind: set[Frame] = set()
             for ticket in queue.order:
                 not_behind.add(ticket.flow.whole)
                 if id(ticket) in stuck:
@@ -363,7 +338,7 @@ class _DeadlockAnalysis:
         first = self._not_behind[queue]
         return first is not None and flow not in first
 
-    def _ahead(self, flow: Called, queue: ModelQueue) -> list[Batch]:
+    def _ahead(self, flow: Frame, queue: ModelQueue) -> list[Batch]:
         """The deadlocked executions whose responses must leave before those of `flow`, if the model keeps order."""
         if queue.order is None:
             return []
@@ -379,20 +354,14 @@ def _by_queue(batches: Collection[Batch]) -> dict[ModelQueue, list[Batch]]:
     return found
 
 
-def _is_pending(flow: Called, node: PlanNode) -> bool:
-    return not flow.done and node.is_needed and node.index not in flow.finished
+def _pending(flow: Frame) -> Iterator[PlanNode]:
+    for node in flow.plan.nodes:
+        if flow.is_pending(node):
+            yield node
 
 
-def _pending(flow: Called) -> Iterator[PlanNode]:
-    if not flow.done:
-        finished = flow.finished
-        for node in flow.plan.nodes:
-            if node.is_needed and node.index not in finished:
-                yield node
-
-
-def _answers(flow: Called, node: PlanNode) -> bool:
+def _answers(flow: Frame, node: PlanNode) -> bool:
     """Whether this is a started decoupled step, which continues without an instance."""
-    return isinstance(flow, StreamFlow) and any(
-        source.node is node and source.sender is not None for source in flow.sources()
+    return isinstance(flow, RegionFrame) and any(
+        source.node is node and source.sender is not None for source in flow.all_sources()
     )

@@ -29,7 +29,7 @@ from itertools import chain, count, pairwise, takewhile
 from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from flowserve.errors import FlowserveError, Unavailable
-from flowserve.scheduling.flow import Facts, Flow, Ticket
+from flowserve.scheduling.frames.frame import Facts, Frame, Ticket
 
 # After this many batches without a ticket of a lane, the next batch begins with that lane. Under Triton's strict
 # priority rule a steady stream of high-priority requests starves all others; this limit costs one batch in 33.
@@ -107,7 +107,7 @@ class Tickets:
 
     def __init__(self) -> None:
         self.waiting: OrderedDict[Hashable, Ticket] = OrderedDict()
-        self.twins: dict[Flow, list[Ticket]] = {}
+        self.twins: dict[Frame, list[Ticket]] = {}
 
     def append(self, ticket: Ticket) -> None:
         if self.waiting.setdefault(ticket.flow, ticket) is not ticket:
@@ -151,7 +151,7 @@ class Tickets:
         elif self.waiting.pop(ticket, None) is not None:
             self.forget_twins((ticket,))
 
-    def withdraw(self, flow: Flow) -> list[Ticket]:
+    def withdraw(self, flow: Frame) -> list[Ticket]:
         """Remove and return the tickets of a flow."""
         first = self.waiting.pop(flow, None)
         gone = [] if first is None else [first]
@@ -247,9 +247,9 @@ class LevelPolicy:
     may_override: bool = False
     is_delayed: bool = False
 
-    def timeout_of(self, flow: Flow) -> int:
+    def timeout_of(self, flow: Frame) -> int:
         """How long a request may wait, in nanoseconds; 0: no limit."""
-        own_ns, timeout_ns = flow.timeout_ns, self.timeout_ns
+        own_ns, timeout_ns = flow.record.timeout_ns, self.timeout_ns
         return own_ns if self.may_override and 0 < own_ns < timeout_ns else timeout_ns
 
 
@@ -311,7 +311,7 @@ class Batcher(Protocol):
     def expire(self, now_ns: int) -> Sequence[Ticket]:
         """Remove and return the tickets whose timeout has passed, to be refused. An early call has no effect."""
 
-    def withdraw(self, *flows: Flow) -> int:
+    def withdraw(self, *flows: Frame) -> int:
         """Remove every ticket of a flow that is over; `flows` are the request's flow and its iterations, all `done`.
         Returns the number of tickets. The cost does not depend on the number of other tickets.
         """
@@ -382,7 +382,7 @@ class Queue:
                 self._plain.append_twin(ticket)
             return
         flow = ticket.flow
-        level = self._levels.of(flow.priority)
+        level = self._levels.of(flow.record.priority)
         policy = self._levels.policy_of(level)
         if policy.max_size and self._size(level) >= policy.max_size:
             where = f"priority level {level}" if level else "the queue"
@@ -469,12 +469,12 @@ class Queue:
                 refused.append(ticket)
         return refused
 
-    def withdraw(self, *flows: Flow) -> int:
+    def withdraw(self, *flows: Frame) -> int:
         if self._is_plain:
             return sum(len(self._plain.withdraw(flow)) for flow in flows)
         before = self._count
         for flow in flows:
-            level = self._levels.of(flow.priority)
+            level = self._levels.of(flow.record.priority)
             for number in (2 * level, 2 * level + 1):
                 lane = self._lanes.get(number)
                 gone = lane.withdraw(flow) if lane is not None else ()
@@ -532,7 +532,7 @@ class Queue:
         for lane in (self._plain, *self._lanes.values()):
             lane.check()
         assert self._is_plain or self._count == sum(map(len, self._lanes.values())), "a ticket is lost or doubled"
-        assert not any(ticket.flow.done for ticket in self.tickets()), "a ticket of an answered flow still waits"
+        assert not any(ticket.flow.record.done for ticket in self.tickets()), "a ticket of an answered flow still waits"
         if self._is_plain:
             times = [ticket.queued_ns for ticket in self._plain]
             assert times == sorted(times), "(1) the queue is not in order of arrival"
@@ -581,7 +581,7 @@ class Order:
     def __init__(self) -> None:
         self._started: deque[Ticket] = deque()
         self._held: dict[Ticket, HeldOutcome] = {}
-        self._holding: set[Flow] = set()  # the flows of these
+        self._holding: set[Frame] = set()  # the flows of these
 
     def started(self, tickets: Sequence[Ticket]) -> None:
         """Append tickets that left the queue, in this order."""
@@ -595,11 +595,11 @@ class Order:
     ) -> None:
         """Hold the outcomes of a complete batch."""
         for m, ticket in enumerate(tickets):
-            if not ticket.flow.done:
+            if not ticket.flow.record.done:
                 self._held[ticket] = (m, ticket, outputs, errors)
                 self._holding.add(ticket.flow)
 
-    def holds(self, flow: Flow) -> bool:
+    def holds(self, flow: Frame) -> bool:
         """Whether the outcome of `flow`, which has one ticket, is held."""
         return flow in self._holding
 
@@ -608,7 +608,7 @@ class Order:
         started = self._started
         while started:
             outcome = self._held.pop(started[0], None)
-            if outcome is None and not started[0].flow.done:
+            if outcome is None and not started[0].flow.record.done:
                 return None
             self._holding.discard(started.popleft().flow)
             if outcome is not None:
@@ -619,13 +619,13 @@ class Order:
         """The started tickets, in order."""
         return iter(self._started)
 
-    def ahead_of(self, flow: Flow) -> Iterator[Ticket]:
+    def ahead_of(self, flow: Frame) -> Iterator[Ticket]:
         """The started tickets before the first one of `flow`; all of them if it has none."""
         return takewhile(lambda ticket: ticket.flow.whole is not flow, self._started)
 
     def check(self) -> None:
         """Assert that no outcome could leave. For tests and simulation, between two calls of `schedule`."""
-        assert not self._started or not (self._started[0] in self._held or self._started[0].flow.done), (
+        assert not self._started or not (self._started[0] in self._held or self._started[0].flow.record.done), (
             "an outcome that could leave is held"
         )
         assert self._held.keys() <= set(self._started), "an outcome is held whose ticket has not started"

@@ -27,7 +27,7 @@ class Route:
     `rows_max` and `requests_max`: the largest batch that every further stage accepts. `reads[i]`: for each input of
     stage i + 1 the output that feeds it, as (stage, output); `last_reads[i]`: for each of these whether no later stage
     reads it. `checks[i]`: the inputs of stage i + 1 whose dims are known only at run time, as (input, dims). `inner`:
-    the argument of `Flow.skip_to`. `worker_data` belongs to the workers. `groups`: the group of each instance of the
+    the argument of `Frame.skip_to`. `worker_data` belongs to the workers. `groups`: the group of each instance of the
     first stage, if only instances of one group pass batches to each other; else empty.
     """
 

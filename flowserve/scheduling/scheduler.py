@@ -47,8 +47,9 @@ from flowserve.scheduling.batch import (
     Withdrawn,
     make_decisions,
 )
-from flowserve.scheduling.call_graph import Called, CalledFlow, CallGraph
-from flowserve.scheduling.flow import Facts, Flow, Ticket
+from flowserve.scheduling.call_graph import CallGraph
+from flowserve.scheduling.frames.borders import RegionFrame
+from flowserve.scheduling.frames.frame import OVER, Facts, Frame, Ticket
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BoundBatcher, ClosedQueue, Deadlines, Order, Queue
 from flowserve.scheduling.rate_limit.limiter import Limiter
@@ -56,12 +57,10 @@ from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX, RateLimit
 from flowserve.scheduling.route import RECALL_NS, Route, find_route
 from flowserve.scheduling.sequence.batcher import Sequences
 from flowserve.scheduling.sequence.strategies import Iterative
-from flowserve.scheduling.spaces import Part, SpaceFlow
 from flowserve.scheduling.streaming.backpressure import BackpressureWaits
 from flowserve.scheduling.streaming.credits import Streams
-from flowserve.scheduling.streaming.iterations import Iteration, StreamFlow
 
-_by_stamp = attrgetter("stamp")
+_by_stamp = attrgetter("record.stamp")
 
 
 class StageResults(Protocol):
@@ -92,14 +91,14 @@ class Scheduler:
         if limiter is not None:
             self.rate_limit = RateLimit(limiter, overtaken_max, self.calls, self._next_tickets, self._is_empty)
         self._to_start: list[Batch] = []
-        self._finished: list[Flow] = []
+        self._finished: list[Frame] = []
         self._lookups: list[Lookup] = []
         # Flows that are over, whose tensors may still be read: `_ended` by batches that the next `schedule` returns,
         # `_releasable` by batches that the last one returned. Those have started before the next call.
-        self._ended: list[Flow] = []
-        self._releasable: list[Flow] = []
+        self._ended: list[Frame] = []
+        self._releasable: list[Frame] = []
         self._queues: list[ModelQueue] = []
-        self._arrivals: list[Flow] = []
+        self._arrivals: list[Frame] = []
         self._dirty: deque[ModelQueue] = deque()  # queues that `schedule` examines
         self._timed: dict[ModelQueue, None] = {}  # queues whose tickets or sequences may time out or wait for a delay
         self._retries: deque[tuple[ModelQueue, list[Ticket]]] = deque()  # parts of batches that failed
@@ -108,8 +107,8 @@ class Scheduler:
         self._ending_queues: set[ModelQueue] = set()  # queues that are removed when their batches are complete
         self._ending = ""  # why no further step is started; "" until `fail_all`
         self.in_flight = 0  # flows submitted or held and not finished
-        self._held: dict[Flow, None] = {}
-        self._due: Deadlines[Flow] | None = None  # deadlines of flows; None until a flow has one
+        self._held: dict[Frame, None] = {}
+        self._due: Deadlines[Frame] | None = None  # deadlines of flows; None until a flow has one
         self._timer_ns: int | None = None  # when time alone changes which batches can start
 
     # ------------------------------------------------------------------ models
@@ -172,32 +171,32 @@ class Scheduler:
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, flow: Flow) -> None:
+    def submit(self, flow: Frame) -> None:
         """Add a request. The next `schedule` queues its first tickets."""
         self.in_flight += 1
         self._arrivals.append(flow)
 
-    def hold(self, flow: Flow) -> None:
+    def hold(self, flow: Frame) -> None:
         """Add a request that is not queued before `release`, or is finished by `answer` without running."""
         self.in_flight += 1
         self._held[flow] = None
 
-    def release(self, flow: Flow) -> None:
+    def release(self, flow: Frame) -> None:
         """Let a held request run. The next `schedule` queues its first tickets."""
         del self._held[flow]
         self._arrivals.append(flow)
 
-    def answer(self, flow: Flow) -> None:
+    def answer(self, flow: Frame) -> None:
         """Finish a held flow whose outputs are set already (response cache)."""
         self._finish(flow)
 
-    def due_by(self, flow: Flow, at_ns: int) -> None:
+    def due_by(self, flow: Frame, at_ns: int) -> None:
         """Set the flow's deadline: it fails with DeadlineExceeded if it is not finished by `at_ns`."""
         if self._due is None:
             self._due = Deadlines()
         self._due.add(flow, at_ns)
 
-    def call(self, batch: Batch | None, flow: Called) -> None:
+    def call(self, batch: Batch | None, flow: Frame) -> None:
         """Add a BLS request, made during the execution of `batch` if that is not None. Raises Unavailable if the call
         would deadlock, and while the server stops. The caller calls `calls.over` when the request is over.
         """
@@ -207,14 +206,14 @@ class Scheduler:
             self.calls.begin(batch, flow)
         self.submit(flow)
 
-    def cancel(self, flow: Flow) -> Sequence[ModelQueue]:
+    def cancel(self, flow: Frame) -> Sequence[ModelQueue]:
         """The caller of this flow disconnected: remove its waiting tickets; running batches run to completion. A
         repeated call has no effect. Returns the queue of each removed ticket; the next `schedule` may form a batch
         without them.
         """
-        left = () if flow.done else self._end(flow)
-        if isinstance(flow, StreamFlow):
-            flow.answers.clear()  # no reader takes them, and each is in a reference cycle with the flow
+        left = () if flow.record.done else self._end(flow)
+        if isinstance(flow, RegionFrame):
+            flow.stream.answers.clear()  # no reader takes them, and each is in a reference cycle with the flow
         return left
 
     def fail_all(self, reason: str) -> None:
@@ -225,7 +224,7 @@ class Scheduler:
         self.streams.stop(reason)
         arrivals, self._arrivals = self._arrivals, []
         for flow in [*arrivals, *self._held]:
-            if not flow.done:
+            if not flow.record.done:
                 self._fail(flow, Unavailable(reason))
         for queue in self._queues:
             self._refuse_waiting(queue, reason)
@@ -235,7 +234,7 @@ class Scheduler:
         """Whether `fail_all` was called."""
         return bool(self._ending)
 
-    def is_retried(self, flow: Flow) -> bool:
+    def is_retried(self, flow: Frame) -> bool:
         """Whether a flow waits for the retry of a failed batch."""
         return any(ticket.flow is flow for _, tickets in self._retries for ticket in tickets)
 
@@ -275,7 +274,7 @@ class Scheduler:
         """
         if self._releasable:
             for flow in self._releasable:
-                flow.tensors = []
+                flow.tensors.clear()
             self._releasable = []
         if self._timed or self._due is not None:
             self._expire(now_ns)
@@ -306,7 +305,7 @@ class Scheduler:
         self._releasable, self._ended = self._ended, []
         return decisions
 
-    def take_finished(self) -> list[Flow]:
+    def take_finished(self) -> list[Frame]:
         """Remove and return the flows finished since the last `schedule`, for example by `answer`."""
         finished, self._finished = self._finished, []
         return finished
@@ -353,14 +352,14 @@ class Scheduler:
             arrivals.sort(key=_by_stamp)
         changed = self.streams.mark_due
         for flow in arrivals:
-            if flow.done:
+            if flow.record.done:
                 continue
             try:
                 tickets = flow.begin(changed)
                 for ticket in tickets:
                     self._put(ticket, now_ns)
             except FlowserveError as error:
-                if not flow.done:
+                if not flow.record.done:
                     self._fail(flow, error)
                 continue
             if not flow.open:  # every requested output is one of the inputs
@@ -374,14 +373,14 @@ class Scheduler:
 
     def _queue_step(self, ticket: Ticket, now_ns: int) -> None:
         """Queue a step that was looked up in the response cache."""
-        if ticket.flow.done:
+        if ticket.flow.record.done:
             return
         try:
             if self._ending:
                 raise Unavailable(self._ending)
             self._put(ticket, now_ns, is_looked_up=True)
         except FlowserveError as error:
-            if not ticket.flow.done:
+            if not ticket.flow.record.done:
                 self._fail(ticket.flow, error)
 
     def _assign_all(self, now_ns: int) -> None:
@@ -451,7 +450,7 @@ class Scheduler:
             return queue.bound.take_for(instance, now_ns)
         for retry in [retry for retry in self._retries if retry[0] is queue]:
             self._retries.remove(retry)
-            tickets = [ticket for ticket in retry[1] if not ticket.flow.done]
+            tickets = [ticket for ticket in retry[1] if not ticket.flow.record.done]
             if tickets:
                 return tickets
         taken = queue.batcher.take(now_ns)
@@ -465,7 +464,7 @@ class Scheduler:
     def _start_retries(self, now_ns: int) -> None:
         for _ in range(len(self._retries)):
             queue, tickets = self._retries.popleft()
-            tickets = [ticket for ticket in tickets if not ticket.flow.done]
+            tickets = [ticket for ticket in tickets if not ticket.flow.record.done]
             if not tickets:
                 continue
             if not queue.free:
@@ -538,10 +537,10 @@ class Scheduler:
         queue: ModelQueue = ticket.flow.queues[ticket.node.index]
         assert queue.lookups is not None
         queue.lookups.waiting.discard(ticket)
-        errors = {} if error is None else {0: ticket.located(error)}
+        errors = {} if error is None else {0: ticket.copy_located(error)}
         if queue.order is None:
             self._advance_each(((0, ticket),), outputs, errors, now_ns)
-        elif not ticket.flow.done:
+        elif not ticket.flow.record.done:
             queue.order.started((ticket,))
             queue.order.hold((ticket,), outputs, errors)
             self._mark(queue)
@@ -554,11 +553,13 @@ class Scheduler:
         keeps the order of its responses does not wait either, because it would lose its position if the other step
         failed.
         """
-        if ticket.flow.done:
+        if ticket.flow.record.done:
             return
         queue: ModelQueue = ticket.flow.queues[ticket.node.index]
         assert queue.lookups is not None
-        if queue.lookups.run(ticket, key, may_follow=queue.order is None and not self._is_called(ticket.flow.whole)):
+        if queue.lookups.run(
+            ticket, key, may_follow=queue.order is None and not self.calls.includes(ticket.flow.whole)
+        ):
             self._queue_step(ticket, now_ns)
 
     def may_answer(self, queue: ModelQueue) -> bool:
@@ -573,9 +574,6 @@ class Scheduler:
         """
         assert queue.lookups is not None
         return queue.lookups.land(ticket)
-
-    def _is_called(self, flow: Flow) -> bool:
-        return isinstance(flow, CalledFlow) or (isinstance(flow, (StreamFlow, SpaceFlow)) and self.calls.includes(flow))
 
     # ------------------------------------------------------------------ results
 
@@ -596,7 +594,7 @@ class Scheduler:
             if self._finish_alike(batch.tickets, made[-1].outputs, route.nodes[-1]) == len(batch.tickets):
                 return False
             for ticket in batch.tickets:
-                if not ticket.flow.done:
+                if not ticket.flow.record.done:
                     ticket.flow.skip_to(route.nodes, route.inner)
             self._advance_each(enumerate(batch.stage(len(route) - 1).tickets), made[-1].outputs, {}, now_ns)
             return False
@@ -609,7 +607,7 @@ class Scheduler:
             return self._fail_batch(batch, error)
         tickets, outputs, errors = batch.tickets, made[0].outputs, made[0].errors
         if errors:
-            errors = {m: tickets[m].located(error, batch.instance) for m, error in errors.items()}
+            errors = {m: tickets[m].copy_located(error, batch.instance) for m, error in errors.items()}
         if batch.queue.order is not None:
             batch.queue.order.hold(tickets, outputs, errors)
             return False
@@ -626,7 +624,7 @@ class Scheduler:
         return False
 
     def _advance_alike(self, tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]], now_ns: int) -> int:
-        """`Flow.finish_step` for the members of a batch that all continue with the same single step, which is queued.
+        """`Frame.finish_step` for the members of a batch that all continue with the same single step, which is queued.
         Stops before the first member that differs; that member and those behind it are unchanged. Returns the number of
         flows that advanced.
         """
@@ -646,19 +644,20 @@ class Scheduler:
             flow = ticket.flow
             if (
                 ticket.node is not node
-                or flow.done
+                or flow.record.done
                 or handle is None
-                or type(flow) is not Flow
+                or type(flow) is not Frame
                 or flow.queues is not queues
             ):
                 break
             rows = handle.stop - handle.start
             if not 0 <= rows <= following.max_batch_size:
                 break
-            # `Flow.finish_step`, `Flow._ticket` and `_put`, inlined: three calls less per ticket.
+            # `Frame.finish_step`, `Frame._ticket` and `_put`, inlined: three calls less per ticket.
             flow.tensors[slot] = handle
             flow.tensors[read] = None
             flow.readers[read] = 0
+            flow.missing[node.index] = OVER
             flow.missing[consumer] = 0
             put(Ticket(flow, following, rows, (handle.shape[1:],) if following.variable else None, now_ns))
             advanced += 1
@@ -679,23 +678,23 @@ class Scheduler:
             return 0
         j, slot = last.ends
         node = tickets[0].node
-        flows: list[Flow] = []
+        flows: list[Frame] = []
         for ticket, handle in zip(tickets, outputs[j], strict=True):
             flow = ticket.flow
-            if ticket.node is not node or flow.done or flow.open != 1 or type(flow) is not Flow:
+            if ticket.node is not node or flow.record.done or flow.open != 1 or type(flow) is not Frame:
                 break
-            flow.tensors[slot] = handle  # `Flow.finish_step`, inlined: a call less per ticket
+            flow.tensors[slot] = handle  # `Frame.finish_step`, inlined: a call less per ticket
             for read in node.frees:
                 flow.tensors[read] = None
             flow.open = 0
             flows.append(flow)
         if self._held or self._due is not None:
             for flow in flows:
-                if not flow.done:  # the failure of an earlier one may have ended it
+                if not flow.record.done:  # the failure of an earlier one may have ended it
                     self._finish(flow)
         else:  # `_finish`, inlined: a call less per flow
             for flow in flows:
-                flow.done = True
+                flow.record.done = True
             self._finished += flows
             self.in_flight -= len(flows)
         return len(flows)
@@ -710,20 +709,20 @@ class Scheduler:
         shared: dict[Any, Any] | None = None,
     ) -> None:
         """Advance the flows of these tickets by one step; each ticket comes with its position in the batch. The next
-        tickets are queued, except those of nodes that the batch `passed`. `shared` is as in `Flow.finish_step`.
+        tickets are queued, except those of nodes that the batch `passed`. `shared` is as in `Frame.finish_step`.
         """
         if shared is None:
             shared = {}
         for m, ticket in tickets:
             flow = ticket.flow
-            if flow.done:
+            if flow.record.done:
                 continue
             if errors and m in errors:
                 self._fail_step(ticket, errors[m])
                 continue
             at_fault = ticket  # the ticket whose flow fails if an error is raised
             try:
-                following = flow.finish_step(ticket.node, outputs, m, shared)
+                following = flow.finish_step(ticket, ticket.node, outputs, m, shared)
                 if passed:
                     following = [after for after in following if after.node.index not in passed]
                 if following:
@@ -732,7 +731,7 @@ class Scheduler:
                     for at_fault in following:
                         self._put(at_fault, now_ns)
             except FlowserveError as error:
-                if not at_fault.flow.whole.done:  # a part of a step is done, and its request is not
+                if not at_fault.flow.record.done:
                     self._fail(at_fault.flow, error)
                 if at_fault is not ticket:  # the rest may belong to other requests, if requests share in-flight slots
                     self.streams.put(following[following.index(at_fault) + 1 :], now_ns)
@@ -755,13 +754,13 @@ class Scheduler:
         passed = {node.index for node in route.nodes[: len(made) + (error is not None)]}
         for i, results in enumerate(made):
             stage = batch.stage(i)
-            errors = {m: stage.tickets[m].located(one, stage.instance) for m, one in results.errors.items()}
+            errors = {m: stage.tickets[m].copy_located(one, stage.instance) for m, one in results.errors.items()}
             self._advance_each(enumerate(stage.tickets), results.outputs, errors, now_ns, passed)
         return error is not None and self._fail_batch(batch.stage(len(made)), error)
 
     def _fail_batch(self, batch: Batch, error: FlowserveError, *, is_final: bool = False) -> bool:
         """A batch, or one stage of a route, failed as a whole. Returns whether it is retried; never if `is_final`."""
-        tickets = [ticket for ticket in batch.tickets if not ticket.flow.done]
+        tickets = [ticket for ticket in batch.tickets if not ticket.flow.record.done]
         if isinstance(error, MachineLost) and not is_final and self._runs_once_more(batch.queue, tickets):
             return True
         has_died = is_final or isinstance(error, (InstanceDied, MachineLost))
@@ -782,12 +781,12 @@ class Scheduler:
             shared.raised = Raised(str(error))  # for the log only: it is about one of them
             error = shared
         if batch.queue.order is not None:
-            errors = {m: ticket.located(error, batch.instance) for m, ticket in enumerate(batch.tickets)}
+            errors = {m: ticket.copy_located(error, batch.instance) for m, ticket in enumerate(batch.tickets)}
             batch.queue.order.hold(batch.tickets, (), errors)
             return False
         for ticket in tickets:
-            if not ticket.flow.done:  # two tickets of a batch may belong to one flow
-                self._fail_step(ticket, ticket.located(error, batch.instance))
+            if not ticket.flow.record.done:  # two tickets of a batch may belong to one flow
+                self._fail_step(ticket, ticket.copy_located(error, batch.instance))
         return False
 
     def _runs_once_more(self, queue: ModelQueue, tickets: Sequence[Ticket]) -> bool:
@@ -810,7 +809,7 @@ class Scheduler:
         bound = batch.queue.bound
         assert isinstance(bound, Iterative)
         for ticket in tickets:
-            if self._ending and not ticket.flow.done:
+            if self._ending and not ticket.flow.record.done:
                 self._fail(ticket.flow, Unavailable(self._ending))
             else:
                 bound.reschedule(ticket, now_ns)
@@ -832,9 +831,9 @@ class Scheduler:
                 self._set_free(batch)
         raised: Exception | None = None
         for ticket in batch.tickets:
-            if not ticket.flow.whole.done:
+            if not ticket.flow.record.done:
                 try:
-                    self._fail_step(ticket, ticket.located(error, batch.instance))
+                    self._fail_step(ticket, ticket.copy_located(error, batch.instance))
                 except Exception as one:  # the remaining members must fail too
                     raised = one
         if raised is not None:
@@ -915,7 +914,7 @@ class Scheduler:
             is_full = True
         except Invalid as error:  # the request belongs to no sequence
             error.is_refusal = True
-            ticket.flow.located(error, ticket.node)
+            ticket.located(error)
             self._refuse(queue, ticket, error)
             raise
         if is_full:  # not in the handler: errors raised there would hold these frames, and flows, by their context
@@ -939,17 +938,17 @@ class Scheduler:
             else:
                 self._mark(queue)
                 self._assign_in_turn(self.rate_limit, now_ns)
-        if ticket.flow.done:  # another of its steps has timed out
+        if ticket.flow.record.done:  # another of its steps has timed out
             raise Cancelled("its request is over")
         try:
             queue.batcher.put(ticket)
         except Unavailable as error:
-            if isinstance(ticket.flow, Part) and ticket.flow.step.flow.hold_back(ticket.flow):
+            if ticket.part is not None and self.streams.hold_back(ticket):
                 if queue.lookups is not None:
                     self._to_run += queue.lookups.fail(ticket)
                 return
             error.is_refusal = True
-            ticket.flow.located(error, ticket.node)
+            ticket.located(error)
             self._refuse(queue, ticket, error)
             raise
 
@@ -960,13 +959,13 @@ class Scheduler:
             self._to_run += queue.lookups.fail(ticket)
         flow = ticket.flow
         self._drop_tensors(flow)
-        if not isinstance(flow, Iteration):  # an iteration counts no steps
+        if type(flow) is Frame:  # the frames of regions count their steps themselves
             flow.open -= 1
 
     def _refuse_orphans(self, queue: ModelQueue, bound: BoundBatcher) -> None:
         for ticket, error in bound.orphans():
-            if not ticket.flow.done:
-                own = ticket.flow.located(type(error)(str(error)), ticket.node)
+            if not ticket.flow.record.done:
+                own = ticket.located(type(error)(str(error)))
                 self._refuse(queue, ticket, own)
                 self._fail(ticket.flow, own)
 
@@ -983,7 +982,7 @@ class Scheduler:
 
     def _refuse_each(self, queue: ModelQueue, tickets: Sequence[Ticket], reason: str) -> None:
         for ticket in tickets:
-            if not ticket.flow.done:
+            if not ticket.flow.record.done:
                 error = Unavailable(reason)
                 self._refuse(queue, ticket, error)
                 self._fail(ticket.flow, error)
@@ -992,14 +991,16 @@ class Scheduler:
         """Refuse the tickets whose timeout passed, and fail the flows whose deadline passed."""
         if self._due is not None:
             for flow in self._due.due(now_ns):
-                if flow.done:  # ended by the failure of an earlier one
+                if flow.record.done:  # ended by the failure of an earlier one
                     continue
-                if isinstance(flow, StreamFlow) and flow.is_over:  # its last response was sent before the deadline
+                if (
+                    isinstance(flow, RegionFrame) and flow.stream.is_over
+                ):  # its last response was sent before the deadline
                     self._finish(flow)
                     continue
                 late = _late(flow, now_ns)
-                if flow.open and not flow.plan.graph.is_ensemble and not isinstance(flow, StreamFlow):
-                    flow.done = True  # queues remove only tickets of flows that are done
+                if flow.open and not flow.plan.graph.is_ensemble and type(flow) is Frame:
+                    flow.record.done = True  # queues remove only tickets of flows that are done
                     late.is_running = not self._withdraw(flow)
                 self._fail(flow, late)
         for queue in [*self._timed]:
@@ -1007,10 +1008,10 @@ class Scheduler:
             if at is None or at > now_ns:
                 continue
             for ticket in queue.batcher.expire(now_ns):
-                if not ticket.flow.done:
+                if not ticket.flow.record.done:
                     waited = f"it waited {(now_ns - ticket.queued_ns) // 1_000_000} ms in the queue of model"
                     text = f"Request timeout expired: {waited} '{queue.key.name}'"
-                    error = ticket.flow.located(Unavailable(text), ticket.node)
+                    error = ticket.located(Unavailable(text))
                     self._refuse(queue, ticket, error)
                     self._fail(ticket.flow, error)
             self._mark(queue)
@@ -1025,21 +1026,21 @@ class Scheduler:
     def _notify(self, notice: Notice) -> None:
         self._notices.append(notice)
 
-    def _finish(self, flow: Flow) -> None:
+    def _finish(self, flow: Frame) -> None:
         self._finished.append(flow)
         if flow.open or self._held or self._due is not None:
             self._end(flow)
         else:
-            flow.done = True
+            flow.record.done = True
             self.in_flight -= 1
 
-    def _fail(self, flow: Flow, error: FlowserveError) -> None:
-        flow = flow.whole
+    def _fail(self, flow: Frame, error: FlowserveError) -> None:
+        record = flow.record
         # Without its traceback and those of its causes: their frames hold the flow and its tensors in a reference
         # cycle that only the garbage collector frees.
         error.__traceback__ = error.__cause__ = error.__context__ = None
-        flow.error = error
-        self._finish(flow)
+        record.error = error
+        self._finish(flow.whole)
 
     def _fail_step(self, ticket: Ticket, error: FlowserveError) -> None:
         """A step failed, and its flow with it. Equal steps that waited for it run by themselves."""
@@ -1048,9 +1049,9 @@ class Scheduler:
             self._to_run += queue.lookups.fail(ticket)
         self._fail(ticket.flow, error)
 
-    def _end(self, flow: Flow) -> Sequence[ModelQueue]:
+    def _end(self, flow: Frame) -> Sequence[ModelQueue]:
         """End a flow: remove its waiting tickets from their queues. Returns the queue of each such ticket."""
-        flow.done = True
+        flow.record.done = True
         self.in_flight -= 1
         if self._held:
             self._held.pop(flow, None)
@@ -1064,10 +1065,10 @@ class Scheduler:
                 self._notify(Withdrawn(queue))
         return left
 
-    def _withdraw(self, flow: Flow) -> list[ModelQueue]:
+    def _withdraw(self, flow: Frame) -> list[ModelQueue]:
         left: list[ModelQueue] = []
-        if isinstance(flow, StreamFlow):
-            own = (flow, *flow.live)
+        if isinstance(flow, RegionFrame):
+            own = (flow, *flow.stream.live)
             self.streams.ended(flow)
             for one in dict.fromkeys(flow.queues):
                 left += [one] * one.batcher.withdraw(*own)
@@ -1075,8 +1076,6 @@ class Scheduler:
                     left += self._withdraw_lookups(one, *own)
                 self._mark(one)
             return left
-        if isinstance(flow, SpaceFlow):
-            left += self._withdraw_parts(flow)
         for node in flow.plan.nodes:
             if not flow.missing[node.index]:
                 queue: ModelQueue = flow.queues[node.index]
@@ -1088,22 +1087,7 @@ class Scheduler:
         self._drop_tensors(flow)
         return left
 
-    def _withdraw_parts(self, flow: SpaceFlow) -> list[ModelQueue]:
-        """As `_withdraw`, for the parts of a flow's steps."""
-        left: list[ModelQueue] = []
-        parts, flow.live = flow.live, {}
-        for part in parts:
-            part.done = True
-        for part in parts:
-            queue: ModelQueue = flow.queues[part.step.node.index]
-            left += [queue] * queue.batcher.withdraw(part)
-            if queue.lookups is not None:
-                left += self._withdraw_lookups(queue, part)
-            self._mark(queue)
-            self._drop_tensors(part)
-        return left
-
-    def _withdraw_lookups(self, queue: ModelQueue, *flows: Flow) -> list[ModelQueue]:
+    def _withdraw_lookups(self, queue: ModelQueue, *flows: Frame) -> list[ModelQueue]:
         """As `withdraw` of a batcher, for the steps at a response cache. If a step of these flows led others, the next
         `schedule` runs one of those instead.
         """
@@ -1111,11 +1095,11 @@ class Scheduler:
         self._to_run += to_run
         return [queue] * count
 
-    def _drop_tensors(self, flow: Flow) -> None:
+    def _drop_tensors(self, flow: Frame) -> None:
         if self._to_start:
             self._ended.append(flow)
         else:
-            flow.tensors = []
+            flow.tensors.clear()
 
     def check(self) -> None:
         """Assert the invariants (2) and (3), and those of the queues. For tests and simulation, between two calls of
@@ -1151,10 +1135,10 @@ def _blocks_tickets(batch: Batch) -> bool:
     return False
 
 
-def _late(flow: Flow, now_ns: int) -> DeadlineExceeded:
+def _late(flow: Frame, now_ns: int) -> DeadlineExceeded:
     steps = flow.steps_under_way()
     names = ", ".join(f"'{node.name}'" for node in steps)
     where = f"it was in step {names}" if steps else "it had not begun" if not flow.open else "it was under way"
-    waited_ms = (now_ns - flow.arrived_ns) // 1_000_000
+    waited_ms = (now_ns - flow.record.arrived_ns) // 1_000_000
     error = DeadlineExceeded(f"Request timeout expired: its deadline passed after {waited_ms} ms, {where}")
     return flow.located(error, steps[0]) if steps else error

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.frame import Frame, Ticket
 from flowserve.scheduling.queue import Tickets
 
 M = TypeVar("M", bound=Hashable)
@@ -106,7 +106,7 @@ class Lookups:
     def __init__(self) -> None:
         self.waiting = Tickets()
         self.flights: SingleFlight[Ticket] = SingleFlight()
-        self._leaders: dict[Flow, list[Ticket]] = {}  # running steps that lead, by flow
+        self._leaders: dict[Frame, list[Ticket]] = {}  # running steps that lead, by flow
 
     def run(self, ticket: Ticket, key: Hashable, *, may_follow: bool) -> bool:
         """Whether a step that was looked up and not found has to run; else it waits for an equal one. `key` None: it is
@@ -129,7 +129,7 @@ class Lookups:
         self.waiting.discard(ticket)
         return self._stop_leading(ticket, self.flights.leave(ticket, has_failed=True))
 
-    def withdraw(self, *flows: Flow) -> tuple[int, list[Ticket]]:
+    def withdraw(self, *flows: Frame) -> tuple[int, list[Ticket]]:
         """Remove the steps of flows that are over. Returns how many of them waited here, and the steps that have to run
         instead of the removed ones.
         """
@@ -166,8 +166,8 @@ class Lookups:
         self.waiting.check()
         self.flights.check()
         for flow, leaders in self._leaders.items():
-            assert not flow.done, "steps wait for one whose flow is over"
+            assert not flow.record.done, "steps wait for one whose flow is over"
             assert all(self.flights.leads(ticket) for ticket in leaders), "a leader is lost"
         for ticket in self.waiting:
-            assert not ticket.flow.done, "a step of a flow that is over waits for another"
+            assert not ticket.flow.record.done, "a step of a flow that is over waits for another"
             assert not self.flights.leads(ticket), "a step leads, and is in no queue"

@@ -25,13 +25,12 @@ from flowserve.runtime.admission.controller import AdmissionController, served_b
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.workers.policies import batcher_for, keeps_order, levels_of, needs_of
 from flowserve.scheduling.batch import Batch, Grant, Notice, Responses, Stop
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.borders import RegionFrame, region_frame
+from flowserve.scheduling.frames.frame import Frame, Ticket
+from flowserve.scheduling.frames.stream import Source as StreamSource
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.rate_limit.limiter import Available, Limiter
 from flowserve.scheduling.scheduler import Scheduler
-from flowserve.scheduling.spaces import SpaceFlow
-from flowserve.scheduling.streaming.iterations import Source as StreamSource
-from flowserve.scheduling.streaming.iterations import StreamFlow
 from flowserve.simulation.agenda import Agenda
 from flowserve.simulation.records import Arrival, FormedBatch, Outcome, Simulation
 from flowserve.simulation.rows import RowPlan, SimulatedRows, SimulatedTensor
@@ -148,7 +147,8 @@ class SimulatedDeployment(Agenda):
         )
         make = deployment.make_stream
         if self._graph.spaces:
-            make = partial(SpaceFlow, SimulatedRows(self._row_plan, number))
+            rows_of = SimulatedRows(self._row_plan, number)
+            make = partial(region_frame, rows=rows_of, is_read_whole=not self._graph.is_decoupled)
         flow = make(
             deployment.plan,
             deployment.queues,
@@ -169,19 +169,19 @@ class SimulatedDeployment(Agenda):
         except FlowserveError as error:
             self._has_ended(Outcome(number, self.now_ns / MS_NS, 0.0, error))
 
-    def _take(self, flow: Flow) -> None:
-        while isinstance(flow, StreamFlow) and flow.take() is not None:
-            self._answered_ns[flow.stamp].append(self.now_ns)
+    def _take(self, flow: Frame) -> None:
+        while isinstance(flow, RegionFrame) and flow.take() is not None:
+            self._answered_ns[flow.record.stamp].append(self.now_ns)
 
-    def _over(self, flow: Flow) -> None:
+    def _over(self, flow: Frame) -> None:
         self._take(flow)
         if self._deployment.admission is not None:
             self._deployment.admission.leave(flow)
-        if flow.error is None and not isinstance(flow, StreamFlow):
-            self._answered_ns[flow.stamp].append(self.now_ns)
-        latency_ms = (self.now_ns - flow.arrived_ns) / MS_NS
-        answers_ms = tuple(at_ns / MS_NS for at_ns in self._answered_ns.pop(flow.stamp))
-        self._has_ended(Outcome(flow.stamp, self.now_ns / MS_NS, latency_ms, flow.error, answers_ms))
+        if flow.record.error is None and not flow.is_stream:
+            self._answered_ns[flow.record.stamp].append(self.now_ns)
+        latency_ms = (self.now_ns - flow.record.arrived_ns) / MS_NS
+        answers_ms = tuple(at_ns / MS_NS for at_ns in self._answered_ns.pop(flow.record.stamp))
+        self._has_ended(Outcome(flow.record.stamp, self.now_ns / MS_NS, latency_ms, flow.record.error, answers_ms))
 
     # ------------------------------------------------------------------ models
 
@@ -191,7 +191,7 @@ class SimulatedDeployment(Agenda):
         batch.tickets = [ticket for ticket in batch.tickets if getattr(ticket, "sequence", ticket) is not None]
         rows = sum(ticket.rows for ticket in batch.tickets)
         took_ns = self.takes_ns(config.name, rows)
-        numbers = tuple(ticket.flow.stamp for ticket in batch.tickets)
+        numbers = tuple(ticket.flow.record.stamp for ticket in batch.tickets)
         self._batches.append(FormedBatch(config.name, batch.instance, numbers, rows, self.now_ns / MS_NS, 0.0))
         position = len(self._batches) - 1
         if config.decoupled:
@@ -238,7 +238,7 @@ class Sending:
         self._execution = execution
         self._world = execution.world
         self._source = source
-        self._left = self._world.answers(execution.config.name, source.flow.stamp)
+        self._left = self._world.answers(execution.config.name, source.flow.record.stamp)
         self._is_withdrawn = False
         self._is_waiting = False
         self._credits = self._world.scheduler.streams.start(source, self, self._world.now_ns)

@@ -1,7 +1,7 @@
 """Rows and items of simulated requests: which rows pass a condition, and how many items a row has.
 
 Decides the rows and shapes of tensors at the borders of spaces from the shares and numbers that a test gives, so that
-the scheduler runs the same code as in a server (scheduling/spaces.py). A share is spread evenly over the rows: of a
+the scheduler runs the same code as in a server (scheduling/frames). A share is spread evenly over the rows: of a
 share of 0.3, three of ten rows in a row pass. Does not know the contents of tensors. Caller: `deployment`.
 """
 
@@ -46,7 +46,7 @@ class SimulatedTensor:
 
 
 class SimulatedSpread:
-    """As `scheduling.spaces.Spread`."""
+    """As `scheduling.frames.operations.Spread`."""
 
     __slots__ = ("parent_rows", "rows")
 
@@ -103,7 +103,7 @@ class RowPlan:
 
 
 class SimulatedRows:
-    """The `RowOperations` of one request (scheduling/spaces.py)."""
+    """The `RowOperations` of one request (scheduling/frames)."""
 
     def __init__(self, plan: RowPlan, number: int) -> None:
         """Raises Invalid for a number out of range."""
@@ -128,6 +128,11 @@ class SimulatedRows:
 
     def items(self, tensor: SimulatedTensor, spread: SimulatedSpread) -> SimulatedTensor:
         return tensor.with_rows(spread.rows, tensor.dims[1:])
+
+    def restricted(
+        self, spread: SimulatedSpread, start: int, stop: int, parent_start: int, parent_stop: int
+    ) -> SimulatedSpread:
+        return SimulatedSpread(stop - start, parent_stop - parent_start)
 
     def part(self, tensor: SimulatedTensor, start: int, stop: int) -> SimulatedTensor:
         return tensor.with_rows(stop - start)

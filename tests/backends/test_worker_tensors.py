@@ -44,7 +44,7 @@ from flowserve.runtime.processes.children import Child
 from flowserve.runtime.workers.base import Completions, WorkerContext
 from flowserve.runtime.workers.process import ProcessPool, ProcessWorker
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import request_frame
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.values import Array, DType, Request
@@ -418,7 +418,9 @@ class BatchInProcess:
         self.worker.open(self.context)
         await wait_all_tasks_blocked()
         inputs = [Tensor(rows(1), 0, 1), Tensor(rows(2), 0, 2)]
-        tickets = [ticket for tensor in inputs for ticket in Flow(PLAN, (), [tensor], 0, 0, Request({})).begin()]
+        tickets = [
+            ticket for tensor in inputs for ticket in request_frame(PLAN, (), [tensor], 0, 0, Request({})).begin()
+        ]
         queue = ModelQueue(ModelKey("m", 1), Queue(BatchPolicy.simple(4)), [self.worker])
         assert self.worker.run(Batch(queue, self.worker, tickets, 0)) is None
 

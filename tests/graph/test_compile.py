@@ -15,7 +15,8 @@ from flowserve.config.parse import config_message
 from flowserve.config.types import Ensemble, EnsembleStep, ModelConfig, SourceMap
 from flowserve.errors import Problems
 from flowserve.graph.compile import compile_ensemble
-from flowserve.graph.plan import NO_SLOT, make_plan
+from flowserve.graph.plan import make_plan
+from flowserve.graph.regions import NO_SLOT
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, compile_model
 from tests.support.ensembles import Drawn, available, ensemble, ensembles, model
 

@@ -69,35 +69,35 @@ def test_the_level_of_a_step_is_the_deepest_of_its_inputs() -> None:
         step("join", "e a", "out"),
     )
     plan = make_plan(graph)
-    assert plan.nesting is not None
-    assert plan.nesting.depth == (0, 0, 1, 1, 2, 2)
-    assert plan.nesting.splits == (1, 3)
+    assert plan.regions is not None
+    assert plan.regions.depth == (0, 0, 1, 1, 2, 2)
+    assert plan.regions.splits == (1, 3)
     assert [node.name for node in graph.nodes if node.decoupled] == ["many", "more"]
     assert graph.is_decoupled
 
 
 def test_unrequested_outputs_start_no_iterations() -> None:
     graph = compiled(step("plain", "in", "out"), step("many", "in", "other"), outputs="out other")
-    assert make_plan(graph, ["out"]).nesting is None
-    assert make_plan(graph, ["other"]).nesting is not None
+    assert make_plan(graph, ["out"]).regions is None
+    assert make_plan(graph, ["other"]).regions is not None
 
 
 def test_without_decoupled_steps_there_is_no_nesting_unless_a_limit_is_shared() -> None:
     steps = (step("plain", "in", "mid"), step("plain", "mid", "out"))
-    assert make_plan(compiled(*steps, limit=4)).nesting is None
-    shared = make_plan(compiled(*steps, limit=4, shared=True)).nesting
+    assert make_plan(compiled(*steps, limit=4)).regions is None
+    shared = make_plan(compiled(*steps, limit=4, shared=True)).regions
     assert shared is not None
     assert shared.limits == (4, 4)
 
 
 def test_a_plain_model_may_be_decoupled_and_a_limit_applies_only_to_repeated_steps() -> None:
     plan = make_plan(compile_model(MANY, 1))
-    assert plan.nesting is not None
-    assert plan.nesting.splits == (0,)
+    assert plan.regions is not None
+    assert plan.regions.splits == (0,)
     graph = compiled(step("many", "in", "mid"), step("plain", "mid", "out"), limit=3)
-    nesting = make_plan(graph).nesting
-    assert nesting is not None
-    assert nesting.limits == (0, 3)
+    regions = make_plan(graph).regions
+    assert regions is not None
+    assert regions.limits == (0, 3)
 
 
 def test_the_smallest_limit_of_nested_ensembles_applies() -> None:

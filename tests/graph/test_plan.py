@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from flowserve.graph.plan import NO_SLOT, Plan, make_plan
+from flowserve.graph.plan import Plan, make_plan
+from flowserve.graph.regions import NO_SLOT
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.values import DType, TensorSpec
 
@@ -76,4 +77,4 @@ def test_steps_without_a_reader_that_leads_to_an_output_are_never_ready() -> Non
     nodes = (node(0, "a"), replace(node(1, "b"), decoupled=True), node(2, "c"))
     plan = make_plan(Graph("E", 1, (IN,), (OUT,), 8, nodes, edges, is_ensemble=True))
     assert runs(plan) == {"a"}
-    assert plan.nesting is None
+    assert plan.regions is None

@@ -110,11 +110,13 @@ def test_a_step_runs_in_the_space_that_it_names_or_in_that_of_what_it_reads() ->
 def test_what_an_unrequested_output_needs_is_left_out_of_the_plan() -> None:
     config = config_of(NAMED, fill=[{"tensor": "LABEL", "value": -1}], outputs="INT32[-1,1]")
     whole = make_plan(compiled(config))
-    assert whole.spaces is not None
-    assert len(whole.spaces.operations) == 7  # two spaces, the items twice, the rows of one, its filling, its gathering
+    assert whole.regions is not None
+    assert (
+        len(whole.regions.operations) == 7
+    )  # two spaces, the items twice, the rows of one, its filling, its gathering
     nothing = make_plan(compiled(config), ())
-    assert nothing.spaces is not None
-    assert nothing.spaces.operations == ()
+    assert nothing.regions is not None
+    assert nothing.regions.operations == ()
     assert nothing.first == ()
 
 

@@ -13,7 +13,7 @@ from flowserve.http.api.infer import AppOptions
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.protocol import Forwarding
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame
 from flowserve.values import Request
 
 
@@ -27,7 +27,7 @@ async def seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Request]
     entered: list[Request] = []
     submit = engine.submit
 
-    def record(deployment: Deployment, request: Request, *options: Any, **named: Any) -> Flow:
+    def record(deployment: Deployment, request: Request, *options: Any, **named: Any) -> Frame:
         entered.append(request)
         return submit(deployment, request, *options, **named)
 

@@ -18,14 +18,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowserve.graph.plan import NO_SLOT
+from flowserve.graph.regions import NO_SLOT
 from flowserve.memory.assemble import gather
 from flowserve.memory.pool import Pool
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.workers.base import writable_members
 from flowserve.scheduling.affinity import NO_DEVICE
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame
 from flowserve.values import Array
 from tests.support.sim import RouteRun, Sim
 from tests.support.strategies import Handle, SimModel, World, worlds
@@ -99,7 +99,7 @@ class Assembling(Sim):
         for i in range(len(model.inputs)):
             slots = [ticket.node.inputs[i] for ticket in batch.tickets]
             handles: list[Any] = [
-                made[m, slot] if (m, slot) in made else ticket.flow.tensors[slot] if slot != NO_SLOT else None
+                made[m, slot] if (m, slot) in made else ticket.tensors[slot] if slot != NO_SLOT else None
                 for m, (ticket, slot) in enumerate(zip(batch.tickets, slots, strict=True))
             ]
             if handles[0] is None:
@@ -167,8 +167,8 @@ class Assembling(Sim):
                 one.array[...] = GARBAGE
                 self.written += 1
 
-    def _answered(self, flow: Flow) -> None:
-        if flow.error is None:
+    def _answered(self, flow: Frame) -> None:
+        if flow.record.error is None:
             for slot in flow.plan.output_slots:
                 handle = flow.tensors[slot] if slot != NO_SLOT else None
                 if handle is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +24,7 @@ from flowserve.observe.statistics import Statistics
 from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache, served_by
 from flowserve.runtime.engine.accounting import record_late
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.call_graph import CalledFlow
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame, request_frame
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import PLAIN, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.scheduling.scheduler import Scheduler
@@ -35,7 +34,6 @@ from tests.support.recorder import simple_model
 from tests.support.strategies import plain_graph
 
 MS = 1_000_000
-F = TypeVar("F", bound=Flow)
 
 
 class Server:
@@ -52,7 +50,8 @@ class Server:
     ) -> None:
         self.now = 0
         self.running: list[Batch] = []
-        self.answered: list[Flow] = []
+        self.answered: list[Frame] = []
+        self.called: set[Frame] = set()
         self.runs = 0
         self.plan = make_plan(plain_graph(simple_model(0, max_batch_size=1)))
         self.scheduler = Scheduler()
@@ -74,24 +73,27 @@ class Server:
             levels=levels,
         )
 
-    def ask(self, number: int, timeout_ms: int = 0, width: int = 2) -> Flow:
+    def ask(self, number: int, timeout_ms: int = 0, width: int = 2) -> Frame:
         """Enter a request of `4 * width` bytes."""
-        flow = self._flow(Flow, number, timeout_ms, width)
+        flow = self._flow(number, timeout_ms, width)
         self.admission.enter(flow)
-        if flow.done:
+        if flow.record.done:
             self.answered.append(flow)
         return flow
 
-    def call(self, number: int) -> CalledFlow:
+    def call(self, number: int) -> Frame:
         """Make a BLS call, as a model does."""
-        flow = self._flow(CalledFlow, number)
+        flow = self._flow(number)
+        self.called.add(flow)
         self.admission.call(flow, partial(self.scheduler.call, None))
         return flow
 
-    def _flow(self, kind: type[F], number: int, timeout_ms: int = 0, width: int = 2) -> F:
+    def _flow(self, number: int, timeout_ms: int = 0, width: int = 2) -> Frame:
         array = np.full((1, width), number, np.float32)
         request = Request({"X": array})
-        flow = kind(self.plan, [self.queue], [Tensor(array, 0, 1)], self.now, 0, request, self, 0, timeout_ms * MS)
+        flow = request_frame(
+            self.plan, [self.queue], [Tensor(array, 0, 1)], self.now, 0, request, self, 0, timeout_ms * MS
+        )
         flow.wanted = ("X",)
         return flow
 
@@ -104,8 +106,10 @@ class Server:
                 self.answered.append(flow)
                 self.admission.leave(flow)
                 finished.extendleft(reversed(self.scheduler.take_finished()))
-                if isinstance(flow.error, DeadlineExceeded) and not isinstance(flow, CalledFlow):
-                    record_late(flow, is_running=flow.error.is_running, scheduler=self.scheduler, now_ns=self.now)
+                if isinstance(flow.record.error, DeadlineExceeded) and flow not in self.called:
+                    record_late(
+                        flow, is_running=flow.record.error.is_running, scheduler=self.scheduler, now_ns=self.now
+                    )
             self.runs += len(decisions.batches)
             self.running += decisions.batches
         self.scheduler.check()
@@ -118,14 +122,14 @@ class Server:
         results = Results([[None if errors else Tensor(made, 0, 1)]], errors)
         self.scheduler.complete(batch, (results,), None, self.now)
 
-    def leave(self, flow: Flow) -> None:
-        if not flow.done:
+    def leave(self, flow: Frame) -> None:
+        if not flow.record.done:
             self.scheduler.cancel(flow)
             self.admission.leave(flow, is_answered=False)
 
-    def value(self, flow: Flow) -> float:
-        assert flow.done
-        assert flow.error is None
+    def value(self, flow: Frame) -> float:
+        assert flow.record.done
+        assert flow.record.error is None
         value: float = flow.tensors[self.plan.output_slots[0]].array[0, 0]
         return value
 
@@ -173,7 +177,7 @@ def test_waiting_requests_enter_in_order_of_arrival() -> None:
     for flow in flows:
         server.finish()
         server.step()
-        assert flow.done
+        assert flow.record.done
     assert server.answered == flows
     assert (server.admission.inside, server.admission.nbytes) == (0, 0)
 
@@ -196,12 +200,12 @@ def test_a_deadline_counts_from_arrival_while_a_request_waits_for_admission() ->
     server.step()
     server.now = 4 * MS
     server.step()
-    assert isinstance(waits.error, DeadlineExceeded)
-    assert "it had not begun" in str(waits.error)
-    assert not runs.done
+    assert isinstance(waits.record.error, DeadlineExceeded)
+    assert "it had not begun" in str(waits.record.error)
+    assert not runs.record.done
     server.now = 10 * MS
     server.step()
-    assert isinstance(runs.error, DeadlineExceeded)
+    assert isinstance(runs.record.error, DeadlineExceeded)
     assert server.statistics.left == {runs}
     assert server.admission.inside == 0
     assert server.statistics.failures["REJECTED"] == 2
@@ -238,7 +242,7 @@ def test_the_shortest_time_limit_of_a_running_request_is_its_deadline_if_timeout
     if due_ms is not None:
         server.now = due_ms * MS
         server.step()
-        assert isinstance(flow.error, DeadlineExceeded)
+        assert isinstance(flow.record.error, DeadlineExceeded)
         assert not server.queue.free, "its batch has the instance"
     server.finish()
     server.step()
@@ -257,7 +261,7 @@ def test_a_failure_is_neither_shared_nor_cached() -> None:
     assert server.runs == 3, "each of the others ran"
     server.finish()
     server.finish()
-    assert [flow.error is None for flow in flows] == [False, True, True]
+    assert [flow.record.error is None for flow in flows] == [False, True, True]
 
 
 @pytest.mark.fault("D12")
@@ -284,15 +288,15 @@ def test_a_bls_call_waits_neither_for_admission_nor_for_an_equal_request_but_cou
     waits = server.ask(2)
     server.finish()
     server.step()
-    assert first.done
+    assert first.record.done
     assert not server.running[1:], "the call is inside, and counts"
     server.finish()
     server.step()
     assert [server.value(flow) for flow in (first, called)] == [2, 2]
     server.finish()
     server.step()
-    assert waits.done
-    assert server.call(2).done, "a model's call gets a cached response, too"
+    assert waits.record.done
+    assert server.call(2).record.done, "a model's call gets a cached response, too"
     assert (server.runs, server.admission.inside) == (3, 0)
     assert (server.statistics.cache_hits, server.statistics.cache_misses) == (1, 3)
 
@@ -304,12 +308,12 @@ def test_a_cached_response_waits_for_earlier_requests_where_the_order_of_respons
     server.step()
     server.finish()
     server.step()
-    assert server.ask(1).done, "no request is before it"
-    assert server.call(1).done
+    assert server.ask(1).record.done, "no request is before it"
+    assert server.call(1).record.done
     server.answered.clear()
     slow, remembered, quick, leaves, same = (server.ask(number) for number in (2, 1, 3, 1, 3))
     server.step()
-    assert server.call(1).done, "a call never waits: the request before it may be its caller"
+    assert server.call(1).record.done, "a call never waits: the request before it may be its caller"
     server.finish(nth=2)
     server.finish(nth=1)
     server.leave(leaves)
@@ -341,7 +345,7 @@ def test_a_bls_call_has_the_deadline_and_the_byte_limit() -> None:
     server.step()
     server.now = 10 * MS
     server.step()
-    assert isinstance(called.error, DeadlineExceeded)
+    assert isinstance(called.record.error, DeadlineExceeded)
     with pytest.raises(TooLarge):
         Server(AdmissionOptions(max_request_bytes=4)).call(1)
 
@@ -378,8 +382,8 @@ def test_property_capacity_is_returned_and_each_request_is_answered_once_with_it
     options: AdmissionOptions, cache_bytes: int | None, steps: list[tuple[int, int, int]], is_ordered: bool
 ) -> None:
     server = Server(options, None if cache_bytes is None else LruCache(cache_bytes), instances=2, is_ordered=is_ordered)
-    asked: list[tuple[Flow, int]] = []
-    left: set[Flow] = set()
+    asked: list[tuple[Frame, int]] = []
+    left: set[Frame] = set()
     refused = 0
     for kind, number, ns in steps:
         server.now += ns
@@ -392,7 +396,7 @@ def test_property_capacity_is_returned_and_each_request_is_answered_once_with_it
                 refused += 1
         elif kind < 5 and server.running:
             server.finish(ModelFailed("no") if kind == 4 else None, number)
-        elif kind == 5 and asked and not asked[number % len(asked)][0].done:
+        elif kind == 5 and asked and not asked[number % len(asked)][0].record.done:
             left.add(asked[number % len(asked)][0])
             server.leave(asked[number % len(asked)][0])
         server.step()
@@ -403,15 +407,15 @@ def test_property_capacity_is_returned_and_each_request_is_answered_once_with_it
         server.step()
     _check(server, options)
     assert not (refused and options.waits)
-    assert all(flow.done for flow, _ in asked)
+    assert all(flow.record.done for flow, _ in asked)
     assert server.scheduler.in_flight == server.admission.inside == server.admission.nbytes == 0
     assert len(set(server.answered)) == len(server.answered)
     if is_ordered:
-        ran = [flow for flow in server.answered if not isinstance(flow.error, DeadlineExceeded | Unavailable)]
-        came = [flow for flow, _ in asked if not isinstance(flow, CalledFlow)]
+        ran = [flow for flow in server.answered if not isinstance(flow.record.error, DeadlineExceeded | Unavailable)]
+        came = [flow for flow, _ in asked if flow not in server.called]
         assert [flow for flow in ran if flow in came] == [flow for flow in came if flow in ran], "out of order"
     for flow, number in asked:
-        if flow.error is None and flow not in left:
+        if flow.record.error is None and flow not in left:
             assert server.value(flow) == 2 * number
 
 
@@ -430,8 +434,8 @@ def test_property_a_small_request_never_overtakes_a_larger_one_that_waits(
     """Otherwise a stream of small requests could starve a large one. Requests have 4 to 20 bytes."""
     options = AdmissionOptions(max_requests=max_requests, max_request_bytes=20, waits=True)
     server = Server(options, instances=100)
-    waiting: list[Flow] = []  # in order of arrival
-    entered: list[Flow] = []
+    waiting: list[Frame] = []  # in order of arrival
+    entered: list[Frame] = []
 
     def step() -> None:
         server.step()
@@ -470,10 +474,10 @@ def test_a_small_request_waits_behind_a_larger_one_although_it_would_fit() -> No
 
 def _check(server: Server, options: AdmissionOptions) -> None:
     admission: Any = server.admission
-    called = [size for flow, size in admission._sizes.items() if isinstance(flow, CalledFlow)]
+    called = [size for flow, size in admission._sizes.items() if flow in server.called]
     assert not options.max_requests or admission.inside - len(called) <= options.max_requests
     assert not options.max_request_bytes or admission.nbytes - sum(called) <= options.max_request_bytes
     assert not admission._waiting or not admission._has_room(next(iter(admission._waiting.values()))), (
         "the first waiting request has room"
     )
-    assert all(not flow.done for flow in (*admission._sizes, *admission._missed, *admission._following))
+    assert all(not flow.record.done for flow in (*admission._sizes, *admission._missed, *admission._following))

@@ -21,7 +21,7 @@ from flowserve.runtime.engine import engine as engine_module
 from flowserve.runtime.engine.engine import Engine, Observer, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.workers.local import LocalWorker, Placement
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.values import Array, Request
 from tests.support.engine import add_chain, add_function
@@ -508,8 +508,8 @@ async def test_a_fault_about_one_member_of_a_batch_leaves_no_member_without_a_re
         deployment = engine.deployments.find("double")
         finish = engine.scheduler._finish
 
-        def fault(flow: Flow) -> None:
-            if flow is flows[1] and flow.error is None:
+        def fault(flow: Frame) -> None:
+            if flow is flows[1] and flow.record.error is None:
                 raise RuntimeError("a fault")
             finish(flow)
 
@@ -517,16 +517,16 @@ async def test_a_fault_about_one_member_of_a_batch_leaves_no_member_without_a_re
         monkeypatch.setattr(engine.scheduler, "_finish_alike", lambda *_: 0)  # finish each member by itself
         engine.begin_events()
         flows = [engine.submit(deployment, request(engine)) for _ in range(3)]
-        told: list[Flow] = []
+        told: list[Frame] = []
         for flow in flows:
-            flow.waiter = told.append
+            flow.record.waiter = told.append
         engine.end_events()
         await wait_all_tasks_blocked()
         assert engine.response(flows[0]).outputs["OUT"][0, 0] == 2
         for flow in flows[1:]:
             with pytest.raises(Internal, match="'double_0': the results of a batch cannot be processed: RuntimeError"):
                 engine.response(flow)
-        assert [flow.done for flow in flows] == [True] * 3
+        assert [flow.record.done for flow in flows] == [True] * 3
         assert told == flows
         assert engine.scheduler.in_flight == 0
 
@@ -565,11 +565,11 @@ async def test_an_exception_of_an_observer_changes_no_response(
         observer = cast("Observer", FaultyObserver(point))
         engine.observers.append(observer)
         value = 13.0 if point == "failed" else 1.0
-        told: list[Flow] = []
+        told: list[Frame] = []
         engine.begin_events()
         flows = [engine.submit(deployment, request(engine, value)) for _ in range(3)]
         for flow in flows:
-            flow.waiter = told.append
+            flow.record.waiter = told.append
         engine.end_events()
         with trio.fail_after(5):
             while len(told) < 3:  # noqa: ASYNC110  # `waiter` sets no event
@@ -600,7 +600,7 @@ async def test_a_failing_completion_callback_affects_no_other_request(
 
         for waiter in (slip, told.append):
             flow = engine.submit(deployment, request(engine))
-            flow.waiter = waiter
+            flow.record.waiter = waiter
         await wait_all_tasks_blocked()
         assert told == [flow]
     assert "a slip" in caplog.text
@@ -636,9 +636,9 @@ async def test_a_request_cancelled_after_its_unreported_deadline_is_counted_once
             engine.clock,
         )
         flow = engine.submit(deployment, request(engine))
-        flow.waiter = lambda _: None
+        flow.record.waiter = lambda _: None
         engine.scheduler._expire(engine.clock() + 2_000_000_000)  # as if a queue became full between two steps
-        assert flow.done
+        assert flow.record.done
         engine.withdraw(flow)
         await wait_all_tasks_blocked()
         assert sum(statistics.failures.values()) == 1
@@ -657,11 +657,11 @@ async def test_the_callers_of_a_large_batch_are_told_between_other_work_of_the_s
         clock = engine.clock
         engine.clock = lambda: clock() + 100_000 * happened.count("told")  # each response takes 0.1 ms
 
-        def told(_: Flow) -> None:
+        def told(_: Frame) -> None:
             happened.append("told")
 
         for i in range(256):
-            engine.submit(deployment, request(engine, float(i))).waiter = told
+            engine.submit(deployment, request(engine, float(i))).record.waiter = told
         with trio.fail_after(10):
             while happened.count("told") < 256:
                 happened.append("other work")

@@ -21,7 +21,7 @@ from flowserve.graph.types import ModelKey
 from flowserve.runtime.embedding.embedded import engine_of
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame
 from flowserve.values import Array, Request
 from tests.support.backends import Repository
 from tests.support.engine import Function, FunctionInstance, add_chain, add_function
@@ -210,8 +210,8 @@ async def test_an_engine_that_ends_closes_old_generations_too() -> None:
     assert deployment.version == 1
 
 
-def flows() -> list[Flow]:
-    return [one for one in gc.get_objects() if isinstance(one, Flow)]
+def flows() -> list[Frame]:
+    return [one for one in gc.get_objects() if isinstance(one, Frame)]
 
 
 async def test_the_flow_of_an_ensemble_whose_requests_share_slots_is_freed_with_its_response() -> None:

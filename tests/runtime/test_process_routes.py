@@ -33,7 +33,7 @@ from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.runtime.workers.base import Outcome, Passed
 from flowserve.runtime.workers.supervisor import Delays
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.values import Array, DType, Request
@@ -141,11 +141,11 @@ class Routed:
             names = [queue.key.name for queue in batch.route.queues]
             self.routes.append((names, len(outcome.made), outcome.error))
 
-    def queued(self, flow: Flow) -> None: ...
+    def queued(self, flow: Frame) -> None: ...
     def batched(self, batch: Batch, now_ns: int) -> None: ...
     def started(self, batch: Batch) -> None: ...
-    def finished(self, flow: Flow) -> None:
-        self.over[flow.stamp] += 1
+    def finished(self, flow: Frame) -> None:
+        self.over[flow.record.stamp] += 1
 
     failed = finished
 

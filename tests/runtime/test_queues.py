@@ -12,7 +12,7 @@ from flowserve.config.types import ModelConfig
 from flowserve.errors import Unavailable
 from flowserve.graph.plan import make_plan
 from flowserve.runtime.workers.policies import batcher_for, keeps_order
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.frame import Ticket, request_frame
 from flowserve.scheduling.queue import OVERTAKEN_MAX
 from tests.support.recorder import simple_model
 from tests.support.strategies import plain_graph
@@ -37,7 +37,7 @@ def config(folder: Path, batching: str, max_batch_size: int = 8) -> ModelConfig:
 
 
 def ticket(at: int = 0, rows: int = 1, priority: int = 0, timeout_ns: int = 0) -> Ticket:
-    made = Ticket(Flow(PLAN, (), [None], at, 0, None, None, priority, timeout_ns), PLAN.nodes[0], rows, None)
+    made = Ticket(request_frame(PLAN, (), [None], at, 0, None, None, priority, timeout_ns), PLAN.nodes[0], rows, None)
     made.queued_ns = at
     return made
 

@@ -17,7 +17,7 @@ from flowserve.observe.statistics import Statistics
 from flowserve.observe.traffic import NodeTraffic, node_traffics
 from flowserve.runtime.engine.accounting import record_batch, record_finished, record_stages
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.frame import Ticket, request_frame
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.route import find_route
 from tests.support.recorder import simple_model, step_graph
@@ -52,7 +52,7 @@ class Counted:
         ]
         request = Request({"X": [0]})
         tensors = [Handle(0, 1, 0, 1, object())]
-        self.flows = [Flow(self.plan, queues, tensors, 0, 0, request, self.owner) for _ in queued_ns]
+        self.flows = [request_frame(self.plan, queues, tensors, 0, 0, request, self.owner) for _ in queued_ns]
         node = self.plan.nodes[0]
         tickets = [Ticket(flow, node, 1, None, ns) for flow, ns in zip(self.flows, queued_ns, strict=True)]
         self.batch = Batch(queues[0], 0, tickets, started_ns)
@@ -62,7 +62,7 @@ class Counted:
         self.batch.take(route, [0] * len(route))
 
     def counted(self, now_ns: int) -> list[Any]:
-        record_finished([flow for flow in self.flows if flow.error is None], now_ns)
+        record_finished([flow for flow in self.flows if flow.record.error is None], now_ns)
         for one in (*self.statistics, self.owner.statistics):
             one.add_up()
             one.last_error_ms = 0
@@ -116,9 +116,9 @@ def test_properties_stages_of_a_route_count_as_batches_of_their_own(data: st.Dat
         since_ns = results.computed_ns
     for each in (one, other):
         for m in failed:
-            each.flows[m].error = Internal("failed")
+            each.flows[m].record.error = Internal("failed")
         for m, flow in enumerate(each.flows):
             if m not in failed:
-                assert sum(flow.took) == (made[-1].computed_ns if has_failed else now_ns) - queued_ns[m]
-    assert [flow.took for flow in one.flows] == [flow.took for flow in other.flows]
+                assert sum(flow.record.took) == (made[-1].computed_ns if has_failed else now_ns) - queued_ns[m]
+    assert [flow.record.took for flow in one.flows] == [flow.record.took for flow in other.flows]
     assert one.counted(now_ns) == other.counted(now_ns)

@@ -18,7 +18,7 @@ from flowserve.memory.pool import HOST
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.workers.state import SequenceAdapter
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.frame import Ticket, request_frame
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.scheduling.sequence.sequence import RequestSequence
@@ -42,7 +42,7 @@ def tickets(*lines: RequestSequence, start: bool = False) -> list[Ticket]:
     made = []
     for line in lines:
         request = Request({}, sequence_id=line.id, sequence_start=start)
-        (ticket,) = Flow(PLAN, (), [Tensor(np.zeros((1, 2), np.float32), 0, 1)], 0, 0, request).begin()
+        (ticket,) = request_frame(PLAN, (), [Tensor(np.zeros((1, 2), np.float32), 0, 1)], 0, 0, request).begin()
         ticket.flow.wanted = ("Y",)
         ticket.sequence = line
         made.append(ticket)

@@ -20,7 +20,8 @@ from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import ControlOptions, open_control
 from flowserve.runtime.workers.streaming import ResponseStreams
-from flowserve.scheduling.streaming.iterations import UNREAD_MAX, StreamFlow
+from flowserve.scheduling.frames.borders import RegionFrame
+from flowserve.scheduling.frames.stream import UNREAD_MAX
 from flowserve.values import Request
 from tests.support.processes import no_more_descriptors
 
@@ -344,7 +345,7 @@ async def test_a_stream_cancelled_at_its_last_response_is_counted_once(
 
         monkeypatch.setattr(ResponseStreams, "over", over_and_left)
         with trio.fail_after(10):
-            while not flow.done:  # noqa: ASYNC110 - no event to wait for
+            while not flow.record.done:  # noqa: ASYNC110 - no event to wait for
                 await trio.sleep(0.005)
         (row,) = engine.deployments.statistics("repeat")
         assert row["inference_stats"]["success"]["count"] == 1
@@ -458,7 +459,7 @@ async def test_unread_responses_of_a_cancelled_stream_are_released(
                     await trio.sleep(0.1)
             del some, request
             await trio.sleep(0.1)
-            assert [one for one in gc.get_objects() if isinstance(one, StreamFlow)] == []
+            assert [one for one in gc.get_objects() if isinstance(one, RegionFrame)] == []
         finally:
             gc.enable()
 

@@ -40,7 +40,7 @@ from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.tracing.tracing import waits_in_queue
 from flowserve.runtime.workers.local import LocalWorker
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.frame import Ticket, request_frame
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.scheduling.rate_limit.limiter import Available, Limiter, Needs
@@ -333,7 +333,7 @@ def test_a_trace_shows_the_wait_of_a_sequence_request() -> None:
     plan = make_plan(plain_graph(simple_model(0, max_batch_size=1)))
     queue = ModelQueue(ModelKey("a", 1), Queue(BatchPolicy.simple(1)), ["a_0"])
     queue.bound = Oldest(SequencePolicy("a", 1, 0), lambda _: (0, False, False), BatchPolicy.simple(1))
-    batch = Batch(queue, "a_0", [Ticket(Flow(plan, (queue,), (None,), 0), plan.nodes[0], 1, None)], 50)
+    batch = Batch(queue, "a_0", [Ticket(request_frame(plan, (queue,), (None,), 0), plan.nodes[0], 1, None)], 50)
     scheduler = Scheduler()
     assert waits_in_queue(scheduler, batch, 10, 50, BusyPeriods()) == [Wait(SEQUENCE, 10, 50)]
 
@@ -343,7 +343,7 @@ def test_a_trace_shows_the_wait_for_the_rate_limiter_while_an_instance_is_free()
     scheduler = Scheduler(Limiter([Available("R", 1)]))
     for needs, reason in (([Needs({("R", 0): 1})], LIMITER), ([], TURN)):
         queue = ModelQueue(ModelKey("a", 1), Queue(BatchPolicy.simple(1)), ["a_0"], needs=needs)
-        ticket = Ticket(Flow(plan, (queue,), (None,), 0), plan.nodes[0], 1, None)
+        ticket = Ticket(request_frame(plan, (queue,), (None,), 0), plan.nodes[0], 1, None)
         ticket.queued_ns = 10
         spells = BusyPeriods()
         spells.begin(5)

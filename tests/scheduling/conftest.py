@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 import pytest
 
 from flowserve.graph.plan import make_plan
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.frame import Frame, Ticket, request_frame
 from tests.support.recorder import Recorder, rows_of, simple_model
 from tests.support.strategies import plain_graph
 
@@ -28,8 +28,8 @@ def ticket() -> Callable[..., Ticket]:
     """`ticket(rows=2, at=60, key="x")`: a step of a new flow unless `flow` is given."""
     plan = make_plan(plain_graph(simple_model(0)))
 
-    def make(rows: int = 1, at: int = 0, key: Hashable = None, flow: Flow | None = None) -> Ticket:
-        made = Ticket(flow or Flow(plan, (), [rows_of(rows)], at), plan.nodes[0], rows, key)
+    def make(rows: int = 1, at: int = 0, key: Hashable = None, flow: Frame | None = None) -> Ticket:
+        made = Ticket(flow or request_frame(plan, (), [rows_of(rows)], at), plan.nodes[0], rows, key)
         made.queued_ns = at
         return made
 

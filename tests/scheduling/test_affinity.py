@@ -35,7 +35,7 @@ def serve(server: Recorder, *devices: int, delay_ns: int = 0) -> ModelQueue:
 
 def ask(server: Recorder, name: str, device: int = NO_DEVICE, rows: int = 1, at: int = 0) -> None:
     flow = server.submit(GRAPH, name, [Handle(0, 2, 0, rows, device=device)])
-    flow.arrived_ns = at
+    flow.record.arrived_ns = at
 
 
 def placed(server: Recorder) -> dict[str, int]:

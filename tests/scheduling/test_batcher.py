@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.frame import Frame, Ticket
 from flowserve.scheduling.queue import BatchPolicy, LevelPolicy, Levels, Queue
 
 SECOND_NS = 1_000_000_000
@@ -206,6 +206,6 @@ def test_withdrawing_an_unknown_request_changes_nothing(ticket: MakeTicket) -> N
     batcher = Queue(BatchPolicy.simple(4))
     kept = ticket()
     batcher.put(kept)
-    unknown: Flow = ticket().flow
+    unknown: Frame = ticket().flow
     assert batcher.withdraw(unknown) == 0
     assert batcher.take(0) == [kept]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flowserve.graph.plan import make_plan
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.frame import Ticket, request_frame
 from flowserve.scheduling.queue import Batcher, BatchPolicy, Queue
 from tests.support.recorder import simple_model
 from tests.support.strategies import plain_graph, policies
@@ -41,7 +41,7 @@ class History:
         self.batcher = batcher
         self.limit = limit
         self.now = 0
-        self.flows = [Flow(PLAN, (), [None], 0) for _ in range(7)]
+        self.flows = [request_frame(PLAN, (), [None], 0) for _ in range(7)]
         self.waiting: list[Ticket] = []
         self.gone: set[int] = set()
         self.left: list[list[Ticket]] = []
@@ -186,7 +186,7 @@ class DynamicBatcherMachine(RuleBasedStateMachine):
 
     @rule(rows=st.integers(0, 8), key=st.sampled_from("xxxxy"))
     def a_request_arrives(self, rows: int, key: str) -> None:
-        flow = Flow(PLAN, (), [None], self.now, next(self.numbers))
+        flow = request_frame(PLAN, (), [None], self.now, next(self.numbers))
         ticket = Ticket(flow, PLAN.nodes[0], min(rows, self.policy.max_batch_size), key)
         ticket.queued_ns = self.now
         self.waiting.append(ticket)

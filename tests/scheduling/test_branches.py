@@ -39,7 +39,7 @@ class Served(Recorder):
             for batch in [*self.running]:
                 self.done(batch)
             self.turn()
-        assert self.answers[-1].error is None
+        assert self.answers[-1].record.error is None
         return seen
 
     def path(self, batch: Batch) -> str:

@@ -17,14 +17,13 @@ from flowserve.errors import Unavailable
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import Graph
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.call_graph import CalledFlow
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame, filler_frame, request_frame
 from flowserve.scheduling.queue import BatchPolicy
 from flowserve.scheduling.rate_limit.limiter import Available, Limiter, Needs
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX
 from flowserve.scheduling.sequence.batcher import Sequences
 from flowserve.scheduling.sequence.sequence import SequencePolicy
-from flowserve.scheduling.sequence.strategies import Direct, FillerFlow, Oldest
+from flowserve.scheduling.sequence.strategies import Direct, Oldest
 from tests.support.recorder import Recorder, rows_of, simple_model
 from tests.support.strategies import chain_graph, plain_graph
 
@@ -32,11 +31,11 @@ MODELS = [simple_model(number, max_batch_size=2) for number in range(4)]
 A, B, C, D = MODELS
 
 
-def call(server: Recorder, batch: Batch | None, graph: Graph, request: object = None) -> CalledFlow:
+def call(server: Recorder, batch: Batch | None, graph: Graph, request: object = None) -> Frame:
     """The execution of `batch` calls `graph`. Raises Unavailable if the call is refused."""
     plan = make_plan(graph)
     route = [server.queues[node.model] for node in plan.nodes]
-    flow = CalledFlow(plan, route, [rows_of()], 0, 1 << 40, request)
+    flow = request_frame(plan, route, [rows_of()], 0, 1 << 40, request)
     server.scheduler.call(batch, flow)
     return flow
 
@@ -55,10 +54,10 @@ def called(server: Recorder, batch: Batch, graph: Graph) -> Batch:
     return server.running[-1]
 
 
-def answer(server: Recorder, batch: Batch, caller: Batch, flow: CalledFlow) -> None:
+def answer(server: Recorder, batch: Batch, caller: Batch, flow: Frame) -> None:
     server.done(batch)
     server.turn()
-    assert flow.done
+    assert flow.record.done
     server.scheduler.calls.over(caller, flow)
 
 
@@ -159,7 +158,7 @@ def test_a_call_does_not_wait_for_the_model_of_a_completed_step(server: Recorder
     for batch in (server.running[-1], of_c):
         server.done(batch)
         server.turn()
-    assert flow.done
+    assert flow.record.done
     answer(server, server.running[-1], of_b, behind)
 
 
@@ -189,7 +188,7 @@ def test_a_call_outside_an_execution_blocks_no_instance(server: Recorder) -> Non
     server.turn()
     server.done(server.running[-1])
     server.turn()
-    assert flow.done
+    assert flow.record.done
 
 
 def test_an_ended_execution_waits_for_no_call(server: Recorder) -> None:
@@ -244,13 +243,13 @@ def stateful(kind: str) -> Sequences:
     policy = SequencePolicy("a", 2, 1_000_000)
     queue: Sequences
 
-    def identify(flow: Flow) -> tuple[int, bool, bool]:
+    def identify(flow: Frame) -> tuple[int, bool, bool]:
         return flow.request, not queue.is_live(flow.request), False
 
     if kind == "oldest":
         queue = Oldest(policy, identify, BatchPolicy.simple(2))
     else:
-        queue = Direct(policy, identify, FillerFlow(None))
+        queue = Direct(policy, identify, filler_frame(None))
     return queue
 
 
@@ -372,8 +371,8 @@ class World:
         for model, (instances, one, keeps_order) in zip(MODELS, places, strict=True):
             self.server.serve(model, instances=instances, needs=[one] * instances, keeps_order=keeps_order)
         self.believes = believes
-        self.refused: list[CalledFlow] = []
-        self.open: dict[Batch, list[CalledFlow]] = {}
+        self.refused: list[Frame] = []
+        self.open: dict[Batch, list[Frame]] = {}
         self.todo: dict[Batch, list[list[Script]]] = {}
 
     def step(self, random: Random) -> bool:
@@ -383,7 +382,7 @@ class World:
             if batch not in self.todo:
                 first = [t for t in batch.tickets if t.node.index == 0]
                 self.todo[batch] = [group for ticket in first for group in ticket.flow.request.groups]
-            for flow in [flow for flow in self.open.get(batch, []) if flow.done]:
+            for flow in [flow for flow in self.open.get(batch, []) if flow.record.done]:
                 self.open[batch].remove(flow)
                 self.server.scheduler.calls.over(batch, flow)
         able = [batch for batch in self.server.running if not self.open.get(batch)]
@@ -400,7 +399,7 @@ class World:
         for script in group:
             plan = make_plan(script.graph())
             route = [self.server.queues[node.model] for node in plan.nodes]
-            flow = CalledFlow(plan, route, [rows_of()], 0, 1 << 40, script)
+            flow = request_frame(plan, route, [rows_of()], 0, 1 << 40, script)
             if self.believes and self.refused:
                 self.server.scheduler.call(None, flow)
             else:
@@ -449,4 +448,4 @@ def test_property_a_refused_call_would_never_have_been_answered(
         world.server.submit(script.graph(), script)
     while world.step(random):
         pass
-    assert not any(flow.done for flow in world.refused)
+    assert not any(flow.record.done for flow in world.refused)

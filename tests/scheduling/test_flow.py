@@ -7,9 +7,10 @@ import weakref
 import pytest
 
 from flowserve.errors import Invalid, ModelFailed
-from flowserve.graph.plan import NO_SLOT, make_plan
+from flowserve.graph.plan import make_plan
+from flowserve.graph.regions import NO_SLOT
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.frame import Frame, Ticket, request_frame
 from flowserve.values import DType, TensorSpec
 from tests.support.recorder import PORT, rows_of, simple_model
 from tests.support.strategies import Handle, SimModel, chain_graph, plain_graph
@@ -45,13 +46,13 @@ def diamond() -> Graph:
     return graph([a, b, c, d], edges)
 
 
-def flow_of(graph: Graph, *inputs: Handle | None) -> Flow:
-    return Flow(make_plan(graph), (), inputs, 0)
+def flow_of(graph: Graph, *inputs: Handle | None) -> Frame:
+    return request_frame(make_plan(graph), (), inputs, 0)
 
 
-def finish(flow: Flow, step: Ticket, *outputs: Handle | None) -> list[Ticket]:
+def finish(flow: Frame, step: Ticket, *outputs: Handle | None) -> list[Ticket]:
     """Finish a step that ran in a batch of its own."""
-    return flow.finish_step(step.node, [[output] for output in outputs], 0, {})
+    return flow.finish_step(step, step.node, [[output] for output in outputs], 0, {})
 
 
 def names(tickets: list[Ticket]) -> list[str]:

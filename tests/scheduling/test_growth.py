@@ -13,13 +13,12 @@ from flowserve.graph.plan import make_plan
 from flowserve.graph.types import Graph, ModelKey
 from flowserve.scheduling.affinity import AffinityBatcher, CopyCost
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.call_graph import CalledFlow
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame, filler_frame, request_frame
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import Batcher, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.scheduling.rate_limit.limiter import Available, Limiter, Needs
 from flowserve.scheduling.sequence.sequence import SequencePolicy
-from flowserve.scheduling.sequence.strategies import Direct, FillerFlow, IterativeDirect, IterativeOldest, Oldest
+from flowserve.scheduling.sequence.strategies import Direct, IterativeDirect, IterativeOldest, Oldest
 from tests.support.growth import QUADRATIC_FROM, growth
 from tests.support.recorder import Recorder, rows_of, simple_model
 from tests.support.strategies import Handle, chain_graph, handle_residence, plain_graph
@@ -32,10 +31,10 @@ Work = Callable[[], object]
 # ------------------------------------------------------------------------------------------------------ calls of models
 
 
-def call(server: Recorder, batch: Batch, graph: Graph) -> CalledFlow:
+def call(server: Recorder, batch: Batch, graph: Graph) -> Frame:
     """The execution of `batch` calls `graph`. Raises Unavailable if the call is refused."""
     plan = make_plan(graph)
-    flow = CalledFlow(plan, [server.queues[node.model] for node in plan.nodes], [rows_of()], 0, 1 << 40)
+    flow = request_frame(plan, [server.queues[node.model] for node in plan.nodes], [rows_of()], 0, 1 << 40)
     server.scheduler.call(batch, flow)
     return flow
 
@@ -167,7 +166,7 @@ class Ask(NamedTuple):
     of: int
 
 
-def identify(flow: Flow) -> tuple[int, bool, bool]:
+def identify(flow: Frame) -> tuple[int, bool, bool]:
     return flow.request.of, True, False
 
 
@@ -183,13 +182,13 @@ BATCHERS: dict[str, Callable[[], Batcher]] = {
     "affinity": lambda: AffinityBatcher(lambda: Queue(POLICY), 2, [0, 1].__getitem__, handle_residence),
     "oldest": lambda: Oldest(sequence_policy(1000), identify, POLICY),
     "oldest, backlog": lambda: Oldest(sequence_policy(1), identify, POLICY),
-    "direct": lambda: Direct(sequence_policy(2), identify, FillerFlow(None)),
+    "direct": lambda: Direct(sequence_policy(2), identify, filler_frame(None)),
     "iterative": lambda: IterativeOldest(sequence_policy(1000), identify, POLICY),
-    "iterative, backlog": lambda: IterativeDirect(sequence_policy(2), identify, FillerFlow(None)),
+    "iterative, backlog": lambda: IterativeDirect(sequence_policy(2), identify, filler_frame(None)),
 }
 
 
-def queued(batcher: Batcher, n: int) -> tuple[Recorder, list[Flow]]:
+def queued(batcher: Batcher, n: int) -> tuple[Recorder, list[Frame]]:
     """`n` requests, each of its own sequence, wait behind others that run on both instances."""
     server = Recorder()
     server.serve(A, batcher, instances=2)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flowserve.errors import DeadlineExceeded, Unavailable
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame
 from tests.support.recorder import PORT, Recorder, simple_model
 from tests.support.strategies import plain_graph
 
@@ -27,7 +27,7 @@ def graph(edges: list[tuple[int, int, int, int]], outputs: int = 1, max_batch_si
     return Graph("graph", 1, PORT, specs, max_batch_size, nodes, made, is_ensemble=True)
 
 
-def held(server: Recorder) -> Flow:
+def held(server: Recorder) -> Frame:
     return server.submit(plain_graph(simple_model(0)), "late", is_held=True)
 
 
@@ -47,7 +47,7 @@ def test_a_held_request_can_be_cancelled_answered_or_failed_at_shutdown(server: 
     server.scheduler.answer(answered)
     assert server.answers == [answered]
     server.scheduler.fail_all("going away")
-    assert isinstance(left.error, Unavailable)
+    assert isinstance(left.record.error, Unavailable)
     assert server.scheduler.in_flight == 0
     assert server.turn() == []
 
@@ -63,10 +63,12 @@ def test_a_deadline_withdraws_every_step_of_its_request(server: Recorder) -> Non
     assert (len(queues[0].batcher), len(queues[1].batcher)) == (0, 1)
     assert server.scheduler.next_deadline() == 5 * MS
     server.turn(at=5 * MS - 1)
-    assert not flow.done
+    assert not flow.record.done
     server.turn(at=5 * MS)
-    assert isinstance(flow.error, DeadlineExceeded)
-    assert str(flow.error) == ("Request timeout expired: its deadline passed after 5 ms, it was in step 'a#0', 'b#1'")
+    assert isinstance(flow.record.error, DeadlineExceeded)
+    assert str(flow.record.error) == (
+        "Request timeout expired: its deadline passed after 5 ms, it was in step 'a#0', 'b#1'"
+    )
     assert len(queues[1].batcher) == 0
     assert server.scheduler.next_deadline() is None
     for batch in [*server.running]:
@@ -84,9 +86,9 @@ def test_a_deadline_error_names_the_step_that_is_not_complete(server: Recorder) 
     server.done(server.running[0])
     server.turn()
     server.turn(at=9 * MS)
-    assert "it was in step 'b#1'" in str(flow.error)
-    assert flow.error is not None
-    assert "step 'b#1'" in flow.error.lineage
+    assert "it was in step 'b#1'" in str(flow.record.error)
+    assert flow.record.error is not None
+    assert "step 'b#1'" in flow.record.error.lineage
 
 
 def test_a_request_completed_in_time_has_no_deadline_any_more(server: Recorder) -> None:
@@ -98,7 +100,7 @@ def test_a_request_completed_in_time_has_no_deadline_any_more(server: Recorder) 
     server.turn()
     assert server.scheduler.next_deadline() is None
     server.turn(at=9 * MS)
-    assert flow.error is None
+    assert flow.record.error is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20), st.booleans()), max_size=40))
@@ -110,9 +112,9 @@ def test_property_no_request_outlives_its_deadline_and_each_is_answered_once(
         server.serve(simple_model(number, max_batch_size=2))
     fork = graph(FORK, 2, 2)
     now = 0
-    flows: list[Flow] = []
-    due: dict[Flow, int] = {}
-    waiting: list[Flow] = []
+    flows: list[Frame] = []
+    due: dict[Frame, int] = {}
+    waiting: list[Frame] = []
     for number, (kind, ns, is_held) in enumerate(steps):
         now += ns
         if kind < 3:
@@ -127,20 +129,20 @@ def test_property_no_request_outlives_its_deadline_and_each_is_answered_once(
             server.done(server.running[0], at=now)
         elif kind == 4 and waiting:
             first = waiting.pop(0)
-            if not first.done:
+            if not first.record.done:
                 server.scheduler.release(first)
         elif kind == 5 and due:
             server.scheduler.cancel(next(iter(due)))
         server.turn(now)
-        assert all(flow.done for flow, at in due.items() if at <= now)
+        assert all(flow.record.done for flow, at in due.items() if at <= now)
     for flow in waiting:
-        if not flow.done:
+        if not flow.record.done:
             server.scheduler.release(flow)
     server.turn(now)
     while server.running:
         server.done(server.running[0], at=now)
         server.turn(now)
-    assert all(flow.done for flow in flows)
+    assert all(flow.record.done for flow in flows)
     assert len(set(server.answers)) == len(server.answers)
     assert server.scheduler.in_flight == 0
     assert not any(server.scheduler.waiting().values())

@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from flowserve.errors import InstanceDied
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame, filler_frame
 from flowserve.scheduling.queue import BatchPolicy
 from flowserve.scheduling.sequence.sequence import RequestSequence, SequencePolicy
-from flowserve.scheduling.sequence.strategies import FillerFlow, Iterative, IterativeDirect, IterativeOldest
+from flowserve.scheduling.sequence.strategies import Iterative, IterativeDirect, IterativeOldest
 from tests.support.recorder import Recorder, simple_model
 from tests.support.sequences import slots_taken
 from tests.support.strategies import plain_graph
@@ -35,7 +35,7 @@ class Ask(NamedTuple):
     start: bool = True
 
 
-def identify(flow: Flow) -> tuple[int | str, bool, bool]:
+def identify(flow: Frame) -> tuple[int | str, bool, bool]:
     asked: Ask = flow.request
     return asked.of, asked.start and bool(asked.of), False
 
@@ -46,7 +46,7 @@ def oldest(candidates: int = 4, size: int = 2, **policy: Any) -> IterativeOldest
 
 
 def direct(slots: int = 2, share: float = 0.0, delay_ns: int = 0) -> IterativeDirect:
-    return IterativeDirect(SequencePolicy("a", slots, 1_000), identify, FillerFlow(None), share, delay_ns)
+    return IterativeDirect(SequencePolicy("a", slots, 1_000), identify, filler_frame(None), share, delay_ns)
 
 
 class Rounds:
@@ -54,8 +54,8 @@ class Rounds:
 
     def __init__(self, server: Recorder) -> None:
         self.server = server
-        self.left: dict[Flow, int] = {}
-        self.seen: dict[Flow, list[tuple[object, bool]]] = {}
+        self.left: dict[Frame, int] = {}
+        self.seen: dict[Frame, list[tuple[object, bool]]] = {}
 
     def back(self, batch: Batch, at: int = 0) -> None:
         real = [ticket for ticket in batch.tickets if ticket.sequence is not None]
@@ -92,7 +92,7 @@ def serve(batcher: Iterative, instances: int = 1) -> tuple[Recorder, Rounds]:
     return server, Rounds(server)
 
 
-def names(flows: Iterable[Flow]) -> list[str]:
+def names(flows: Iterable[Frame]) -> list[str]:
     return [flow.request.name for flow in flows]
 
 
@@ -158,7 +158,7 @@ def test_a_request_that_names_a_sequence_begins_it(is_live: bool) -> None:
         server.turn()
     flow = server.submit(GRAPH, Ask("b", 1, of=9, start=False))
     server.turn()
-    assert "inference request for sequence 9 to model 'a' must specify the START flag" in str(flow.error)
+    assert "inference request for sequence 9 to model 'a' must specify the START flag" in str(flow.record.error)
 
 
 def test_a_long_generation_is_not_idle() -> None:
@@ -171,7 +171,7 @@ def test_a_long_generation_is_not_idle() -> None:
     server.turn(10_000)
     rounds.back(server.running[0], 10_000)
     assert names(server.answers) == ["a"]
-    assert server.answers[0].error is None
+    assert server.answers[0].record.error is None
 
 
 def test_a_cancelled_request_is_not_run_again_and_its_slot_is_free() -> None:
@@ -203,7 +203,7 @@ def test_no_request_is_run_again_after_shutdown() -> None:
     server.turn()
     server.scheduler.fail_all("the end")
     rounds.back(server.running[0])
-    assert str(flow.error) == "the end"
+    assert str(flow.record.error) == "the end"
     assert rounds.turns(1) == []
 
 
@@ -245,7 +245,7 @@ def test_the_end_of_a_request_is_not_reported_to_the_next_one_of_its_id() -> Non
     server.scheduler.cancel(cancelled)
     late = server.submit(GRAPH, Ask("late", 1, of=9, start=False))
     server.turn()
-    assert str(late.error).endswith("on the first request of the sequence")
+    assert str(late.record.error).endswith("on the first request of the sequence")
 
 
 def test_a_completed_request_is_released_immediately() -> None:
@@ -279,9 +279,9 @@ class IterativeMachine(RuleBasedStateMachine):
         self.server, self.rounds = serve(self.batcher, instances=2)
         self.queue = self.server.queues[MODEL.key]
         self.time = 0
-        self.flows: list[Flow] = []
-        self.left: set[Flow] = set()
-        self.lines: dict[Flow, RequestSequence] = {}
+        self.flows: list[Frame] = []
+        self.left: set[Frame] = set()
+        self.lines: dict[Frame, RequestSequence] = {}
 
     @rule(rounds=st.integers(1, 4), of=st.integers(0, 3))
     def a_request_arrives(self, rounds: int, of: int) -> None:
@@ -313,7 +313,7 @@ class IterativeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_request_is_cancelled(self, data: st.DataObject) -> None:
         flow = data.draw(st.sampled_from(self.flows))
-        if not flow.done:
+        if not flow.record.done:
             self.left.add(flow)
             self.server.scheduler.cancel(flow)
         self.look()
@@ -337,7 +337,7 @@ class IterativeMachine(RuleBasedStateMachine):
             seen = self.rounds.seen.get(flow, [])
             assert len({instance for instance, _ in seen}) <= 1, "it changed its instance"
             assert [first for _, first in seen] == [n == 0 for n in range(len(seen))], "it began twice, or never"
-            if flow.done and flow.error is None and flow not in self.left:
+            if flow.record.done and flow.record.error is None and flow not in self.left:
                 assert len(seen) == flow.request.rounds, "it was answered before it was done"
 
     def teardown(self) -> None:

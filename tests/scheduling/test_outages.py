@@ -76,7 +76,7 @@ def test_a_closed_queue_refuses_waiting_and_new_requests() -> None:
     assert server.answered() == [(1, "died"), (2, "down"), (3, "down"), (4, "down")]
     refused = [(one.ticket.flow.request, str(one.error)) for one in server.notices if isinstance(one, TicketRefused)]
     assert refused == [(2, "down"), (3, "down"), (4, "down")]
-    assert all(isinstance(flow.error, Unavailable) for flow in server.answers[1:])
+    assert all(isinstance(flow.record.error, Unavailable) for flow in server.answers[1:])
     assert server.scheduler.waiting()[A.key] == 0
     server.scheduler.close(queue, "still down")
     server.submit(plain_graph(A), 5)

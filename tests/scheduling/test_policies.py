@@ -12,7 +12,7 @@ import pytest
 from flowserve.errors import ModelFailed, Unavailable
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.scheduling.batch import Batch, TicketRefused, Withdrawn
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame
 from flowserve.scheduling.queue import Batcher, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.scheduling.rate_limit.limiter import Limiter
 from flowserve.simulation.deployment import BatchResults
@@ -138,7 +138,7 @@ def test_a_request_that_fails_while_its_other_branch_is_queued_is_answered_once(
     ]
     server.submit(Graph("twice", 1, PORT, PORT * 2, 16, nodes, tuple(edges), is_ensemble=True), "x")
     server.turn()
-    assert [str(flow.error) for flow in server.answers] == ["boom"]
+    assert [str(flow.record.error) for flow in server.answers] == ["boom"]
     assert runs == ["b"] * depth + ["a"]
     assert server.scheduler.in_flight == 0
     assert server.scheduler.waiting() == {A.key: 0, B.key: 0}
@@ -146,7 +146,7 @@ def test_a_request_that_fails_while_its_other_branch_is_queued_is_answered_once(
 
 def test_refusing_a_request_does_not_scan_the_queue(server: Recorder) -> None:
     class Unsearched(Queue):
-        def withdraw(self, *flows: Flow) -> int:
+        def withdraw(self, *flows: Frame) -> int:
             raise AssertionError("the queue was searched")
 
     policy = LevelPolicy(max_size=1, timeout_ns=50)
@@ -194,7 +194,7 @@ def test_a_request_times_out_at_its_deadline_while_the_instance_is_busy(server: 
     assert server.answered() == []
     server.turn(at=60_000_000)
     assert server.answered() == [("expires", "Request timeout expired: it waited 50 ms in the queue of model 'a'")]
-    assert isinstance(server.answers[0].error, Unavailable)
+    assert isinstance(server.answers[0].record.error, Unavailable)
     assert server.scheduler.next_deadline() is None
     server.done(server.running[0])
     assert server.turn(at=70_000_000) == []

@@ -6,7 +6,7 @@ import pytest
 
 from flowserve.errors import Unavailable
 from flowserve.graph.plan import make_plan
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.frame import Ticket, request_frame
 from flowserve.scheduling.queue import OVERTAKEN_MAX, BatchPolicy, Deadlines, LevelPolicy, Levels, Queue
 from tests.support.recorder import rows_of, simple_model
 from tests.support.strategies import plain_graph
@@ -17,7 +17,7 @@ PLAN = make_plan(plain_graph(simple_model(0)))
 
 
 def ticket(rows: int = 1, at: int = 0, priority: int = 0, timeout: int = 0, key: str = "") -> Ticket:
-    flow = Flow(PLAN, (), [rows_of(rows)], at, 0, None, None, priority, timeout)
+    flow = request_frame(PLAN, (), [rows_of(rows)], at, 0, None, None, priority, timeout)
     made = Ticket(flow, PLAN.nodes[0], rows, key)
     made.queued_ns = at
     return made
@@ -232,7 +232,7 @@ def test_every_level_leads_a_batch_after_a_bounded_wait() -> None:
     for _ in range(OVERTAKEN_MAX + 3):
         put(batcher, ticket(priority=1))
         (one,) = batcher.take(0) or []
-        order.append(one.flow.priority)
+        order.append(one.flow.record.priority)
     assert order == [1] * OVERTAKEN_MAX + [2, 3, 4]
 
 

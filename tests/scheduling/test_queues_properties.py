@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from flowserve.errors import Unavailable
 from flowserve.graph.plan import make_plan
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.frame import Ticket, request_frame
 from flowserve.scheduling.queue import OVERTAKEN_MAX, BatchPolicy, LevelPolicy, Levels, Queue
 from tests.support.recorder import simple_model
 from tests.support.strategies import draw_levels, plain_graph, policies
@@ -31,7 +31,7 @@ class Waiting:
         self.policy = policy
         self.is_delayed = False
         self.expires: int | None = None
-        limits = [policy.timeout_ns, ticket.flow.timeout_ns if policy.may_override else 0]
+        limits = [policy.timeout_ns, ticket.flow.record.timeout_ns if policy.may_override else 0]
         if policy.timeout_ns:
             self.expires = ticket.queued_ns + min(filter(None, limits))
 
@@ -56,7 +56,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(rows=st.integers(0, 8), key=st.sampled_from("xxxxy"), priority=st.integers(0, 5), timeout=st.integers(0, 60))
     def a_request_arrives(self, rows: int, key: str, priority: int, timeout: int) -> None:
-        flow = Flow(PLAN, (), [None], self.now, 0, None, None, priority, timeout)
+        flow = request_frame(PLAN, (), [None], self.now, 0, None, None, priority, timeout)
         ticket = Ticket(flow, PLAN.nodes[0], min(rows, self.policy.max_batch_size), key)
         ticket.queued_ns = self.now
         level = priority if 1 <= priority <= self.levels.count else self.levels.default
@@ -133,7 +133,10 @@ def test_property_with_time_and_free_instances_every_request_is_taken_or_refused
     now = 0
     for rows, priority in inputs:
         ticket = Ticket(
-            Flow(PLAN, (), [None], 0, 0, None, None, priority), PLAN.nodes[0], min(rows, policy.max_batch_size), None
+            request_frame(PLAN, (), [None], 0, 0, None, None, priority),
+            PLAN.nodes[0],
+            min(rows, policy.max_batch_size),
+            None,
         )
         ticket.queued_ns = now
         try:
@@ -168,13 +171,13 @@ def test_property_no_level_is_overtaken_without_bound(limit: int, stream: list[l
     since = dict.fromkeys(lanes, 0)
     for taken, priorities in enumerate(stream):
         for priority in priorities:
-            ticket = Ticket(Flow(PLAN, (), [None], 0, 0, None, None, priority), PLAN.nodes[0], 1, None)
+            ticket = Ticket(request_frame(PLAN, (), [None], 0, 0, None, None, priority), PLAN.nodes[0], 1, None)
             if not lanes[priority]:
                 since[priority] = taken
             lanes[priority].append((ticket, taken))
             batcher.put(ticket)
         for ticket in batcher.take(0) or ():
-            level = ticket.flow.priority
+            level = ticket.flow.record.priority
             assert lanes[level].popleft()[0] is ticket
             since[level] = taken + 1
         for level, lane in lanes.items():

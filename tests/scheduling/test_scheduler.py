@@ -11,7 +11,7 @@ from flowserve.errors import Internal, ModelFailed, Unavailable
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame, request_frame
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.simulation.deployment import BatchResults
@@ -52,7 +52,7 @@ def test_a_batch_of_sixteen_stays_whole_and_in_one_block_to_the_last_node(server
         (batch,) = server.running
         assert batch.rows == 16
         if name != "a":
-            inputs: list[Handle] = [ticket.flow.tensors[ticket.node.inputs[0]] for ticket in batch.tickets]
+            inputs: list[Handle] = [ticket.tensors[ticket.node.inputs[0]] for ticket in batch.tickets]
             assert len({id(handle.block) for handle in inputs}) == 1
             assert [handle.start for handle in inputs] == list(range(16))  # neighbours: nothing to copy
         server.done(batch)
@@ -268,7 +268,7 @@ def test_a_request_that_selects_only_its_own_inputs_completes_in_the_same_step(s
     nodes = (Node(0, "a", A.key, A.inputs, A.outputs, 16),)
     through = Graph("through", 1, PORT, (*PORT, TensorSpec("Y", DType.FP32, (-1,))), 16, nodes, edges, is_ensemble=True)
     given = rows_of()
-    flow = Flow(make_plan(through, ["X"]), [server.queues[A.key]], [given], 0, 1, "x")
+    flow = request_frame(make_plan(through, ["X"]), [server.queues[A.key]], [given], 0, 1, "x")
     server.scheduler.submit(flow)
     assert server.turn() == []
     assert server.answered() == ["x"]
@@ -357,7 +357,7 @@ def test_an_inline_instance_runs_a_whole_chain_in_one_step() -> None:
 
 def test_a_caller_may_send_its_next_request_when_it_has_its_response() -> None:
     class Asking(Recorder):
-        def finished(self, flow: Flow) -> None:
+        def finished(self, flow: Frame) -> None:
             super().finished(flow)
             if flow.request == 0:
                 self.submit(ALONE, "again")
@@ -392,7 +392,7 @@ def test_shutdown_fails_waiting_requests_and_running_batches_complete(server: Re
         "(2, 'closing')",
         "(3, 'closing')",
     ]
-    assert all(isinstance(flow.error, Unavailable) for flow in server.answers)
+    assert all(isinstance(flow.record.error, Unavailable) for flow in server.answers)
     server.done(server.running[0])
     assert server.turn() == []
     assert server.answered()[-2:] == [0, 1]

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from flowserve.errors import Cancelled, DeadlineExceeded, InstanceDied, Invalid, ModelFailed, Unavailable
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame, filler_frame
 from flowserve.scheduling.queue import BatchPolicy
 from flowserve.scheduling.rate_limit.limiter import EVERYWHERE, Limiter, Needs
 from flowserve.scheduling.sequence.batcher import ENDINGS_MAX, Sequences
 from flowserve.scheduling.sequence.sequence import SequencePolicy
-from flowserve.scheduling.sequence.strategies import Direct, FillerFlow, Oldest
+from flowserve.scheduling.sequence.strategies import Direct, Oldest
 from tests.support.recorder import Recorder, rows_of, simple_model
 from tests.support.sequences import slots_taken
 from tests.support.strategies import plain_graph
@@ -32,13 +32,13 @@ class Ask(NamedTuple):
     end: bool = False
 
 
-def identify(flow: Flow) -> tuple[int | str, bool, bool]:
+def identify(flow: Frame) -> tuple[int | str, bool, bool]:
     asked: Ask = flow.request
     return asked.of, asked.start, asked.end
 
 
 def direct(slots: int = 2, share: float = 0.0, delay_ns: int = 0, **policy: Any) -> Direct:
-    return Direct(SequencePolicy("a", slots, IDLE_NS, **policy), identify, FillerFlow(None), share, delay_ns)
+    return Direct(SequencePolicy("a", slots, IDLE_NS, **policy), identify, filler_frame(None), share, delay_ns)
 
 
 def oldest(candidates: int = 4, size: int = 2, delay_ns: int = 0) -> Oldest:
@@ -53,12 +53,12 @@ def names(started: list[tuple[str, list[object]]]) -> list[list[str]]:
     ]
 
 
-def ask(server: Recorder, of: int | str, n: int = 0, *, start: bool = False, end: bool = False, **more: Any) -> Flow:
+def ask(server: Recorder, of: int | str, n: int = 0, *, start: bool = False, end: bool = False, **more: Any) -> Frame:
     return server.submit(GRAPH, Ask(of, n, start, end), **more)
 
 
 def errors(server: Recorder) -> list[str]:
-    return [str(flow.error) for flow in server.answers if flow.error is not None]
+    return [str(flow.record.error) for flow in server.answers if flow.record.error is not None]
 
 
 # ----------------------------------------------------------------------------------------------------- the pictures
@@ -163,8 +163,8 @@ def test_a_request_without_a_sequence_is_refused(server: Recorder, asked: Ask, s
     server.submit(GRAPH, asked)
     server.turn()
     (flow,) = server.answers
-    assert isinstance(flow.error, Invalid)
-    assert said in str(flow.error)
+    assert isinstance(flow.record.error, Invalid)
+    assert said in str(flow.record.error)
 
 
 def test_requests_of_several_rows_are_refused_before_and_within_a_sequence(server: Recorder) -> None:
@@ -252,7 +252,7 @@ def test_the_smallest_timeout_in_the_backlog_is_that_of_the_whole_sequence(serve
     server.turn(0)
     assert server.scheduler.next_deadline() == 100
     server.turn(100)
-    assert [type(flow.error) for flow in server.answers] == [Unavailable, Unavailable]
+    assert [type(flow.record.error) for flow in server.answers] == [Unavailable, Unavailable]
     assert all(text.startswith("timeout of the corresponding sequence has been expired") for text in errors(server))
     ask(server, 2, 3)
     server.turn(100)
@@ -272,7 +272,7 @@ def test_a_request_cancelled_while_it_waits_ends_its_sequence_and_frees_the_slot
     server.scheduler.cancel(cancelled)
     server.turn(0)
     (cancelled,) = server.answers
-    assert (cancelled.request.n, type(cancelled.error)) == (3, Cancelled)
+    assert (cancelled.request.n, type(cancelled.record.error)) == (3, Cancelled)
     server.turn(3 * IDLE_NS)  # the expired sequence has no slot to free a second time
     server.done(server.running[0], at=3 * IDLE_NS)
     server.turn(3 * IDLE_NS)
@@ -292,7 +292,10 @@ def test_an_instance_that_dies_ends_its_sequences_and_no_others(server: Recorder
     server.scheduler.complete(died, [], InstanceDied("it died"), 0)
     server.scheduler.take_away(queue, died.instance)
     server.turn()
-    assert [(flow.request.n, type(flow.error)) for flow in server.answers] == [(1, InstanceDied), (2, InstanceDied)]
+    assert [(flow.request.n, type(flow.record.error)) for flow in server.answers] == [
+        (1, InstanceDied),
+        (2, InstanceDied),
+    ]
     ask(server, 1, 3)
     server.turn()
     assert errors(server)[-1].endswith("that had it has ended; begin again with START")
@@ -397,7 +400,9 @@ def test_a_failed_batch_is_retried_on_its_own_instance_before_later_requests(ser
     assert names([(key, batch) for key, batch in server.started]) == [
         ["A1", "C1"], ["B1", "D1"], ["A1"], ["C1"], ["B2", "D2"], ["A2", "C2"],
     ]  # fmt: skip
-    assert [(flow.request.of, type(flow.error)) for flow in server.answers if flow.error] == [("A", ModelFailed)]
+    assert [(flow.request.of, type(flow.record.error)) for flow in server.answers if flow.record.error] == [
+        ("A", ModelFailed)
+    ]
 
 
 def test_a_request_cancelled_before_its_retry_ends_its_sequence(server: Recorder) -> None:
@@ -439,8 +444,8 @@ def test_a_deadline_takes_a_request_out_of_its_sequence(
     server.scheduler.due_by(late, 100)
     server.turn(0)
     server.turn(100)
-    assert isinstance(late.error, DeadlineExceeded)
-    assert not late.error.is_running
+    assert isinstance(late.record.error, DeadlineExceeded)
+    assert not late.record.error.is_running
     server.done(server.running[0], at=100)
     assert server.turn(100) == []
     assert server.answers[0] is late

@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from flowserve.errors import Invalid
 from flowserve.graph.plan import make_plan
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.frame import Frame, Ticket, filler_frame, request_frame
 from flowserve.scheduling.queue import BatchPolicy
 from flowserve.scheduling.sequence.batcher import Sequences
 from flowserve.scheduling.sequence.sequence import RequestSequence, SequencePolicy
-from flowserve.scheduling.sequence.strategies import Direct, FillerFlow, Oldest
+from flowserve.scheduling.sequence.strategies import Direct, Oldest
 from tests.support.recorder import simple_model
 from tests.support.sequences import SequenceSim, slots_taken
 from tests.support.strategies import plain_graph
@@ -64,7 +64,7 @@ class SequenceMachine(RuleBasedStateMachine):
     def a_request_arrives(self, of: int, start: bool, end: bool, timeout: int) -> None:
         self.number += 1
         mark = Mark(of, self.number, start=start, end=end)
-        flow = Flow(PLAN, (), [None], self.now, 0, mark, None, 0, timeout)
+        flow = request_frame(PLAN, (), [None], self.now, 0, mark, None, 0, timeout)
         ticket = Ticket(flow, PLAN.nodes[0], 1, None)
         ticket.queued_ns = self.now
         if not (start or self.batcher.is_live(of)):
@@ -138,7 +138,7 @@ class SequenceMachine(RuleBasedStateMachine):
     def a_request_is_cancelled(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from([*self.waiting]))
         flow = self.waiting.pop(number).flow
-        flow.done = True
+        flow.record.done = True
         assert self.batcher.withdraw(flow) == 1
         assert self.batcher.withdraw(flow) == 0
         self.bury()
@@ -188,11 +188,11 @@ class SequenceMachine(RuleBasedStateMachine):
 
 
 class DirectMachine(SequenceMachine):
-    make = staticmethod(lambda: Direct(SequencePolicy("a", 2, IDLE_NS), _identify, FillerFlow(None)))
+    make = staticmethod(lambda: Direct(SequencePolicy("a", 2, IDLE_NS), _identify, filler_frame(None)))
 
 
 class PatientDirectMachine(SequenceMachine):
-    make = staticmethod(lambda: Direct(SequencePolicy("a", 3, IDLE_NS), _identify, FillerFlow(None), 0.7, 30))
+    make = staticmethod(lambda: Direct(SequencePolicy("a", 3, IDLE_NS), _identify, filler_frame(None), 0.7, 30))
 
 
 class OldestMachine(SequenceMachine):
@@ -203,7 +203,7 @@ class PatientOldestMachine(SequenceMachine):
     make = staticmethod(lambda: Oldest(SequencePolicy("a", 3, IDLE_NS), _identify, BatchPolicy(3, (2,), 30)))
 
 
-def _identify(flow: Flow) -> tuple[int, bool, bool]:
+def _identify(flow: Frame) -> tuple[int, bool, bool]:
     mark: Mark = flow.request
     return mark.of, mark.start, mark.end
 

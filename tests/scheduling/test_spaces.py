@@ -11,7 +11,7 @@ import pytest
 from flowserve.config.convert import to_config
 from flowserve.config.parse import parse
 from flowserve.memory import rows
-from flowserve.scheduling.spaces import SpaceFlow
+from flowserve.scheduling.frames.borders import RegionFrame
 from tests.support.spaces_world import World
 
 # The third step waits for a tensor of the second one, but does not run for rows for which the first one is certain.
@@ -48,15 +48,15 @@ ensemble_scheduling {
 """
 
 
-def begin_all(*requests: list[float]) -> tuple[World, list[SpaceFlow]]:
+def begin_all(*requests: list[float]) -> tuple[World, list[RegionFrame]]:
     parsed = parse(CASCADE, "cascade")
     world = World(to_config(parsed.message, parsed.source), Random(0))
     flows = [world.submit(np.array([row], np.float32)) for row in requests]
     schedule(world)
-    return world, [flow for flow in flows if isinstance(flow, SpaceFlow)]
+    return world, [flow for flow in flows if isinstance(flow, RegionFrame)]
 
 
-def begin(row: list[float]) -> tuple[World, SpaceFlow]:
+def begin(row: list[float]) -> tuple[World, RegionFrame]:
     world, (flow,) = begin_all(row)
     return world, flow
 
@@ -71,7 +71,7 @@ def running(world: World) -> list[str]:
     return sorted(batch.tickets[0].node.model.name for batch in world.running)
 
 
-def under_way(flow: SpaceFlow) -> list[str]:
+def under_way(flow: RegionFrame) -> list[str]:
     return [node.name for node in flow.steps_under_way()]
 
 
@@ -87,20 +87,20 @@ def test_a_request_does_not_wait_for_what_only_skipped_steps_read() -> None:
     world, flow = begin([0, 0])  # the model "kind" is certain
     assert running(world) == ["double", "kind"]
     assert under_way(flow) == ["kind", "double"]
-    assert not flow.finished
+    assert not any(flow.is_over(n) for n in range(6))
     end(world, "kind")
     assert running(world) == ["double", "single"]
     assert under_way(flow) == ["double", "single#2"]
     end(world, "single")
     assert running(world) == ["double", "minus"]
     assert under_way(flow) == ["double", "minus"]
-    assert [*map(flow.plan.nodes.index, flow.steps_under_way())] == sorted({*range(6)} - flow.finished)
+    assert [*map(flow.plan.nodes.index, flow.steps_under_way())] == [n for n in range(6) if not flow.is_over(n)]
     assert [world.graph.nodes[n].name for n in flow.skipped] == ["add", "single"]
     end(world, "minus")
-    assert not flow.done  # its step "double" is still under way
+    assert not flow.record.done  # its step "double" is still under way
     end(world, "double")
-    assert flow.done
-    assert flow.error is None
+    assert flow.record.done
+    assert flow.record.error is None
     # The last output has no reader, and is not held.
     assert [slot for slot, tensor in enumerate(flow.tensors) if tensor is not None] == [*flow.plan.output_slots]
 
@@ -114,8 +114,8 @@ def test_steps_whose_rows_are_taken_wait_for_all_that_they_read() -> None:
     end(world, "add")
     end(world, "single")
     end(world, "minus")
-    assert flow.done
-    assert flow.error is None
+    assert flow.record.done
+    assert flow.record.error is None
 
 
 def test_one_comparison_tests_all_members_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,4 +138,4 @@ def test_one_comparison_tests_all_members_of_a_batch(monkeypatch: pytest.MonkeyP
     assert all(flow.tensors[slot] is None for flow in flows)
     while world.go_on():
         pass
-    assert [flow.done and flow.error for flow in flows] == [None] * 3
+    assert [flow.record.done and flow.record.error for flow in flows] == [None] * 3

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flowserve.errors import Unavailable
-from flowserve.scheduling.flow import Flow
-from flowserve.scheduling.spaces import SpaceFlow
+from flowserve.scheduling.frames.borders import RegionFrame
+from flowserve.scheduling.frames.frame import Frame
 from flowserve.values import Array
 from tests.support.spaces_world import Interpreter, World, drawn, padded
 
@@ -24,7 +24,7 @@ profile = settings.get_profile(settings.get_current_profile_name())
 many = settings(max_examples=100_000 if profile.max_examples >= 2_000 else 100)
 
 
-def requests(rng: Random, world: World) -> list[tuple[Array, Flow]]:
+def requests(rng: Random, world: World) -> list[tuple[Array, Frame]]:
     """Requests of random rows, submitted between the steps of the scheduler."""
     made = []
     for _ in range(rng.randrange(1, 6)):
@@ -36,9 +36,9 @@ def requests(rng: Random, world: World) -> list[tuple[Array, Flow]]:
     return made
 
 
-def check_answer(world: World, array: Array, flow: Flow) -> None:
+def check_answer(world: World, array: Array, flow: Frame) -> None:
     """Check that each row of every output equals the result of the row alone."""
-    assert flow.error is None
+    assert flow.record.error is None
     rows = [Interpreter(world.wiring, world.made, row) for row in array]
     outputs = world.outputs(flow)
     for name, found in outputs.items():
@@ -56,11 +56,12 @@ def check_answer(world: World, array: Array, flow: Flow) -> None:
         assert world.rows_run[id(flow), node.index] == ran, node.name
 
 
-def check_nothing_is_held(world: World, flow: Flow) -> None:
+def check_nothing_is_held(world: World, flow: Frame) -> None:
     assert not world.running
     assert all(len(queue.batcher) == 0 for queue in world.queues)
-    if isinstance(flow, SpaceFlow):
-        assert not flow.live
+    if isinstance(flow, RegionFrame):
+        assert not flow.parted
+        assert not flow.stream.live
 
 
 @many
@@ -76,7 +77,7 @@ def test_each_row_has_the_answer_that_it_has_alone(seed: int) -> None:
     while world.go_on():
         pass
     for array, flow in flows:
-        assert flow.done
+        assert flow.record.done
         check_answer(world, array, flow)
         check_nothing_is_held(world, flow)
 
@@ -89,7 +90,7 @@ def test_a_request_alone_is_not_refused_by_a_queue_that_its_items_fill(seed: int
         return
     world = World(config, rng, has_limits=True)
     is_alone = rng.random() < 0.5
-    flows: list[tuple[Array, Flow]] = []
+    flows: list[tuple[Array, Frame]] = []
     for _ in range(rng.randrange(1, 6)):
         rows = rng.randrange(1, max(world.config.max_batch_size, 1) + 1)
         array = np.array([[rng.randrange(-5, 6) / 2 for _ in range(2)] for _ in range(rows)], np.float32)
@@ -99,9 +100,9 @@ def test_a_request_alone_is_not_refused_by_a_queue_that_its_items_fill(seed: int
     while world.go_on():
         pass
     for array, flow in flows:
-        assert flow.done
+        assert flow.record.done
         check_nothing_is_held(world, flow)
-        is_refused = isinstance(flow.error, Unavailable)
+        is_refused = isinstance(flow.record.error, Unavailable)
         if not is_refused:
             check_answer(world, array, flow)
         elif is_alone:  # only steps that run once for all rows, several of one model, may be refused
@@ -120,17 +121,17 @@ def test_a_failed_batch_fails_its_requests_and_a_cancelled_one_leaves_nothing(se
     while world.go_on():
         if rng.random() < 0.05:
             _, flow = rng.choice(flows)
-            if not flow.done:
+            if not flow.record.done:
                 world.scheduler.cancel(flow)
                 cancelled.add(flow)
     assert Counter(world.finished).most_common(1)[0][1] == 1 if world.finished else True
     for array, flow in flows:
-        assert flow.done
+        assert flow.record.done
         check_nothing_is_held(world, flow)
         if flow in cancelled:
             assert flow not in world.finished
-        elif flow.error is not None:
-            assert "it fell over" in str(flow.error)
+        elif flow.record.error is not None:
+            assert "it fell over" in str(flow.record.error)
         else:
             world.rows_run.clear()
             outputs = world.outputs(flow)

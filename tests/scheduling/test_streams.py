@@ -15,9 +15,11 @@ from flowserve.errors import Invalid
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import GRAPH, Conversion, ModelKey
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.borders import RegionFrame, region_frame
+from flowserve.scheduling.frames.frame import Frame, Ticket
+from flowserve.scheduling.frames.slots import InflightSlots
+from flowserve.scheduling.frames.stream import UNREAD_MAX, Source
 from flowserve.scheduling.rate_limit.limiter import Needs
-from flowserve.scheduling.streaming.iterations import UNREAD_MAX, InflightSlots, Source, StreamFlow
 from flowserve.simulation.deployment import BatchResults
 from flowserve.values import DType, TensorSpec
 from tests.support.recorder import Recorder, rows_of, simple_model
@@ -255,7 +257,7 @@ def test_a_completed_stream_is_in_no_reference_cycle() -> None:
         sim.run()
         sim.flows.clear()
         gc.collect()
-        assert not [one for one in gc.garbage if isinstance(one, Flow | Ticket)]
+        assert not [one for one in gc.garbage if isinstance(one, Frame | Ticket)]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
@@ -267,7 +269,7 @@ def test_a_tensor_shared_by_iterations_has_no_last_reader() -> None:
     seen: dict[str, list[bool]] = {}
 
     class Sim(StreamSim):
-        def _run(self, batch: Batch, finished: Sequence[Flow]) -> None:
+        def _run(self, batch: Batch, finished: Sequence[Frame]) -> None:
             for ticket in batch.tickets:
                 seen[ticket.node.name] = [ticket.flow.is_last_reader(slot) for slot in ticket.node.inputs]
             super()._run(batch, finished)
@@ -282,7 +284,7 @@ def test_a_converted_tensor_has_no_last_reader() -> None:
     edges = [replace(edge, conversion=Conversion(batch=1)) for edge in drawn.edges]
     nodes = [replace(node, max_batch_size=8) for node in drawn.nodes]
     plan = make_plan(replace(drawn, nodes=tuple(nodes), edges=tuple(edges)))
-    stream = StreamFlow(plan, [], [Content((0,))], 0)
+    stream = region_frame(plan, [], [Content((0,))], 0)
     converted = [slot for node in plan.nodes for _, slot, _ in node.converts]
     assert converted
     assert not any(stream.is_last_reader(slot) for slot in converted)
@@ -294,12 +296,12 @@ def test_a_response_that_does_not_fit_its_step_fails_its_own_request(server: Rec
     drawn = chain_graph("g", [first, second])
     nodes = tuple(replace(node, max_inflight=node.index) for node in drawn.nodes)  # one step of the second
     plan = make_plan(replace(drawn, shares_limits=True, nodes=nodes))
-    assert plan.nesting is not None
-    shared = InflightSlots(plan.nesting.limits)
+    assert plan.regions is not None
+    shared = InflightSlots(plan.regions.limits)
     route = [server.serve(first, instances=2), server.serve(second)]
 
-    def submit(name: str, width: int) -> StreamFlow:
-        flow = StreamFlow(plan, route, [rows_of()], 0, width, name, shared=shared)
+    def submit(name: str, width: int) -> RegionFrame:
+        flow = region_frame(plan, route, [rows_of()], 0, width, name, shared=shared)
         server.scheduler.submit(flow)
         server.turn()
         batch = server.running.pop()
@@ -314,9 +316,9 @@ def test_a_response_that_does_not_fit_its_step_fails_its_own_request(server: Rec
         server.turn()
     server.done(server.running[0])
     server.turn()
-    assert (fits.done, fits.error) == (True, None)
-    assert isinstance(wide.error, Invalid)
-    assert str(wide.error).startswith("unexpected shape for input 'X' for model 'b'")
+    assert (fits.record.done, fits.record.error) == (True, None)
+    assert isinstance(wide.record.error, Invalid)
+    assert str(wide.record.error).startswith("unexpected shape for input 'X' for model 'b'")
     assert server.scheduler.in_flight == 0
     assert not any(shared.taken)
 

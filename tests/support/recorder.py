@@ -14,7 +14,7 @@ from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.graph.plan import Plan, make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.scheduling.batch import Batch, Notice
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame, request_frame
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import Batcher, BatchPolicy
 from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
@@ -70,7 +70,7 @@ class Recorder:
 
     running: list[Batch] = field(default_factory=list)
     started: Started = field(default_factory=list)
-    delivered: list[Flow] = field(default_factory=list)
+    delivered: list[Frame] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
     queues: dict[ModelKey, ModelQueue] = field(default_factory=dict)
     limiter: Limiter | None = None
@@ -129,7 +129,7 @@ class Recorder:
         timeout_ns: int = 0,
         *,
         is_held: bool = False,
-    ) -> Flow:
+    ) -> Frame:
         """Submit a request with the name `request`; one row in every input unless `inputs` are given."""
         self._stamps += 1
         _, plan, route = self._plans.get(id(graph), (None, None, None))
@@ -139,7 +139,7 @@ class Recorder:
             self._plans[id(graph)] = graph, plan, route
         given = [rows_of() for _ in graph.inputs] if inputs is None else inputs
         stamp = self._stamps if stamp is None else stamp
-        flow = Flow(plan, route, given, 0, stamp, request, None, priority, timeout_ns)
+        flow = request_frame(plan, route, given, 0, stamp, request, None, priority, timeout_ns)
         if is_held:
             self.scheduler.hold(flow)
         else:
@@ -160,7 +160,7 @@ class Recorder:
         self.scheduler.check()
         return self.started[before:]
 
-    def finished(self, flow: Flow) -> None:
+    def finished(self, flow: Frame) -> None:
         """Called with each finished flow; tests may override it."""
         self.delivered.append(flow)
 
@@ -193,14 +193,17 @@ class Recorder:
         return self.scheduler.complete(batch, [], ModelFailed("boom"), 0)
 
     @property
-    def answers(self) -> list[Flow]:
+    def answers(self) -> list[Frame]:
         for flow in self.scheduler.take_finished():
             self.finished(flow)
         return self.delivered
 
     def answered(self) -> list[object]:
         """The finished requests, in order; failed ones with the text of their error."""
-        return [flow.request if flow.error is None else (flow.request, str(flow.error)) for flow in self.answers]
+        return [
+            flow.request if flow.record.error is None else (flow.request, str(flow.record.error))
+            for flow in self.answers
+        ]
 
     def run(self, batch: Batch) -> None:
         """Called with each started batch; overridden by tests of batches that run inline."""

@@ -16,14 +16,14 @@ from random import Random
 from flowserve.errors import Cancelled, InstanceDied, Invalid, Unavailable
 from flowserve.graph.plan import make_plan
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame, filler_frame, request_frame
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy
 from flowserve.scheduling.rate_limit.limiter import Limiter
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.sequence.batcher import Sequences
 from flowserve.scheduling.sequence.sequence import RequestSequence, SequencePolicy
-from flowserve.scheduling.sequence.strategies import Direct, FillerFlow, Oldest
+from flowserve.scheduling.sequence.strategies import Direct, Oldest
 from flowserve.simulation.deployment import BatchResults
 from tests.support.recorder import rows_of, simple_model
 from tests.support.strategies import plain_graph
@@ -77,7 +77,7 @@ class Client:
         return sums
 
 
-def _identify(flow: Flow) -> tuple[int, bool, bool]:
+def _identify(flow: Frame) -> tuple[int, bool, bool]:
     asked: Asked = flow.request
     return asked.client.key, asked.start, asked.end
 
@@ -96,7 +96,7 @@ class SequenceSim:
         self.scheduler.add(self.queue)
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._tie = count()
-        self._flows: dict[Asked, Flow] = {}
+        self._flows: dict[Asked, Frame] = {}
         self._seats: dict[RequestSequence, str] = {}
         at = 0
         self.clients = [Client(1 + n, self._random, is_troubled=True) for n in range(clients)]
@@ -108,7 +108,7 @@ class SequenceSim:
         policy = SequencePolicy("a", SLOTS, IDLE_NS)
         delay_ns = self._random.choice((0, 0, 300))
         if self._random.random() < 0.5:
-            return Direct(policy, _identify, FillerFlow(None), self._random.choice((0.0, 0.5)), delay_ns)
+            return Direct(policy, _identify, filler_frame(None), self._random.choice((0.0, 0.5)), delay_ns)
         return Oldest(policy, _identify, BatchPolicy.simple(self._random.randint(1, 4), delay_ns))
 
     def run(self) -> SequenceSim:
@@ -150,7 +150,7 @@ class SequenceSim:
         asked = client.requests[client.sent]
         leaves = client.sent == client.leaves_at
         client.sent += 1
-        flow = Flow(PLAN, [self.queue], [rows_of()], self.time, next(self._tie), asked)
+        flow = request_frame(PLAN, [self.queue], [rows_of()], self.time, next(self._tie), asked)
         self._flows[asked] = flow
         self.scheduler.submit(flow)
         if leaves:
@@ -165,19 +165,19 @@ class SequenceSim:
             self.scheduler.cancel(flow)
             self.scheduler.cancel(flow)  # repeated calls have no effect
 
-    def _answered(self, flow: Flow) -> None:
+    def _answered(self, flow: Frame) -> None:
         asked: Asked = flow.request
         client = asked.client
         assert self._flows.pop(asked, None) is flow, "a request was answered twice"
         self.answers += 1
-        if flow.error is None:
+        if flow.record.error is None:
             client.sums.append(flow.tensors[1].content)
             assert client.sums == client.expected(len(client.sums)), f"client {client.key} got a wrong sum"
             if not client.runs_ahead:
                 self._at(self.time + self._random.randint(0, 500), partial(self._send, client))
             return
-        assert client.is_excused, f"client {client.key} is to blame for nothing and got: {flow.error}"
-        assert isinstance(flow.error, Cancelled | InstanceDied | Invalid | Unavailable)
+        assert client.is_excused, f"client {client.key} is to blame for nothing and got: {flow.record.error}"
+        assert isinstance(flow.record.error, Cancelled | InstanceDied | Invalid | Unavailable)
         client.is_over = True
 
     # ------------------------------------------------------------------ the model

@@ -17,11 +17,11 @@ from random import Random
 from typing import Self
 
 from flowserve.errors import DeadlineExceeded, FlowserveError, InstanceDied, Invalid, ModelFailed, Unavailable
-from flowserve.graph.plan import NO_SLOT
+from flowserve.graph.regions import NO_SLOT
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.affinity import NO_DEVICE
 from flowserve.scheduling.batch import Batch, Recall, TicketRefused
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.frame import Frame, Ticket, request_frame
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.scheduling.rate_limit.limiter import Limiter, Resource
@@ -49,7 +49,7 @@ class Sim(Agenda):
         self.world = world or strategies.draw_world(random)
         self.log: list[tuple[object, ...]] = []
         self.queues: dict[ModelKey, ModelQueue] = {}
-        self.flows: dict[int, Flow] = {}  # submitted flows that are not over
+        self.flows: dict[int, Frame] = {}  # submitted flows that are not over
         self.over: set[int] = set()  # answered or cancelled
         self.batch_rows: dict[ModelKey, list[int]] = {}  # the batches of each model, in order
         self.handles: weakref.WeakSet[Handle] = weakref.WeakSet()
@@ -156,7 +156,7 @@ class Sim(Agenda):
         ]
         route = self._routes[request.graph]
         own = request.priority, request.timeout_ns
-        flow = Flow(plan, route, inputs, self.now_ns, request.number, request, None, *own)
+        flow = request_frame(plan, route, inputs, self.now_ns, request.number, request, None, *own)
         self.flows[request.number] = flow
         self._finished[request.number] = set()
         self._note("arrives", request.number)
@@ -173,7 +173,7 @@ class Sim(Agenda):
 
     def _leave(self, request: SimRequest) -> None:
         flow = self.flows.get(request.number)
-        if flow is not None and not flow.done:  # else its result is under way
+        if flow is not None and not flow.record.done:  # else its result is under way
             self._note("leaves", request.number)
             self.scheduler.cancel(flow)
             self.scheduler.cancel(flow)  # a repeated call has no effect
@@ -237,7 +237,7 @@ class Sim(Agenda):
         for m, ticket in enumerate(batch.tickets):
             request: SimRequest = ticket.flow.request
             found = [  # outputs of an earlier stage, or tensors of its flow
-                made[m, slot] if (m, slot) in made else ticket.flow.tensors[slot] if slot != NO_SLOT else None
+                made[m, slot] if (m, slot) in made else ticket.tensors[slot] if slot != NO_SLOT else None
                 for slot in ticket.node.inputs
             ]
             contents = tuple(strategies.NOTHING if handle is None else handle.content for handle in found)
@@ -258,7 +258,7 @@ class Sim(Agenda):
         numbers = [number_of(ticket) for ticket in batch.tickets]
         if outputs is None:
             self._failed.update(self._keys[step] for step in map(step_of, batch.tickets) if step in self._keys)
-            again = model.is_pure and len(numbers) > 1 and not all(ticket.flow.done for ticket in batch.tickets)
+            again = model.is_pure and len(numbers) > 1 and not all(ticket.flow.record.done for ticket in batch.tickets)
             self._note("raises", model.key.name, *numbers)
             if not again and len(numbers) > 1:
                 self._excused.update(numbers)
@@ -275,7 +275,7 @@ class Sim(Agenda):
             if model.key in ticket.flow.request.faults:
                 errors[m] = ModelFailed("a fault of its own")
                 self._failed.update({self._keys[step_of(ticket)]} if step_of(ticket) in self._keys else ())
-            elif not ticket.flow.done and not model.keeps_order:
+            elif not ticket.flow.record.done and not model.keeps_order:
                 self._finished[number_of(ticket)].add(ticket.node.index)
         if model.keeps_order:
             self._ordered[model.key].back.update((ticket, m not in errors) for m, ticket in enumerate(batch.tickets))
@@ -297,7 +297,7 @@ class Sim(Agenda):
     # ------------------------------------------------------------------------------------------------ response cache
 
     def _look_up(self, queue: ModelQueue, ticket: Ticket) -> None:
-        if ticket.flow.done:
+        if ticket.flow.record.done:
             return
         key = self._key_of(ticket)
         made = self._cached.get(key) if self.scheduler.may_answer(queue) else None
@@ -312,7 +312,7 @@ class Sim(Agenda):
     def _key_of(self, ticket: Ticket) -> StepKey:
         """The facts on which the outcome of a step depends, its faults included."""
         request, model = ticket.flow.request, ticket.node.model
-        held = [ticket.flow.tensors[slot] if slot != NO_SLOT else None for slot in ticket.node.inputs]
+        held = [ticket.tensors[slot] if slot != NO_SLOT else None for slot in ticket.node.inputs]
         inputs = [None if handle is None else (handle.content, handle.width) for handle in held]
         fates = model in request.poison, model in request.faults, model in request.omits
         return model, ticket.rows, ticket.node.wanted, *inputs, *fates
@@ -324,7 +324,7 @@ class Sim(Agenda):
         if self._random.random() < 0.8:  # else there is no room
             self._cached[key] = made
         for follower in self.scheduler.land(queue, ticket):
-            if follower.flow.done:  # another step of its flow was answered before, and the next one was refused
+            if follower.flow.record.done:  # another step of its flow was answered before, and the next one was refused
                 continue
             if self._random.random() < 0.9:
                 self._answer_step(follower, made)
@@ -335,7 +335,7 @@ class Sim(Agenda):
     def _answer_step(self, ticket: Ticket, made: Sequence[tuple[int, int] | None]) -> None:
         request: SimRequest = ticket.flow.request
         model = self.world.by_key[ticket.node.model]
-        assert not ticket.flow.done, "a step of a flow that is over is answered"
+        assert not ticket.flow.record.done, "a step of a flow that is over is answered"
         self._note("is known", model.key.name, request.number)
         self._keys.pop(step_of(ticket), None)
         stop = ticket.rows if model.max_batch_size else -1
@@ -357,7 +357,7 @@ class Sim(Agenda):
         assert len(set(keys)) == len(keys), f"equal steps of {model.key} run at the same time"
 
     def _try_again(self, tickets: Iterable[Ticket]) -> None:
-        self._again.update((step_of(ticket), self.now_ns) for ticket in tickets if not ticket.flow.done)
+        self._again.update((step_of(ticket), self.now_ns) for ticket in tickets if not ticket.flow.record.done)
 
     # -------------------------------------------------------------------------------------------------------- routes
 
@@ -504,7 +504,7 @@ class Sim(Agenda):
         self._over_with(run)
         for node, results in zip(route.nodes, run.made, strict=False):
             for m, ticket in enumerate(batch.tickets):
-                if m not in results.errors and not ticket.flow.done:
+                if m not in results.errors and not ticket.flow.record.done:
                     self._finished[numbers[m]].add(node.index)
         self._begun.update((number, node.index) for number in numbers for node in route.nodes[: run.reached])
         if not run.raises:
@@ -539,17 +539,17 @@ class Sim(Agenda):
 
     # ------------------------------------------------------------------------------------------------------- results
 
-    def _answered(self, flow: Flow) -> None:
+    def _answered(self, flow: Frame) -> None:
         request: SimRequest = flow.request
         assert self.flows.get(request.number) is flow, f"request {request.number} was answered twice, or after it left"
         right = self.world.right_answer(request)
-        told = str(flow.error)
+        told = str(flow.record.error)
         assert not told.startswith(_POISON) or told == f"{_POISON}{request.number}", (
             f"request {request.number} got the error of others: {told}"
         )
-        is_late = isinstance(flow.error, DeadlineExceeded)
-        was_ended = self._has_ended and isinstance(flow.error, Unavailable)
-        if flow.error is None:
+        is_late = isinstance(flow.record.error, DeadlineExceeded)
+        was_ended = self._has_ended and isinstance(flow.record.error, Unavailable)
+        if flow.record.error is None:
             assert flow.open == 0, "answered while a step was unfinished"
             held = [flow.tensors[slot] if slot != NO_SLOT else None for slot in flow.plan.output_slots]
             assert [None if handle is None else handle.content for handle in held] == right, (
@@ -563,18 +563,18 @@ class Sim(Agenda):
                 self._note("is late while it runs", request.number)
         else:
             assert right is None or was_ended or request.number in self._excused, (
-                f"request {request.number} has no fault and failed: {flow.error}"
+                f"request {request.number} has no fault and failed: {flow.record.error}"
             )
         # The end of the server and a deadline ignore the order.
         for model in () if was_ended or is_late else self._ordered.values():
             model.check_answered(flow)
-        self._note("is answered", request.number, type(flow.error).__name__)
+        self._note("is answered", request.number, type(flow.record.error).__name__)
         self._over(request)
 
-    def _due_ns(self, flow: Flow) -> int | None:
+    def _due_ns(self, flow: Frame) -> int | None:
         """The deadline of a request."""
         after_ns: int | None = flow.request.due_after_ns
-        return None if after_ns is None else flow.arrived_ns + after_ns
+        return None if after_ns is None else flow.record.arrived_ns + after_ns
 
     def _over(self, request: SimRequest) -> None:
         del self.flows[request.number]
@@ -612,8 +612,8 @@ class Sim(Agenda):
         else:
             assert sum(ticket.rows or 1 for ticket in tickets) <= model.max_batch_size, "a batch above its limit"
         for ticket in tickets:
-            is_decided = bool(ticket.flow.tensors)  # it ended after its batch was decided, in the same step
-            assert not ticket.flow.done or is_decided, "a step of a flow that is over was started"
+            is_decided = bool(ticket.tensors)  # it ended after its batch was decided, in the same step
+            assert not ticket.flow.record.done or is_decided, "a step of a flow that is over was started"
             assert ticket.node.index not in self._finished[number_of(ticket)], "a step ran twice"
             halvings = (model.max_batch_size - 1).bit_length() if model.is_pure and model.max_batch_size else 0
             assert self._tried[step_of(ticket)] <= halvings, "a step is retried more often than its batch is halved"
@@ -685,7 +685,7 @@ class Sim(Agenda):
                 counts |= Counter(needs.amounts)
         return counts
 
-    def _check_counts(self, flow: Flow) -> None:
+    def _check_counts(self, flow: Frame) -> None:
         """The counts of a flow match its finished steps: missing inputs, remaining readers, open steps."""
         plan, finished = flow.plan, self._finished[flow.request.number]
         if not (flow.open or finished):
@@ -694,7 +694,9 @@ class Sim(Agenda):
         needed = [node for node in plan.nodes if node.writes]
         for node in needed:
             waits_for = [slot for slot in node.distinct_inputs if slot in made_by and made_by[slot] not in finished]
-            assert flow.missing[node.index] == len(waits_for), (
+            is_over = node.index in finished
+            assert flow.is_over(node.index) == is_over, f"step {node.name} is over or not"
+            assert is_over or flow.missing[node.index] == len(waits_for), (
                 f"step {node.name} does not wait for its unfinished steps"
             )
         for slot, consumers in enumerate(plan.consumers):
@@ -703,7 +705,7 @@ class Sim(Agenda):
         open_ = sum(not flow.missing[node.index] and node.index not in finished for node in needed)
         assert flow.open == open_, "the open steps are not those that are ready and unfinished"
 
-    def _check_tensors(self, flow: Flow) -> None:
+    def _check_tensors(self, flow: Frame) -> None:
         """A tensor is held from when it is written until its last reader ends."""
         plan, finished = flow.plan, self._finished[flow.request.number]
         written = {slot for index in finished for slot in plan.nodes[index].outputs}
@@ -715,7 +717,7 @@ class Sim(Agenda):
             if is_there and has_readers and handle is None:
                 self._check_left_out(flow, slot)
 
-    def _check_left_out(self, flow: Flow, slot: int) -> None:
+    def _check_left_out(self, flow: Frame, slot: int) -> None:
         request: SimRequest = flow.request
         if slot < len(request.widths):
             assert request.widths[slot] is None, f"input {slot} was released before its last reader was done"
@@ -769,14 +771,14 @@ class OrderedModel:
     def advance(self) -> list[Ticket]:
         """Remove the tickets that are next in order, and return those that succeeded."""
         gone = []
-        while self.tickets and (self.tickets[0] in self.back or self.tickets[0].flow.done):
+        while self.tickets and (self.tickets[0] in self.back or self.tickets[0].flow.record.done):
             ticket = self.tickets.pop(0)
-            if self.back.pop(ticket, False) and not ticket.flow.done:
+            if self.back.pop(ticket, False) and not ticket.flow.record.done:
                 gone.append(ticket)
-        self.back = {ticket: went for ticket, went in self.back.items() if not ticket.flow.done}
+        self.back = {ticket: went for ticket, went in self.back.items() if not ticket.flow.record.done}
         return gone
 
-    def check_answered(self, flow: Flow) -> None:
+    def check_answered(self, flow: Frame) -> None:
         """A request of a plain model is answered only after all earlier ones."""
         if flow.plan.graph.is_ensemble:
             return
@@ -784,7 +786,7 @@ class OrderedModel:
             if ticket.flow is flow:
                 for earlier in self.tickets[:n]:
                     is_ensemble = earlier.flow.plan.graph.is_ensemble
-                    assert earlier.flow.done or (is_ensemble and earlier in self.back), "answered out of order"
+                    assert earlier.flow.record.done or (is_ensemble and earlier in self.back), "answered out of order"
 
 
 def home_of(ticket: Ticket, devices: Sequence[int]) -> tuple[int, int]:
@@ -793,7 +795,7 @@ def home_of(ticket: Ticket, devices: Sequence[int]) -> tuple[int, int]:
     """
     sizes: dict[int, int] = {}
     for slot in {slot for slot in ticket.node.inputs if slot != NO_SLOT}:
-        handle = ticket.flow.tensors[slot]
+        handle = ticket.tensors[slot]
         if handle is not None:
             device, nbytes = strategies.handle_residence(handle)
             sizes[device] = sizes.get(device, 0) + nbytes

@@ -27,11 +27,11 @@ from flowserve.memory.assemble import gather
 from flowserve.memory.pool import Pool
 from flowserve.memory.tensor import Tensor
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.borders import region_frame
+from flowserve.scheduling.frames.frame import Frame, request_frame
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import PLAIN, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.scheduling.scheduler import Scheduler
-from flowserve.scheduling.spaces import SpaceFlow
 from flowserve.values import Array
 from tests.support.ensembles import available, model, tensors
 
@@ -452,7 +452,7 @@ class World:
         self.scheduler = Scheduler()
         self.now_ns = 0
         self.running: list[Batch] = []
-        self.finished: list[Flow] = []
+        self.finished: list[Frame] = []
         self.rows_run: dict[tuple[int, int], int] = Counter()
         self.pool = Pool()
         queues: dict[ModelKey, ModelQueue] = {}
@@ -471,13 +471,20 @@ class World:
                 self.scheduler.add(queues[node.model])
         self.queues = [queues[node.model] for node in self.graph.nodes]
 
-    def submit(self, array: Array) -> Flow:
-        flow: Flow
+    def submit(self, array: Array) -> Frame:
+        flow: Frame
         inputs = [Tensor(array, 0, len(array))]
-        if self.plan.spaces is None:
-            flow = Flow(self.plan, self.queues, inputs, self.now_ns)
+        if self.plan.regions is None:
+            flow = request_frame(self.plan, self.queues, inputs, self.now_ns)
         else:
-            flow = SpaceFlow(row_operations, self.plan, self.queues, inputs, self.now_ns)
+            flow = region_frame(
+                self.plan,
+                self.queues,
+                inputs,
+                self.now_ns,
+                rows=row_operations,
+                is_read_whole=True,
+            )
         self.scheduler.submit(flow)
         return flow
 
@@ -492,7 +499,7 @@ class World:
             self.scheduler.check()
             for batch in self.running:
                 for ticket in batch.tickets:
-                    if not ticket.flow.whole.done:
+                    if not ticket.flow.record.done:
                         ticket.flow.whole.check()
             return True
         if not self.running:
@@ -511,14 +518,14 @@ class World:
     def _run(self, batch: Batch) -> Made:
         """The outputs of a batch; None for requests that ended meanwhile."""
         node = batch.tickets[0].node
-        live = [(m, ticket) for m, ticket in enumerate(batch.tickets) if not ticket.flow.done]
+        live = [(m, ticket) for m, ticket in enumerate(batch.tickets) if not ticket.flow.record.done]
         outputs: list[list[Tensor | None]] = [[None] * len(batch.tickets) for _ in node.outputs]
         assert sum(ticket.rows for ticket in batch.tickets) <= max(node.max_batch_size, 1)
         if not live:
             return Made(outputs, {})
         columns = []
         for i in range(len(node.inputs)):
-            held = [ticket.flow.tensors[ticket.node.inputs[i]] for _, ticket in live]
+            held = [ticket.tensors[ticket.node.inputs[i]] for _, ticket in live]
             assert all(one is not None for one in held)
             if node.max_batch_size:
                 for (_, ticket), one in zip(live, held, strict=True):
@@ -535,7 +542,7 @@ class World:
             self.rows_run[id(ticket.flow.whole), ticket.node.index] += ticket.rows
         return Made(outputs, {})
 
-    def outputs(self, flow: Flow) -> dict[str, Array | None]:
+    def outputs(self, flow: Frame) -> dict[str, Array | None]:
         found = {}
         for spec, slot in zip(self.graph.outputs, self.plan.output_slots, strict=True):
             tensor = flow.tensors[slot]

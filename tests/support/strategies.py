@@ -15,7 +15,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from flowserve.config.types import LimitedResource, RateLimiter
-from flowserve.graph.plan import NO_SLOT, Plan, make_plan
+from flowserve.graph.plan import Plan, make_plan
+from flowserve.graph.regions import NO_SLOT
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.scheduling.affinity import NO_DEVICE, AffinityBatcher, CopyCost
 from flowserve.scheduling.queue import PLAIN, Batcher, BatchPolicy, LevelPolicy, Levels, Queue

@@ -16,18 +16,20 @@ from random import Random
 from typing import Any
 
 from flowserve.errors import ModelFailed, Unavailable
-from flowserve.graph.plan import NO_SLOT, make_plan
+from flowserve.graph.plan import make_plan
+from flowserve.graph.regions import NO_SLOT
 from flowserve.graph.types import Graph
 from flowserve.scheduling.batch import Batch, Grant, Notice, Responses, Stop
-from flowserve.scheduling.call_graph import CalledFlow
-from flowserve.scheduling.flow import Facts, Flow, Ticket
+from flowserve.scheduling.frames.borders import RegionFrame, region_frame
+from flowserve.scheduling.frames.frame import Facts, Frame, Ticket, request_frame
+from flowserve.scheduling.frames.slots import InflightSlots
+from flowserve.scheduling.frames.stream import Source
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import Batcher, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.scheduling.rate_limit.limiter import Limiter
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.streaming.credits import Streams
-from flowserve.scheduling.streaming.iterations import InflightSlots, Iteration, Source, StreamFlow
 from flowserve.simulation.deployment import BatchResults
 from tests.support.streams_world import Content, Model, StreamRequest, made_by, right_answers
 
@@ -70,13 +72,13 @@ class StreamSim:
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._tie = count()
         self.plan = make_plan(self.graph)
-        self.flows: dict[int, StreamFlow] = {}
+        self.flows: dict[int, RegionFrame] = {}
         self._reading: set[int] = set()
         self.running: dict[Ticket, None] = {}  # started steps that are not over
-        self._called: dict[Flow, Batch] = {}  # calls of models, each with the calling execution
+        self._called: dict[Frame, Batch] = {}  # calls of models, each with the calling execution
         self.refused: list[str] = []  # the errors of refused calls
-        nesting = self.plan.nesting
-        self.shared = InflightSlots(nesting.limits) if nesting is not None and nesting.is_shared else None
+        regions = self.plan.regions
+        self.shared = InflightSlots(regions.limits) if regions is not None and regions.is_shared else None
         for request in self.requests:
             self._at(request.arrives_ns, partial(self._arrive, request))
 
@@ -116,7 +118,7 @@ class StreamSim:
     def _arrive(self, request: StreamRequest) -> None:
         route = [self.queues[node.model] for node in self.plan.nodes]
         given = [Content((request.number,))]
-        stream = StreamFlow(self.plan, route, given, self.time, request.number, request, shared=self.shared)
+        stream = region_frame(self.plan, route, given, self.time, request.number, request, shared=self.shared)
         self.flows[request.number] = stream
         self.answers[request.number] = []
         self.scheduler.submit(stream)
@@ -125,18 +127,18 @@ class StreamSim:
 
     def _leave(self, request: StreamRequest) -> None:
         stream = self.flows[request.number]
-        if not stream.done:
+        if not stream.record.done:
             self.ended[request.number] = "left"
             self.scheduler.cancel(stream)
             self.scheduler.cancel(stream)
 
-    def _run(self, batch: Batch, finished: Sequence[Flow]) -> None:
+    def _run(self, batch: Batch, finished: Sequence[Frame]) -> None:
         """A request in `finished` may also be in the batch, if it failed after the batch was decided."""
         model = self._by_key[batch.queue.key]
         assert sum(ticket.rows for ticket in batch.tickets) <= max(model.max_batch_size, 1)
-        assert all(ticket.flow.whole in finished for ticket in batch.tickets if ticket.flow.done)
+        assert all(ticket.flow.whole in finished for ticket in batch.tickets if ticket.flow.record.done)
         self.running.update(dict.fromkeys(batch.tickets))
-        self.started += [(ticket.flow.stamp, ticket.node.name) for ticket in batch.tickets]
+        self.started += [(ticket.flow.record.stamp, ticket.node.name) for ticket in batch.tickets]
         if model.answers is None:
             do = self._return if model.calls is None else partial(self._call, model.calls)
             self._at(self.time + self._random.randint(*model.ns), partial(do, batch))
@@ -152,7 +154,7 @@ class StreamSim:
     def _call(self, graph: Graph, batch: Batch) -> None:
         """The calling model responds when its calls are answered."""
         plan = make_plan(graph)
-        make = CalledFlow if plan.nesting is None else StreamFlow
+        make = request_frame if plan.regions is None else region_frame
         route = [self.queues[node.model] for node in plan.nodes]
         flow = make(plan, route, [Content(("called",))], self.time, 1 << 40, StreamRequest(-1))
         try:
@@ -168,78 +170,78 @@ class StreamSim:
         errors = {}
         for m, ticket in enumerate(batch.tickets):
             del self.running[ticket]
-            if ticket.flow.done:
+            if ticket.flow.record.done:
                 outputs[0].append(None)
                 continue
-            made = made_by(self.graph.nodes[ticket.node.index], [ticket.flow.tensors[s] for s in ticket.node.inputs])
+            made = made_by(self.graph.nodes[ticket.node.index], [ticket.tensors[s] for s in ticket.node.inputs])
             outputs[0].append(made)
             if made == ticket.flow.request.fails_at:
                 errors[m] = ModelFailed("as it was told")
         self.scheduler.complete(batch, [BatchResults(outputs, errors)], None, self.time)
 
-    def _responses_ready(self, stream: StreamFlow) -> None:
+    def _responses_ready(self, stream: RegionFrame) -> None:
         if stream in self._called:
             while stream.take() is not None:
                 pass
             return
-        number = stream.stamp
+        number = stream.record.stamp
         if number not in self._reading:
             self._reading.add(number)
             self._at(self.time + stream.request.reads_every_ns, partial(self._read, stream))
 
-    def _read(self, stream: StreamFlow) -> None:
-        self._reading.discard(stream.stamp)
+    def _read(self, stream: RegionFrame) -> None:
+        self._reading.discard(stream.record.stamp)
         self._take(stream)
-        if stream.answers:
+        if stream.stream.answers:
             self._responses_ready(stream)
 
-    def _take(self, stream: StreamFlow) -> None:
+    def _take(self, stream: RegionFrame) -> None:
         answer = stream.take()
-        if answer is not None and self.ended.get(stream.stamp) != "left":
-            assert not self.finals[stream.stamp], "a response follows the final one"
-            self.finals[stream.stamp] += stream.has_ended
+        if answer is not None and self.ended.get(stream.record.stamp) != "left":
+            assert not self.finals[stream.record.stamp], "a response follows the final one"
+            self.finals[stream.record.stamp] += stream.stream.has_ended
             held = [answer.tensors[slot] if slot != NO_SLOT else None for slot in self.plan.output_slots]
-            self.answers[stream.stamp].append(held)
+            self.answers[stream.record.stamp].append(held)
 
-    def _over(self, flow: Flow) -> None:
+    def _over(self, flow: Frame) -> None:
         if flow in self._called:
             batch = self._called.pop(flow)
-            self.scheduler.calls.over(batch, flow)  # type: ignore[arg-type]  # a called flow
+            self.scheduler.calls.over(batch, flow)
             self._at(self.time, partial(self._return, batch))
             return
-        assert isinstance(flow, StreamFlow)
-        assert flow.stamp not in self.ended, "ended twice"
-        self.ended[flow.stamp] = "" if flow.error is None else str(flow.error)
-        while flow.answers:
+        assert isinstance(flow, RegionFrame)
+        assert flow.record.stamp not in self.ended, "ended twice"
+        self.ended[flow.record.stamp] = "" if flow.record.error is None else str(flow.record.error)
+        while flow.stream.answers:
             self._take(flow)
 
     def check(self) -> None:
         self.scheduler.check()
-        nesting = self.plan.nesting
-        assert nesting is not None
+        regions = self.plan.regions
+        assert regions is not None
         together: Counter[int] = Counter()
         for stream in self.flows.values():
             stream.check()
-            if stream.done:
+            if stream.record.done:
                 continue
-            self.most_live = max(self.most_live, len(stream.live))
+            self.most_live = max(self.most_live, len(stream.stream.live))
             under_way = self._under_way(stream)
             together += under_way
             for n, steps in under_way.items():
                 self.most[n] = max(self.most[n], steps)
-                limit = nesting.limits[n]
+                limit = regions.limits[n]
                 assert not limit or steps <= limit, f"{steps} steps of node {n} are under way"
         if self.shared is not None:
-            assert all(steps <= nesting.limits[n] for n, steps in together.items() if nesting.limits[n])
+            assert all(steps <= regions.limits[n] for n, steps in together.items() if regions.limits[n])
 
-    def _under_way(self, stream: StreamFlow) -> Counter[int]:
+    def _under_way(self, stream: RegionFrame) -> Counter[int]:
         """The steps that wait in queues or run, counted from queues and batches, not from the stream's own counters."""
         queues = dict.fromkeys(stream.queues)
         tickets = [*self.running, *(ticket for queue in queues for ticket in _waiting(queue.batcher))]
         return Counter(
             ticket.node.index
             for ticket in tickets
-            if isinstance(ticket.flow, Iteration) and ticket.flow.stream is stream
+            if isinstance(ticket.flow, RegionFrame) and ticket.flow.whole is stream
         )
 
     def check_end(self) -> None:
@@ -251,12 +253,12 @@ class StreamSim:
             stream = self.flows[request.number]
             if not ended:
                 assert request.fails_at is None, "it failed without an error response"
-                assert self.finals[request.number] + stream.ends_empty == 1, "it has no final response, or two"
-            assert stream.done
-            assert not stream.live
-            slots = stream.slots
+                assert self.finals[request.number] + stream.stream.ends_empty == 1, "it has no final response, or two"
+            assert stream.record.done
+            assert not stream.stream.live
+            slots = stream.stream.slots
             assert not any(slots.promised), f"{slots.promised} slots are reserved without a request"
-            if stream.nesting.is_shared or not ended:
+            if stream.regions.is_shared or not ended:
                 assert not any(slots.taken), f"{slots.taken} slots never came home"
         assert not self._called, "a call was not answered"
         for queue in self.queues.values():
@@ -310,7 +312,7 @@ class Running:
         self.credit -= 1
         answer = Content((*self.made.made_of, self.sent))
         self.sent += 1
-        is_last = self.sent == self.total and len(self.made.made_of) % 2 == self.source.flow.stamp % 2
+        is_last = self.sent == self.total and len(self.made.made_of) % 2 == self.source.flow.record.stamp % 2
         if answer == self.source.flow.request.fails_at:
             self.sim.streams.failed(self.source, ModelFailed("as it was told"))
         else:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 
-from flowserve.graph.nesting import are_nested, joined
 from flowserve.graph.plan import Plan, make_plan
+from flowserve.graph.regions import are_nested, joined
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.scheduling.rate_limit.limiter import Needs
 from flowserve.values import DType, TensorSpec
@@ -112,7 +112,7 @@ def draw_wires(random: Random, models: list[Model]) -> tuple[list[tuple[int, lis
 def right_answers(graph: Graph, models: dict[ModelKey, Model], request: StreamRequest) -> list[list[Content]]:
     """The contents of each response to a request, in order, computed by nested loops."""
     plan = make_plan(graph)
-    splits = plan.nesting.splits if plan.nesting else ()
+    splits = plan.regions.splits if plan.regions else ()
 
     def loop(depth: int, values: dict[int, Content]) -> Iterator[list[Content]]:
         values = dict(values)
@@ -133,7 +133,7 @@ def right_answers(graph: Graph, models: dict[ModelKey, Model], request: StreamRe
 
 
 def _depth(plan: Plan, n: int) -> int:
-    return 0 if plan.nesting is None else plan.nesting.depth[n]
+    return 0 if plan.regions is None else plan.regions.depth[n]
 
 
 def _inputs(graph: Graph, n: int) -> list[Edge]:

@@ -44,7 +44,7 @@ from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.protocol import ElementLimits, Forwarding, Restriction
 from flowserve.runtime.threads import INLINE_BYTES_MAX, Pause, in_steps, in_thread
 from flowserve.runtime.tracing.tracing import Watch
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame
 from flowserve.values import Array, BytesLike, Request, Response
 
 
@@ -190,7 +190,7 @@ class _Inference:
         self._target = target
         self._respond = respond
         self._spawn = spawn
-        self._flow: Flow | None = None  # until it is finished
+        self._flow: Frame | None = None  # until it is finished
         # Whether a request is traced is decided when only the model's name is known, as on Triton.
         self._watch: Watch | None = None
         if engine.traces.is_on:
@@ -209,11 +209,11 @@ class _Inference:
         request.trace_context = self._target.context
         make = None if self._watch is None else self._make_traced(self._watch)
         flow = self._route.engine.submit(self.deployment, request, make)
-        if flow.done:
+        if flow.record.done:
             self._finished(flow)
         else:
             self._flow = flow
-            flow.waiter = self._finished
+            flow.record.waiter = self._finished
         return self.close
 
     def start_task(self, body: BytesLike, request: Request | None = None) -> None:
@@ -355,12 +355,12 @@ class _Inference:
         parts, headers = await in_steps(partial(encode_large, response, self._answer_form))
         return 200, headers, parts
 
-    def _finished(self, flow: Flow) -> None:
+    def _finished(self, flow: Frame) -> None:
         """Called by the engine between its steps: raises nothing."""
         self._flow = None
         try:
             engine = self._route.engine
-            response = engine.response_from(flow) if flow.error is None else engine.response(flow)
+            response = engine.response_from(flow) if flow.record.error is None else engine.response(flow)
             encoded = self._encoded(response)
             if encoded is None:
                 self._spawn(partial(self._respond_in_steps, response))

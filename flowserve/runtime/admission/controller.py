@@ -10,7 +10,7 @@ used responses are evicted first, by bytes. A cached response owns its memory, s
 alive, and is read-only.
 
 Does not know batches or workers. Waiting requests are held by the scheduler like all others in flight, so that
-cancellation, shutdown and deadlines need no second implementation. Called by the engine.
+cancellation, shutdown and deadlines need no second implementation. Frame by the engine.
 
 Invariants: (1) `inside` and `nbytes` are the number and bytes of the requests that entered and are not over, calls of
 models included; (2) no request waits while the limits allow the first waiting one; (3) if the order of responses is
@@ -35,8 +35,7 @@ from flowserve.memory import raw
 from flowserve.memory.tensor import WHOLE, Tensor
 from flowserve.observe.log_fields import of_request
 from flowserve.observe.statistics import REJECTED, Statistics
-from flowserve.scheduling.call_graph import Called
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame
 from flowserve.scheduling.queue import PLAIN, Levels
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.single_flight import SingleFlight
@@ -185,17 +184,17 @@ class AdmissionController:
         self._clock = clock
         self.inside = 0
         self.nbytes = 0
-        self._sizes: dict[Flow, int] = {}  # the bytes of the requests inside
-        self._waiting: OrderedDict[Flow, int] = OrderedDict()  # requests by arrival, with their bytes
-        self._flights: SingleFlight[Flow] = SingleFlight()
-        self._missed: dict[Flow, tuple[bytes, int]] = {}  # by leader: the key, and how long its lookup took
-        self._following: set[Flow] = set()  # requests that are answered without running
+        self._sizes: dict[Frame, int] = {}  # the bytes of the requests inside
+        self._waiting: OrderedDict[Frame, int] = OrderedDict()  # requests by arrival, with their bytes
+        self._flights: SingleFlight[Frame] = SingleFlight()
+        self._missed: dict[Frame, tuple[bytes, int]] = {}  # by leader: the key, and how long its lookup took
+        self._following: set[Frame] = set()  # requests that are answered without running
         self._keeps_order = keeps_order and cache is not None
-        self._arrived: deque[Flow] = deque()  # if the order is kept: the unanswered requests in order of arrival
-        self._known: dict[Flow, CachedResponse] = {}  # cached responses of requests in `_arrived` that need not run
+        self._arrived: deque[Frame] = deque()  # if the order is kept: the unanswered requests in order of arrival
+        self._known: dict[Frame, CachedResponse] = {}  # cached responses of requests in `_arrived` that need not run
         self._is_answering = False
 
-    def enter(self, flow: Flow) -> None:
+    def enter(self, flow: Frame) -> None:
         """Admit a valid request; a cached response completes it at once. Raises Unavailable if the limits are reached
         and requests may not wait, TooLarge for a request that could never enter.
         """
@@ -213,11 +212,11 @@ class AdmissionController:
         finally:
             self._answer_known()
 
-    def would_wait(self, flow: Flow) -> bool:
+    def would_wait(self, flow: Frame) -> bool:
         """Whether the request would have to wait for the limits if it entered now."""
         return bool(self._waiting) or not self._has_room(self._request_bytes(flow))
 
-    def call(self, flow: Called, take: Callable[[Called], None]) -> None:
+    def call(self, flow: Frame, take: Callable[[Frame], None]) -> None:
         """As `enter`, for a call from a model: a cached response completes it, else it enters by `take`. It is not part
         of the order of responses, since an earlier request may be its caller.
         """
@@ -232,16 +231,16 @@ class AdmissionController:
         self._count(flow, size)
         self._limit_time(flow)
 
-    def leave(self, flow: Flow, *, is_answered: bool = True) -> bool:
+    def leave(self, flow: Frame, *, is_answered: bool = True) -> bool:
         """A request is over; `is_answered` False: its caller left. Returns whether it is counted already."""
         is_counted = False
         self._make_room(flow)
         if flow in self._following:
             self._following.discard(flow)
             self._flights.leave(flow, has_failed=False)
-            is_counted = flow.error is None
+            is_counted = flow.record.error is None
         elif flow in self._missed:
-            if is_answered and flow.error is None:
+            if is_answered and flow.record.error is None:
                 self._answer_followers(flow)
             else:
                 self._stop_leading(flow)
@@ -251,7 +250,7 @@ class AdmissionController:
 
     # ------------------------------------------------------------------ room
 
-    def _admit(self, flow: Flow) -> None:
+    def _admit(self, flow: Frame) -> None:
         size = self._checked_bytes(flow)
         if not self._waiting and self._has_room(size):
             self._count(flow, size)
@@ -263,28 +262,28 @@ class AdmissionController:
             raise Unavailable(self._full(size))
         self._limit_time(flow)
 
-    def _limit_time(self, flow: Flow) -> None:
+    def _limit_time(self, flow: Frame) -> None:
         """Set the deadline of the request: the graph's, or the request's own timeout if that is earlier. If requests
         are answered at their timeout, the timeout of its model's queue is a deadline too.
         """
         options = self._options
         if not (options.deadline_ms or options.answers_at_timeout):
             return
-        limits = [options.deadline_ms * 1_000_000, flow.timeout_ns]
+        limits = [options.deadline_ms * 1_000_000, flow.record.timeout_ns]
         if options.answers_at_timeout:
-            policy = self._levels.policy_of(self._levels.of(flow.priority))
+            policy = self._levels.policy_of(self._levels.of(flow.record.priority))
             limits.append(0 if policy.is_delayed else policy.timeout_of(flow))
         if allowed_ns := min(filter(None, limits), default=0):
-            self._scheduler.due_by(flow, flow.arrived_ns + allowed_ns)
+            self._scheduler.due_by(flow, flow.record.arrived_ns + allowed_ns)
 
-    def _checked_bytes(self, flow: Flow) -> int:
+    def _checked_bytes(self, flow: Frame) -> int:
         size, most = self._request_bytes(flow), self._options.max_request_bytes
         if size > most > 0:
             limit = f"max_request_bytes of '{self._served[0]}' is {most}"
             raise TooLarge(f"a request of {size} bytes can never be let in: {limit}")
         return size
 
-    def _request_bytes(self, flow: Flow) -> int:
+    def _request_bytes(self, flow: Frame) -> int:
         """The bytes of its inputs, 0 if they are not limited."""
         if not self._options.max_request_bytes:
             return 0
@@ -303,12 +302,12 @@ class AdmissionController:
             what = f"{self.nbytes} bytes of requests are under way (max_request_bytes {options.max_request_bytes})"
         return f"'{self._served[0]}' is full: {what}; ask again later"
 
-    def _count(self, flow: Flow, size: int) -> None:
+    def _count(self, flow: Frame, size: int) -> None:
         self._sizes[flow] = size
         self.inside += 1
         self.nbytes += size
 
-    def _make_room(self, flow: Flow) -> None:
+    def _make_room(self, flow: Frame) -> None:
         size = self._sizes.pop(flow, None)
         if size is not None:
             self.inside -= 1
@@ -325,7 +324,7 @@ class AdmissionController:
 
     # ------------------------------------------------------------------ the response cache
 
-    def _find(self, cache: ResponseCache, flow: Flow, *, may_follow: bool) -> bool:
+    def _find(self, cache: ResponseCache, flow: Frame, *, may_follow: bool) -> bool:
         """Whether the request need not run: its response is cached, or it `may_follow` an equal request in flight."""
         began_ns = self._clock()
         key = cache_key(self._served, flow.request, flow.wanted)
@@ -345,7 +344,7 @@ class AdmissionController:
         self._limit_time(flow)
         return True
 
-    def _hit(self, flow: Flow, response: CachedResponse, began_ns: int) -> None:
+    def _hit(self, flow: Frame, response: CachedResponse, began_ns: int) -> None:
         """Complete a request with a cached response."""
         if len(self._arrived) > 1 and self._arrived[-1] is flow:  # earlier requests are not answered yet
             self._following.add(flow)
@@ -354,18 +353,18 @@ class AdmissionController:
             self._limit_time(flow)
             return
         self._fill(flow, response)
-        flow.done = True
+        flow.record.done = True
         now_ns = self._clock()
-        self._statistics.hit(now_ns - flow.arrived_ns, now_ns - began_ns)
+        self._statistics.hit(now_ns - flow.record.arrived_ns, now_ns - began_ns)
 
-    def _share(self, follower: Flow, response: CachedResponse) -> None:
+    def _share(self, follower: Frame, response: CachedResponse) -> None:
         """Complete a held request with this response."""
         self._fill(follower, response)
-        total_ns = self._clock() - follower.arrived_ns
+        total_ns = self._clock() - follower.record.arrived_ns
         self._statistics.hit(total_ns, total_ns)
         self._scheduler.answer(follower)
 
-    def _fill(self, flow: Flow, response: CachedResponse) -> None:
+    def _fill(self, flow: Frame, response: CachedResponse) -> None:
         tensors: list[Any] = [None] * len(flow.tensors)
         for name, tensor in response.tensors.items():
             tensors[self._output_slot[name]] = tensor
@@ -373,7 +372,7 @@ class AdmissionController:
         flow.wanted = tuple(response.tensors)  # in the order of the response
         flow.parameters = response.parameters
 
-    def _answer_followers(self, flow: Flow) -> None:
+    def _answer_followers(self, flow: Frame) -> None:
         """Cache a response, and complete the requests that wait for it."""
         cache = self._cache
         assert cache is not None
@@ -392,24 +391,24 @@ class AdmissionController:
         self._statistics.missed(lookup_ns + self._clock() - began_ns)
         del self._missed[flow]
         for follower in self._flights.land(flow):
-            if not follower.done:
+            if not follower.record.done:
                 self._share(follower, response)
 
-    def _stop_leading(self, flow: Flow) -> None:
+    def _stop_leading(self, flow: Frame) -> None:
         """A leader is over without a response for its followers. An error is neither cached nor shared: each follower
         then runs by itself. If the leader's caller left, the next follower leads.
         """
         missed = self._missed.pop(flow, None)
         if missed is None:
             return
-        has_failed = flow.error is not None
+        has_failed = flow.record.error is not None
         following = self._flights.leave(flow, has_failed=has_failed)
-        while not has_failed and following and following[0].done:  # it is about to leave
+        while not has_failed and following and following[0].record.done:  # it is about to leave
             self._following.discard(following[0])
             following = self._flights.leave(following[0], has_failed=False)
         for follower in following:
             self._following.discard(follower)
-            if follower.done:
+            if follower.record.done:
                 continue
             if not has_failed:
                 self._missed[follower] = missed[0], 0
@@ -423,9 +422,9 @@ class AdmissionController:
             return
         self._is_answering = True
         try:
-            while self._arrived and (self._arrived[0].done or self._arrived[0] in self._known):
+            while self._arrived and (self._arrived[0].record.done or self._arrived[0] in self._known):
                 flow = self._arrived.popleft()
-                if not flow.done:
+                if not flow.record.done:
                     self._share(flow, self._known.pop(flow))
         finally:
             self._is_answering = False

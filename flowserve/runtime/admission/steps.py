@@ -27,7 +27,7 @@ from flowserve.runtime.admission.controller import (
 from flowserve.runtime.workers.outputs import unlike_outputs, unusable_output
 from flowserve.runtime.workers.parameters import take_parameters_of
 from flowserve.scheduling.batch import Batch, Lookup
-from flowserve.scheduling.flow import Ticket
+from flowserve.scheduling.frames.frame import Ticket
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.values import HOST_MEMORY, Array
@@ -69,7 +69,7 @@ class StepCache:
 
     def look_up(self, queue: ModelQueue, ticket: Ticket) -> None:
         """Execute a `Lookup`: answer the step, or let it run."""
-        if ticket.flow.done:  # an earlier lookup ended it
+        if ticket.flow.record.done:  # an earlier lookup ended it
             return
         began_ns = self._clock()
         key = response = None
@@ -89,7 +89,7 @@ class StepCache:
 
     def fail(self, ticket: Ticket, error: FlowserveError) -> None:
         """End the request of a step whose lookup raised."""
-        if not ticket.flow.done:
+        if not ticket.flow.record.done:
             self._scheduler.answer_step(ticket, [()] * len(ticket.node.outputs), error, self._clock())
 
     def keep(self, batch: Batch, results: Results) -> None:
@@ -106,7 +106,7 @@ class StepCache:
             response = self._kept(key, ticket, results, m)
             self._statistics.missed(lookup_ns + self._clock() - began_ns)
             for follower in followers:
-                if follower.flow.done:  # another step of its flow was answered before, and ended it
+                if follower.flow.record.done:  # another step of its flow was answered before, and ended it
                     continue
                 if response is not None:
                     self._answer(follower, response, follower.queued_ns)
@@ -154,7 +154,7 @@ class StepCache:
         specs = flow.plan.graph.nodes[node.index].inputs
         inputs: dict[str, Array] = {}
         for spec, slot in zip(specs, node.inputs, strict=True):
-            tensor = flow.tensors[slot] if slot >= 0 else None
+            tensor = ticket.tensors[slot] if slot >= 0 else None
             if tensor is None:
                 continue
             if tensor.place != HOST_MEMORY:

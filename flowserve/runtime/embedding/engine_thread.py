@@ -32,7 +32,7 @@ from flowserve.runtime.embedding.embedded import (
     prepare,
 )
 from flowserve.runtime.engine.engine import Engine
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame
 from flowserve.values import Array, Request
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class Call:
         self._calls = calls
         self._on_end = on_end
         self._engine: Engine | None = None
-        self._flow: Flow | None = None
+        self._flow: Frame | None = None
         self._has_left = False
         self._outputs: dict[str, Array] = {}
         self._error: Exception | None = None
@@ -69,10 +69,10 @@ class Call:
         except Exception as error:  # raised in the caller's thread
             self.end(error)
             return
-        if flow.done:
+        if flow.record.done:
             self._finished(flow)
         else:
-            flow.waiter = self._finished
+            flow.record.waiter = self._finished
 
     def leave(self) -> None:
         """The caller no longer waits. No effect if the request is over. It may not have begun yet: trio runs functions
@@ -106,7 +106,7 @@ class Call:
         """Whether `result` has to decode large outputs, which takes long."""
         return any(isinstance(array, EncodedBytes) for array in self._outputs.values())
 
-    def _finished(self, flow: Flow) -> None:
+    def _finished(self, flow: Frame) -> None:
         assert self._engine is not None
         try:
             self._outputs = self._engine.response(flow).outputs

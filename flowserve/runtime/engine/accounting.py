@@ -20,10 +20,10 @@ from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, REJECTED, Sta
 from flowserve.observe.traffic import REQUEST, EdgeTraffic, NodeTraffic, share
 from flowserve.runtime.clock import wall_clock_ms
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import TOOK_NOTHING, Flow, Ticket
+from flowserve.scheduling.frames.borders import RegionFrame, skipped
+from flowserve.scheduling.frames.frame import Frame, Ticket
+from flowserve.scheduling.frames.request import TOOK_NOTHING
 from flowserve.scheduling.scheduler import Scheduler
-from flowserve.scheduling.spaces import SpaceFlow, skipped
-from flowserve.scheduling.streaming.iterations import StreamFlow
 
 # Why a queue refused or dropped a ticket: no room or no time, the instance with its sequence died, or an earlier
 # request of its sequence was cancelled. Other errors: the request was invalid, such as one that belongs to no sequence.
@@ -76,7 +76,7 @@ def record_batch(
     members: Sequence[Ticket] = tickets
     if count == 1 or [ticket.node for ticket in tickets].count(first.node) == count:
         flow = first.flow
-        node: NodeTraffic = flow.owner.traffic[first.node.index]
+        node: NodeTraffic = flow.record.owner.traffic[first.node.index]
         node.ran(batch.rows, outcome.placed, outcome.taken or input_bytes, outcome.copied, regathered)
         if not flow.plan.graph.is_ensemble:
             return
@@ -87,11 +87,11 @@ def record_batch(
     before = after = None
     for ticket in members:
         flow = ticket.flow.whole
-        if flow.took is not before or ticket.queued_ns != queued_ns or after is None:
-            before, queued_ns = flow.took, ticket.queued_ns
+        if flow.record.took is not before or ticket.queued_ns != queued_ns or after is None:
+            before, queued_ns = flow.record.took, ticket.queued_ns
             waited, gathered, inferred, read = before
             after = waited + started_ns - queued_ns, gathered + input_ns, inferred + infer_ns, read + output_ns
-        flow.took = after
+        flow.record.took = after
 
 
 def record_stages(
@@ -102,7 +102,7 @@ def record_stages(
     """
     route, rows = batch.route, batch.rows
     assert route is not None
-    owner, count = batch.tickets[0].flow.owner, len(batch.tickets)
+    owner, count = batch.tickets[0].flow.record.owner, len(batch.tickets)
     last = len(made) - 1
     inputs_ns = infers_ns = outputs_ns = 0  # sums over the stages that are recorded here
     since_ns = made[0].computed_ns
@@ -133,7 +133,7 @@ def record_stages(
     record_batch(route.queues[0].statistics, batch, made[0], first_ns, (), regathered, later_ns)
 
 
-def record_finished(flows: Sequence[Flow], now_ns: int) -> None:
+def record_finished(flows: Sequence[Frame], now_ns: int) -> None:
     """Record requests of ensembles that are over. Requests that stayed in the same batches are recorded together."""
     owner: Any = None
     took = TOOK_NOTHING
@@ -141,23 +141,25 @@ def record_finished(flows: Sequence[Flow], now_ns: int) -> None:
     spread: dict[tuple[Any, ...], int] = {}  # requests by the rows of their spaces
     totals: list[int] = []
     for flow in flows:
-        total_ns = now_ns - flow.arrived_ns
-        statistics: Statistics = flow.owner.statistics
-        if isinstance(flow, SpaceFlow):
-            key = (flow.owner, flow.plan, *flow.spreads)
-            spread[key] = spread.get(key, 0) + 1
-        elif isinstance(flow, StreamFlow) and flow.has_answers and not flow.is_answered:  # the first is the last
-            statistics.first_answered(total_ns)
-        if flow.error is not None:
+        total_ns = now_ns - flow.record.arrived_ns
+        statistics: Statistics = flow.record.owner.statistics
+        if isinstance(flow, RegionFrame):
+            if flow.regions.operations:
+                key = (flow.record.owner, flow.plan, *flow.spreads)
+                spread[key] = spread.get(key, 0) + 1
+            is_repeated = flow.regions.splits or flow.regions.is_shared
+            if is_repeated and flow.stream.has_answers and not flow.stream.is_answered:  # the first is the last
+                statistics.first_answered(total_ns)
+        if flow.record.error is not None:
             # The model of a failed step has counted the reason.
-            statistics.failed(1, total_ns, REJECTED if isinstance(flow.error, DeadlineExceeded) else OTHER)
+            statistics.failed(1, total_ns, REJECTED if isinstance(flow.record.error, DeadlineExceeded) else OTHER)
             continue
         # The number of inferences that the request counts as.
         here = len(next(iter(flow.request.inputs.values()), ())) or 1 if flow.plan.graph.max_batch_size else 1
-        if flow.owner is not owner or flow.took is not took or here != rows:
+        if flow.record.owner is not owner or flow.record.took is not took or here != rows:
             if totals:
                 _record_totals(owner, rows, totals, took, now_ns)
-            owner, took, rows, totals = flow.owner, flow.took, here, []
+            owner, took, rows, totals = flow.record.owner, flow.record.took, here, []
         totals.append(total_ns)
     if totals:
         _record_totals(owner, rows, totals, took, now_ns)
@@ -181,11 +183,11 @@ def _record_totals(owner: Any, rows: int, totals: Sequence[int], took: Sequence[
         owner.statistics.ran_apart(rows, totals, *took, now_ns)
 
 
-def record_late(flow: Flow, *, is_running: bool, scheduler: Scheduler, now_ns: int) -> None:
+def record_late(flow: Frame, *, is_running: bool, scheduler: Scheduler, now_ns: int) -> None:
     """Record a request of a plain model whose deadline passed; if it `is_running`, its batch does not count it."""
-    statistics: Statistics = flow.owner.statistics
+    statistics: Statistics = flow.record.owner.statistics
     if not (is_running and leave_batch(flow, statistics, scheduler)):
-        statistics.failed(1, now_ns - flow.arrived_ns, REJECTED)
+        statistics.failed(1, now_ns - flow.record.arrived_ns, REJECTED)
 
 
 def record_refused(statistics: Statistics, ticket: Ticket, error: FlowserveError, now_ns: int) -> None:
@@ -194,7 +196,7 @@ def record_refused(statistics: Statistics, ticket: Ticket, error: FlowserveError
     statistics.failed(1, now_ns - ticket.queued_ns, reason)
 
 
-def leave_batch(flow: Flow, statistics: Statistics, scheduler: Scheduler) -> bool:
+def leave_batch(flow: Frame, statistics: Statistics, scheduler: Scheduler) -> bool:
     """The caller of a model's request left after the request had left its queue. `statistics`: the model's. Returns
     whether the request is counted already; if it is running, its batch does not count it.
     """
@@ -243,10 +245,10 @@ def _share_out(batch: Batch, results: Results) -> None:
     """Record a batch of several nodes, or of several graphs, in the traffic of each by its rows."""
     groups: dict[tuple[int, int], list[Ticket]] = {}
     for ticket in batch.tickets:
-        groups.setdefault((id(ticket.flow.owner), ticket.node.index), []).append(ticket)
+        groups.setdefault((id(ticket.flow.record.owner), ticket.node.index), []).append(ticket)
     for tickets in groups.values():
         rows = sum([ticket.rows for ticket in tickets])
-        node: NodeTraffic = tickets[0].flow.owner.traffic[tickets[0].node.index]
+        node: NodeTraffic = tickets[0].flow.record.owner.traffic[tickets[0].node.index]
         node.ran(batch.rows, share(results.placed, rows, batch.rows))
         taken, copied = share(results.taken, rows, batch.rows), share(results.copied, rows, batch.rows)
         for edge in node.edges:
@@ -259,7 +261,7 @@ def find_regathered(batch: Batch, copied: Sequence[int]) -> Sequence[int]:
     released. `copied`: the copied bytes of each input.
     """
     tickets = batch.tickets
-    node: NodeTraffic = tickets[0].flow.owner.traffic[tickets[0].node.index]
+    node: NodeTraffic = tickets[0].flow.record.owner.traffic[tickets[0].node.index]
     if not node.is_fed:
         return ()
     edges = [edge for edge in node.edges if copied[edge.input] and edge.producer != REQUEST]
@@ -283,5 +285,5 @@ def _tensors(tickets: Sequence[Ticket], i: int) -> list[Tensor]:
     return [
         tensor
         for ticket in tickets
-        if not ticket.flow.done and (tensor := ticket.flow.tensors[ticket.node.inputs[i]]) is not None
+        if not ticket.flow.record.done and (tensor := ticket.tensors[ticket.node.inputs[i]]) is not None
     ]

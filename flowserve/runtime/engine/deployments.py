@@ -42,18 +42,18 @@ from flowserve.runtime.workers.local import LocalWorker
 from flowserve.runtime.workers.policies import keeps_order, levels_of
 from flowserve.runtime.workers.process import ProcessWorker
 from flowserve.runtime.workers.supervisor import Supervisor
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.borders import region_frame
+from flowserve.scheduling.frames.frame import Frame, request_frame
+from flowserve.scheduling.frames.slots import InflightSlots
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.sequence.batcher import Sequences
-from flowserve.scheduling.spaces import SpaceFlow
-from flowserve.scheduling.streaming.iterations import InflightSlots, StreamFlow, WholeFlow
 from flowserve.values import Request, TensorSpec
 
 _PLANS_MAX: Final = 64
 # Triton's text, the beginning of its HTTP endpoint's error.
 ONE_ANSWER: Final = "HTTP end point doesn't support models with decoupled transaction policy"
-MakeFlow = Callable[..., Flow]
+MakeFlow = Callable[..., Frame]
 NO_LABELS: Final[Mapping[str, Sequence[str]]] = {}
 UNLOADED: Final = "unloaded"
 NOTHING_RETIRED: Final[Mapping[int, trio.Event]] = {}
@@ -306,7 +306,7 @@ class Deployments:
         _share_outputs(graph, queues)
         options = admission_options(config.parameters, answers_at_timeout=self._options.answers_at_timeout)
         # A response of a sequence depends on earlier requests.
-        may_cache = deployment.plan.nesting is None and not deployment.sequences
+        may_cache = not _is_repeated(deployment.plan) and not deployment.sequences
         cache = self._cache if config.response_cache and may_cache else None
         if cache is not None or not options.is_unlimited:
             deployment.admission = AdmissionController(
@@ -398,7 +398,7 @@ class Deployment:
         self.successor: ref[Deployment] | None = None  # has this one as predecessor
         # The requests that begin a sequence, until they are over: the batcher of a sequence knows it only when its
         # first request is queued there, after earlier steps.
-        self.opening_sequences: dict[int | str, Flow] = {}
+        self.opening_sequences: dict[int | str, Frame] = {}
         self.admission: AdmissionController | None = None  # None without limits and cache
         # The memory in which a large request is received: that of the process that reads it. None: any memory.
         self.arena: Arena | None = None
@@ -460,11 +460,11 @@ class Deployment:
         """Whether a sequence is open here, or about to be."""
         return bool(self.opening_sequences) or any(one.live for one in self.sequences)
 
-    def sequence_begins(self, flow: Flow) -> None:
+    def sequence_begins(self, flow: Frame) -> None:
         """A request that begins a sequence was submitted."""
         self.opening_sequences[flow.request.sequence_id] = flow
 
-    def sequence_request_over(self, flow: Flow) -> None:
+    def sequence_request_over(self, flow: Frame) -> None:
         """A request that may have begun a sequence is over."""
         if self.opening_sequences.get(flow.request.sequence_id) is flow:
             del self.opening_sequences[flow.request.sequence_id]
@@ -505,24 +505,30 @@ def _as_it_responds(config: ModelConfig, graph: Graph) -> ModelConfig:
 
 
 def _flow_makers(graph: Graph, plan: Plan, gauges: Sequence[NodeTraffic]) -> tuple[MakeFlow, MakeFlow]:
-    nesting = plan.nesting
-    if graph.spaces:
-        make_parts = partial(SpaceFlow, rows)
-        return make_parts, make_parts
-    if nesting is None and not graph.is_decoupled:
-        return Flow, Flow
-    shared = InflightSlots(nesting.limits, gauges) if nesting is not None and nesting.is_shared else None
+    """The functions that make the frame of a request with one response, and of one whose responses are read one by
+    one.
+    """
+    regions = plan.regions
+    if regions is None and not graph.is_decoupled:
+        return request_frame, request_frame
+    shared = InflightSlots(regions.limits, gauges) if regions is not None and regions.is_shared else None
 
-    def make(kind: type[StreamFlow], plan: Plan, *arguments: Any) -> Flow:
-        if plan.nesting is None:
-            return Flow(plan, *arguments)
-        return kind(plan, *arguments, shared=shared, gauges=gauges)
+    def make(plan: Plan, *facts: Any, is_whole: bool) -> Frame:
+        if plan.regions is None:
+            return request_frame(plan, *facts)
+        is_read_whole = is_whole or not _is_repeated(plan)
+        return region_frame(plan, *facts, rows=rows, shared=shared, gauges=gauges, is_read_whole=is_read_whole)
 
-    def refuse(*_: Any) -> Flow:
+    def refuse(*_: Any) -> Frame:
         how = "generate_stream asks for a stream of answers, as do gRPC's ModelStreamInfer and an engine's stream()"
         raise Unsupported(f"{ONE_ANSWER}: '{graph.name}' may answer any number of times; {how}")
 
-    return (refuse if graph.is_decoupled else partial(make, WholeFlow)), partial(make, StreamFlow)
+    return (refuse if graph.is_decoupled else partial(make, is_whole=True)), partial(make, is_whole=False)
+
+
+def _is_repeated(plan: Plan) -> bool:
+    """Whether steps run in several frames of a request, or share limits with other requests."""
+    return plan.regions is not None and bool(plan.regions.splits or plan.regions.is_shared)
 
 
 def _look_again(place: ref[Deployment]) -> None:

@@ -73,13 +73,12 @@ from flowserve.runtime.workers.process import ProcessPool
 from flowserve.runtime.workers.streaming import ResponseStreams
 from flowserve.runtime.workers.supervisor import Supervisor, WarmUp
 from flowserve.scheduling.batch import Batch, Grant, Notice, Recall, Responses, Stop, TicketRefused, Withdrawn
-from flowserve.scheduling.call_graph import Called, CalledFlow
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.borders import RegionFrame
+from flowserve.scheduling.frames.frame import Frame, Ticket
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import Batcher
 from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
 from flowserve.scheduling.scheduler import Scheduler
-from flowserve.scheduling.streaming.iterations import StreamFlow
 from flowserve.values import Request, Response, shape_text
 
 log = logging.getLogger("flowserve.runtime")
@@ -98,7 +97,7 @@ class Observer(Protocol):
     changes the result of a batch. The engine's list of observers is empty without tracing.
     """
 
-    def queued(self, flow: Flow) -> None:
+    def queued(self, flow: Frame) -> None:
         """A valid request was accepted, and is about to be given to admission control and the scheduler."""
 
     def batched(self, batch: Batch, now_ns: int) -> None:
@@ -110,11 +109,11 @@ class Observer(Protocol):
     def computed(self, batch: Batch, outcome: Outcome, now_ns: int) -> None:
         """A batch has returned; the scheduler is notified afterwards."""
 
-    def finished(self, flow: Flow) -> None:
+    def finished(self, flow: Frame) -> None:
         """A request has finished with all its outputs; its caller has not been notified yet."""
 
-    def failed(self, flow: Flow) -> None:
-        """A request has failed with `flow.error`; its caller has not been notified yet."""
+    def failed(self, flow: Frame) -> None:
+        """A request has failed with `flow.record.error`; its caller has not been notified yet."""
 
 
 class Engine:
@@ -156,7 +155,7 @@ class Engine:
         self._wake_in_order, self._ordered = trio.open_memory_channel[Task](math.inf)
         self._announced = 0  # requests that arrived and are not yet submitted
         self._records: list[Callable[[], object]] = []  # functions that count the step's events, called at its end
-        self._to_notify: deque[Flow] = deque()  # flows whose caller is to be notified at the end of a step
+        self._to_notify: deque[Frame] = deque()  # flows whose caller is to be notified at the end of a step
         # An increasing number, drawn when a request is parsed: it orders the requests of one loop iteration.
         self.next_stamp: Callable[[], int] = count(1).__next__
 
@@ -311,34 +310,34 @@ class Engine:
         except Exception:  # it concerns one request; the others continue
             log.exception("%s could not be carried out", type(notice).__name__)
 
-    def _has_responses(self, flow: StreamFlow) -> None:
-        if not flow.is_answered:
-            flow.is_answered = True
+    def _has_responses(self, flow: RegionFrame) -> None:
+        if not flow.stream.is_answered:
+            flow.stream.is_answered = True
             if flow.plan.graph.is_ensemble:
-                flow.owner.statistics.first_answered(self.clock() - flow.arrived_ns)
-        if flow.waiter is not None:
+                flow.record.owner.statistics.first_answered(self.clock() - flow.record.arrived_ns)
+        if flow.record.waiter is not None:
             self._to_notify.append(flow)
 
-    def _finish(self, flows: Sequence[Flow]) -> None:
+    def _finish(self, flows: Sequence[Frame]) -> None:
         """Release what finished flows hold (a sequence, a place in admission control), report them to observers, and
         queue the notification of their callers. Those that succeeded are counted at the end of the step (`_account`).
         """
         now_ns = self.clock()
-        uncounted: list[Flow] = []
+        uncounted: list[Frame] = []
         has_failed = False
         pending = deque(flows)
         while pending:
             flow = pending.popleft()
-            if flow.waiter is not None:
+            if flow.record.waiter is not None:
                 self._to_notify.append(flow)
             try:
-                if flow.error is not None:
+                if flow.record.error is not None:
                     has_failed = True
                     if self._recent.is_open:
                         self._recent.failed(flow)  # before tracing, as an observer, forgets it
                 if self.observers:
-                    self._observe("finished" if flow.error is None else "failed", flow)
-                owner: Deployment = flow.owner
+                    self._observe("finished" if flow.record.error is None else "failed", flow)
+                owner: Deployment = flow.record.owner
                 if owner.opening_sequences:
                     owner.sequence_request_over(flow)
                 admission = owner.admission
@@ -350,8 +349,8 @@ class Engine:
                 if flow.plan.graph.is_ensemble:
                     if not is_counted:
                         uncounted.append(flow)
-                elif isinstance(flow.error, DeadlineExceeded):
-                    record_late(flow, is_running=flow.error.is_running, scheduler=self.scheduler, now_ns=now_ns)
+                elif isinstance(flow.record.error, DeadlineExceeded):
+                    record_late(flow, is_running=flow.record.error.is_running, scheduler=self.scheduler, now_ns=now_ns)
             except Exception:  # it concerns one request; the others are accounted for and delivered
                 name = flow.plan.graph.name
                 log.exception(
@@ -372,7 +371,7 @@ class Engine:
             if n and not n % _DELIVERED_AT_ONCE and self.clock() - began_ns > STEP_NS_MAX:
                 break
             flow = waiting.popleft()
-            waiter, flow.waiter = flow.waiter, None
+            waiter, flow.record.waiter = flow.record.waiter, None
             if waiter is not None:  # the caller may have left meanwhile
                 try:
                     waiter(flow)
@@ -427,29 +426,29 @@ class Engine:
         """
         loop = self.loop
         loop.begin_events()
-        flow: Flow | None = None
+        flow: Frame | None = None
         try:
             flow = self.submit(deployment, request, make, is_accepted=is_accepted)
         finally:
             loop.put_off_events()
             # Tasks that keep an order are woken one after the other.
-            takes_part = flow is not None and not flow.done and not deployment.keeps_order
+            takes_part = flow is not None and not flow.record.done and not deployment.keeps_order
             if not takes_part:
                 loop.wake()
         if takes_part:
             try:
                 await loop.take_part()  # the request is then done if its models run on the event loop
             except BaseException:
-                if not flow.done:
+                if not flow.record.done:
                     self.withdraw(flow)
                 raise
-        if not flow.done:
+        if not flow.record.done:
             task = current_task()
             wake = self._wake_in_order.send_nowait if deployment.keeps_order else reschedule
-            flow.waiter = lambda _: wake(task)
+            flow.record.waiter = lambda _: wake(task)
 
             def leave(_: RaiseCancelT) -> Abort:
-                if flow.waiter is None:  # already notified: its wake-up is queued
+                if flow.record.waiter is None:  # already notified: its wake-up is queued
                     return Abort.FAILED
                 self.withdraw(flow)
                 return Abort.SUCCEEDED
@@ -466,7 +465,7 @@ class Engine:
         make = deployment.make_stream if watch is None else watch.make(deployment.make_stream)
         return ResponseIterator(self, self.submit(deployment, request, make, is_accepted=is_accepted), watch)
 
-    def call(self, batch: Batch | None, deployment: Deployment, request: Request, *, is_stream: bool) -> Called:
+    def call(self, batch: Batch | None, deployment: Deployment, request: Request, *, is_stream: bool) -> Frame:
         """Begin a request of a model, made during the execution of `batch` if that is not None. As `submit`, but also
         while the server drains, and without waiting for admission. Raises Unavailable if it could never be answered.
         """
@@ -475,10 +474,10 @@ class Engine:
         request.stamp = self.next_stamp()
         if batch is not None and batch.tickets:
             request.trace_context = getattr(batch.tickets[0].flow.whole.request, "trace_context", "")
-        made: list[Flow] = []
+        made: list[Frame] = []
 
-        def make(plan: Plan, *facts: Any) -> Flow:
-            flow: Flow = (CalledFlow if plan.nesting is None and plan.spaces is None else nested)(plan, *facts)
+        def make(plan: Plan, *facts: Any) -> Frame:
+            flow = nested(plan, *facts)
             if batch is not None and self.tracing.is_live:
                 self.tracing.begin_call(batch, flow)
             made.append(flow)
@@ -489,11 +488,11 @@ class Engine:
         except FlowserveError:
             for one in made:  # it is valid, but too large to be admitted, or could never be answered
                 self.tracing.end(one)
-                one.owner.statistics.failed(1, 0, REJECTED)
+                one.record.owner.statistics.failed(1, 0, REJECTED)
             raise
-        if flow.done:  # answered from the cache: it is not queued
+        if flow.record.done:  # answered from the cache: it is not queued
             self.tracing.end(flow)
-        return flow  # type: ignore[return-value]  # the type that `make` returns
+        return flow
 
     def submit(
         self,
@@ -503,8 +502,8 @@ class Engine:
         enqueue: Callable[[Any], None] | None = None,
         *,
         is_accepted: bool = False,
-    ) -> Flow:
-        """Begin one request without waiting for it. It may be done at once; otherwise `flow.waiter`, if set, is called
+    ) -> Frame:
+        """Begin one request without waiting for it. It may be done at once; otherwise `flow.record.waiter`, if set, is called
         with the flow when it is done. `make` makes the flow, by default `deployment.make_flow`; `enqueue` queues it, by
         default in the scheduler. The server's own requests pass another `enqueue`, and are
         accepted during a drain too, as are requests that were accepted before it (`is_accepted`, `announced`).
@@ -552,12 +551,12 @@ class Engine:
             elif enqueue is None:
                 admission.enter(flow)
             else:
-                admission.call(flow, enqueue)  # type: ignore[arg-type]  # `make` made it for that
+                admission.call(flow, enqueue)
         except FlowserveError as error:
             if self._recent.is_open and not self.tracing.is_traced(flow):
                 self._recent.refused(ModelKey(deployment.name, deployment.version), request.id, str(error))
             raise
-        if request.sequence_start and deployment.sequences and not flow.done:
+        if request.sequence_start and deployment.sequences and not flow.record.done:
             deployment.sequence_begins(flow)
         self.loop.wake()
         return flow
@@ -577,38 +576,38 @@ class Engine:
         if self._recent.is_open:
             self._recent.refused(ModelKey(deployment.name, deployment.version), request.id, str(error))
 
-    def withdraw(self, flow: Flow) -> None:
+    def withdraw(self, flow: Frame) -> None:
         """Cancel a flow: its caller is not notified, and its queued tickets leave their queues."""
-        flow.waiter = None
+        flow.record.waiter = None
         self.tracing.end(flow, has_left=True)
-        was_over, has_begun = flow.done, flow.open > 0
+        was_over, has_begun = flow.record.done, flow.open > 0
         is_counted = was_over
-        if isinstance(flow, StreamFlow) and flow.is_over and not flow.plan.graph.is_ensemble:
+        if isinstance(flow, RegionFrame) and flow.stream.is_over and not flow.plan.graph.is_ensemble:
             is_counted = True  # its last response was just counted
         left = self.scheduler.cancel(flow)
-        if flow.owner.opening_sequences:
-            flow.owner.sequence_request_over(flow)
-        if has_begun and not left and not flow.plan.graph.is_ensemble and not isinstance(flow, StreamFlow):
-            is_counted = leave_batch(flow, flow.owner.statistics, self.scheduler)
+        if flow.record.owner.opening_sequences:
+            flow.record.owner.sequence_request_over(flow)
+        if has_begun and not left and not flow.plan.graph.is_ensemble and not isinstance(flow, RegionFrame):
+            is_counted = leave_batch(flow, flow.record.owner.statistics, self.scheduler)
         if not is_counted:
-            flow.owner.statistics.failed(1, self.clock() - flow.arrived_ns, CANCELED)
-        if flow.owner.admission is not None and not was_over:  # a finished one leaves by itself
-            flow.owner.admission.leave(flow, is_answered=False)
+            flow.record.owner.statistics.failed(1, self.clock() - flow.record.arrived_ns, CANCELED)
+        if flow.record.owner.admission is not None and not was_over:  # a finished one leaves by itself
+            flow.record.owner.admission.leave(flow, is_answered=False)
         if self.calls:
             self.calls.sweep()
         self.loop.wake()
 
-    def response(self, flow: Flow) -> Response:
+    def response(self, flow: Frame) -> Response:
         """The response of a finished flow. Raises the error of its steps."""
-        if flow.error is not None:
-            raise _own(flow.error, flow)
+        if flow.record.error is not None:
+            raise _own(flow.record.error, flow)
         return self.response_from(flow)
 
-    def response_from(self, flow: Flow, *, is_final: bool = True) -> Response:
-        """The response of a flow that finished without error, or one of several (`StreamFlow.take`). `is_final`:
+    def response_from(self, flow: Frame, *, is_final: bool = True) -> Response:
+        """The response of a flow that finished without error, or one of several (`RegionFrame.take`). `is_final`:
         whether it is the last.
         """
-        deployment: Deployment = flow.owner
+        deployment: Deployment = flow.record.owner
         slots = flow.tensors
         outputs = {}
         for name in flow.wanted:
@@ -757,11 +756,11 @@ async def _poll(is_over: Callable[[], bool], deadline: float) -> bool:
     return is_over()
 
 
-def _own(error: FlowserveError, flow: Flow) -> FlowserveError:
+def _own(error: FlowserveError, flow: Frame) -> FlowserveError:
     """A copy of the error for one caller: one error may be raised in many tasks, each of which would extend its
     traceback.
     """
-    deployment: Deployment = flow.owner
+    deployment: Deployment = flow.record.owner
     text = f"in ensemble '{deployment.name}', {error}{error.lineage}" if deployment.graph.is_ensemble else str(error)
     deployment.statistics.note_error(text, wall_clock_ms())
     if isinstance(error, Internal):  # the operator has to act, and the client may be someone else's
@@ -779,7 +778,7 @@ class ResponseIterator:
     response.
     """
 
-    def __init__(self, engine: Engine, flow: Flow, watch: Watch | None = None) -> None:
+    def __init__(self, engine: Engine, flow: Frame, watch: Watch | None = None) -> None:
         self._engine = engine
         self._flow = flow
         self._watch = watch  # records the trace of the request, if it is traced
@@ -793,7 +792,7 @@ class ResponseIterator:
 
     def leave(self) -> None:
         """Withdraw the request. No effect after the last response."""
-        if not self._flow.done:
+        if not self._flow.record.done:
             self._engine.withdraw(self._flow)
         else:
             self._engine.scheduler.cancel(self._flow)  # untaken responses are dropped
@@ -806,26 +805,26 @@ class ResponseIterator:
     async def __anext__(self) -> Response:
         flow = self._flow
         while True:
-            if isinstance(flow, StreamFlow):
+            if isinstance(flow, RegionFrame) and flow.is_stream:
                 response = flow.take()
                 if response is not None:
                     self._engine.taken()
-                    return self._engine.response_from(response, is_final=flow.has_ended)
-            elif flow.done and not self._is_taken:
+                    return self._engine.response_from(response, is_final=flow.stream.has_ended)
+            elif flow.record.done and not self._is_taken:
                 self._is_taken = True
                 return self._engine.response(flow)
-            if flow.done:
-                if flow.error is not None:
+            if flow.record.done:
+                if flow.record.error is not None:
                     self._engine.response(flow)  # raises it
                 raise StopAsyncIteration
             await self._wait()
 
     async def _wait(self) -> None:
         task = current_task()
-        self._flow.waiter = lambda _: reschedule(task)
+        self._flow.record.waiter = lambda _: reschedule(task)
 
         def stop_waiting(_: RaiseCancelT) -> Abort:
-            self._flow.waiter = None
+            self._flow.record.waiter = None
             return Abort.SUCCEEDED
 
         await wait_task_rescheduled(stop_waiting)

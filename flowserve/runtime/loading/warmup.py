@@ -27,7 +27,7 @@ from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine, ResponseIterator
 from flowserve.runtime.workers.base import RunsElsewhere, Worker
 from flowserve.runtime.workers.supervisor import end_overdue
-from flowserve.scheduling.flow import Ticket
+from flowserve.scheduling.frames.frame import Ticket
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.scheduling.sequence.sequence import RequestSequence

@@ -41,10 +41,9 @@ from flowserve.observe.log_fields import of_request
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.model_calls.server_requests import ServerRequests
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.call_graph import Called
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.borders import RegionFrame
+from flowserve.scheduling.frames.frame import Frame
 from flowserve.scheduling.scheduler import Scheduler
-from flowserve.scheduling.streaming.iterations import StreamFlow
 from flowserve.values import Request, Response
 
 log = logging.getLogger("flowserve.runtime")
@@ -67,10 +66,10 @@ class CallableEngine(Protocol):
 
     @property
     def deployments(self) -> Any: ...
-    def call(self, batch: Batch | None, deployment: Any, request: Request, *, is_stream: bool) -> Called: ...
-    def withdraw(self, flow: Flow) -> None: ...
-    def response(self, flow: Flow) -> Response: ...
-    def response_from(self, flow: Flow, *, is_final: bool = True) -> Response: ...
+    def call(self, batch: Batch | None, deployment: Any, request: Request, *, is_stream: bool) -> Frame: ...
+    def withdraw(self, flow: Frame) -> None: ...
+    def response(self, flow: Frame) -> Response: ...
+    def response_from(self, flow: Frame, *, is_final: bool = True) -> Response: ...
     def taken(self) -> None: ...
     def post(self, what: Callable[[], None]) -> None:
         """Run a function on the event loop, after earlier posts. On any thread."""
@@ -83,7 +82,7 @@ class PendingCall:
     batch: Batch | None
     call: BlsCall
     answered: Callable[[Answer], None]
-    flow: Called | None = None
+    flow: Frame | None = None
 
 
 class Calls:
@@ -94,7 +93,7 @@ class Calls:
         self.server_requests = server_requests
         self.post = engine.post
         self._engine = engine
-        self._pending: dict[Flow, PendingCall] = {}
+        self._pending: dict[Frame, PendingCall] = {}
         self._by_batch: dict[Batch, dict[PendingCall, None]] = {}  # the same calls by batch
 
     def __bool__(self) -> bool:
@@ -134,7 +133,7 @@ class Calls:
         """Withdraw a call: its caller does not wait for it, or has ended. No effect on a finished call."""
         if pending.flow is not None and self._pending.pop(pending.flow, None) is not None:
             self._over(pending)
-            if not pending.flow.done:
+            if not pending.flow.record.done:
                 self._engine.withdraw(pending.flow)
 
     def cancel(self, pending: PendingCall, why: str = "was cancelled") -> None:
@@ -148,7 +147,7 @@ class Calls:
         for batch in [*self._by_batch]:
             if batch.instance.running is not batch:
                 continue  # the model returned before the call did
-            if all(ticket.flow.whole.done for ticket in batch.tickets):
+            if all(ticket.flow.record.done for ticket in batch.tickets):
                 # Removed first: each call that is withdrawn sweeps again, and must not find the others.
                 self._withdraw_all(deque(self._by_batch.pop(batch, ())))
 
@@ -158,8 +157,8 @@ class Calls:
         if calls:  # the rest of the server runs before the next calls
             self.post(partial(self._withdraw_all, calls))
 
-    def _notify(self, flow: Flow) -> None:
-        """Called within the engine's step: must not raise."""
+    def _notify(self, flow: Frame) -> None:
+        """Frame within the engine's step: must not raise."""
         pending = self._pending.get(flow)
         if pending is not None:
             try:
@@ -175,28 +174,33 @@ class Calls:
         what = f"{type(error).__name__}: {error}"
         pending.answered(Internal(f"the call of model '{pending.call.model}' failed: {what}"))
 
-    def _notify_call(self, flow: Flow, pending: PendingCall) -> None:
-        if isinstance(flow, StreamFlow):
+    def _notify_call(self, flow: Frame, pending: PendingCall) -> None:
+        if isinstance(flow, RegionFrame) and flow.is_stream:
             # Responses are taken immediately, so that a model never waits for the model that called it.
             while (answer := flow.take()) is not None:
-                pending.answered(self._engine.response_from(answer, is_final=flow.has_ended))
+                pending.answered(self._engine.response_from(answer, is_final=flow.stream.has_ended))
             self._engine.taken()
             if flow not in self._pending:
                 return  # its caller has ended
-        if not flow.done:
+        if not flow.record.done:
             # Responses are taken outside of the step: this frees slots, which the next step fills.
-            is_stream = isinstance(flow, StreamFlow)
-            flow.waiter = (lambda flow: self.post(partial(self._notify, flow))) if is_stream else self._notify
+            flow.record.waiter = (
+                (lambda flow: self.post(partial(self._notify, flow))) if flow.is_stream else self._notify
+            )
             return
         del self._pending[flow]
         self._over(pending)
         try:
-            if not isinstance(flow, StreamFlow) or flow.error is not None:
+            if not (isinstance(flow, RegionFrame) and flow.is_stream) or flow.record.error is not None:
                 pending.answered(self._engine.response(flow))
-            elif flow.ends_empty:  # as on Triton
-                pending.answered(Response(flow.owner.name, flow.owner.version, {}, flow.request.id))
+            elif flow.stream.ends_empty:  # as on Triton
+                pending.answered(Response(flow.record.owner.name, flow.record.owner.version, {}, flow.request.id))
         except FlowserveError as error:
-            is_refusal = flow.error is not None and flow.error.is_refusal and not flow.owner.graph.is_ensemble
+            is_refusal = (
+                flow.record.error is not None
+                and flow.record.error.is_refusal
+                and not flow.record.owner.graph.is_ensemble
+            )
             pending.answered(_refused(pending.call, error, str(error)) if is_refusal else error)
 
     def _over(self, pending: PendingCall) -> None:
@@ -301,7 +305,7 @@ def _refused(call: BlsCall, error: FlowserveError, text: str) -> FlowserveError:
 
 def is_withdrawn(batch: Batch | None, member: int) -> bool:
     """Whether a member of a running batch is over: its client left, or it has its response. On any thread."""
-    return batch is not None and 0 <= member < len(batch.tickets) and batch.tickets[member].flow.whole.done
+    return batch is not None and 0 <= member < len(batch.tickets) and batch.tickets[member].flow.record.done
 
 
 def _own(answer: Answer) -> Answer:

@@ -21,7 +21,7 @@ from flowserve.observe.server_timing import server_timing
 from flowserve.observe.statistics import ERROR_CHARS
 from flowserve.observe.trace import Trace
 from flowserve.runtime.clock import SECOND_NS, ClockNs, wall_clock_ms
-from flowserve.scheduling.flow import Flow
+from flowserve.scheduling.frames.frame import Frame
 
 KEPT_MAX: Final = 50  # of each deployment
 DEPLOYMENTS_MAX: Final = 64  # a further one replaces the one whose last request is the oldest
@@ -60,7 +60,7 @@ class RecentRequests:
     which arrives by `add`.
     """
 
-    def __init__(self, is_traced: Callable[[Flow], bool], clock: ClockNs) -> None:
+    def __init__(self, is_traced: Callable[[Frame], bool], clock: ClockNs) -> None:
         self.is_open = False
         self._is_traced = is_traced
         self._clock = clock
@@ -94,11 +94,11 @@ class RecentRequests:
         key = ModelKey(trace.graph.name, trace.graph.version)
         self._keep(key, took_ns, trace.rows, trace.request_id, trace.error, server_timing(trace))
 
-    def failed(self, flow: Flow) -> None:
+    def failed(self, flow: Frame) -> None:
         """Keep a failed request, unless its trace will follow."""
         if not self._is_traced(flow):
-            key = ModelKey(flow.owner.name, flow.owner.version)
-            self._keep(key, self._clock() - flow.arrived_ns, None, flow.request.id, str(flow.error), "")
+            key = ModelKey(flow.record.owner.name, flow.record.owner.version)
+            self._keep(key, self._clock() - flow.record.arrived_ns, None, flow.request.id, str(flow.record.error), "")
 
     def refused(self, key: ModelKey, request_id: str, error: str) -> None:
         """Keep a request that the engine did not begin."""

@@ -43,12 +43,12 @@ from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.workers.base import Outcome, Passed
 from flowserve.runtime.workers.streaming import ResponseStreams
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.borders import RegionFrame
+from flowserve.scheduling.frames.frame import Frame, Ticket
+from flowserve.scheduling.frames.stream import Source
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import Queue
 from flowserve.scheduling.scheduler import Scheduler
-from flowserve.scheduling.spaces import SpaceFlow
-from flowserve.scheduling.streaming.iterations import Iteration, Source, StreamFlow
 from flowserve.values import BY_NUMPY, Array, Request, TensorSpec
 
 log = logging.getLogger("flowserve.runtime")
@@ -57,7 +57,7 @@ TRACED_STEPS_MAX: Final = 10_000  # of one request; later steps are only counted
 TRACED_ELEMENTS_MAX: Final = 100_000  # a larger tensor is recorded without its data
 _KEPT_MAX: Final = 1024
 
-FlowFactory = Callable[..., Flow]
+FlowFactory = Callable[..., Frame]
 TraceSink = Callable[[Trace], None]
 
 
@@ -75,13 +75,13 @@ class Watch:
         self._has_tensors = has_tensors
         self._trace_id = trace_id
         self._marks: list[tuple[str, int]] = []
-        self._flow: Flow | None = None
+        self._flow: Frame | None = None
         self.trace: Trace | None = None  # None until it is submitted
 
     def make(self, make: FlowFactory) -> FlowFactory:
         """A function that makes the traced flow in place of `make`."""
 
-        def traced(*facts: Any) -> Flow:
+        def traced(*facts: Any) -> Frame:
             flow = self._flow = make(*facts)
             trace_id = self._trace_id
             trace = self._tracing.begin(flow, self._parent, has_tensors=self._has_tensors, trace_id=trace_id)
@@ -131,25 +131,25 @@ class _Live:
     has_tensors: bool
     attempts: dict[Ticket, TracedStep] = field(default_factory=dict)
     held: list[TracedStep] = field(default_factory=list)  # steps whose responses waited for earlier requests
-    over: dict[tuple[Flow, int], int] = field(default_factory=dict)
-    begun: dict[Flow, int] = field(default_factory=dict)
+    over: dict[tuple[Frame, int], int] = field(default_factory=dict)
+    begun: dict[Frame, int] = field(default_factory=dict)
     paused: dict[Ticket, int] = field(default_factory=dict)
 
-    def forget(self, stream: StreamFlow) -> None:
+    def forget(self, whole: RegionFrame) -> None:
         """Drop finished iterations once there are many, since their number is unbounded."""
         if len(self.over) + len(self.begun) > _KEPT_MAX:
-            here = {stream, *stream.live}
+            here: set[Frame] = {whole, *whole.stream.live}
             self.over = {key: ns for key, ns in self.over.items() if key[0] in here}
             self.begun = {one: ns for one, ns in self.begun.items() if one in here}
             self.attempts = {one: step for one, step in self.attempts.items() if one.flow in here}
 
-    def ready_ns(self, flow: Flow, n: int, queued_ns: int) -> int:
+    def ready_ns(self, flow: Frame, n: int, queued_ns: int) -> int:
         """When the inputs of a step of node n were complete: before `queued_ns` if steps in flight are limited."""
-        if not isinstance(flow, Iteration):
+        if not isinstance(flow, RegionFrame):
             return queued_ns
         moments = [self.begun[flow]] if flow in self.begun else []
         for edge in flow.plan.graph.edges:
-            at: Iteration | None = flow
+            at: RegionFrame | None = flow
             while edge.consumer == n and at is not None:
                 if (at, edge.producer) in self.over:
                     moments.append(self.over[at, edge.producer])
@@ -177,7 +177,7 @@ class Tracing:
         self._scheduler = scheduler
         self._streams = streams
         self._observers = observers
-        self._live: dict[Flow, _Live] = {}
+        self._live: dict[Frame, _Live] = {}
         self._running: dict[Batch, _Running] = {}
         self._busy: dict[ModelQueue, BusyPeriods] = {}
         self._ended_ns = 0  # when the last batch completed
@@ -189,7 +189,7 @@ class Tracing:
         """Whether a traced request is in flight."""
         return bool(self._live)
 
-    def is_traced(self, flow: Flow) -> bool:
+    def is_traced(self, flow: Frame) -> bool:
         """Whether a flow is in flight and has a trace."""
         return flow in self._live
 
@@ -199,11 +199,11 @@ class Tracing:
         """
         return Watch(self, sinks, parent, has_tensors=has_tensors, trace_id=trace_id)
 
-    def begin(self, flow: Flow, parent: str = "", *, has_tensors: bool = False, trace_id: int = 0) -> Trace:
+    def begin(self, flow: Frame, parent: str = "", *, has_tensors: bool = False, trace_id: int = 0) -> Trace:
         """Start the trace of a flow that will be submitted next."""
-        graph, request, admission = flow.plan.graph, flow.request, flow.owner.admission
+        graph, request, admission = flow.plan.graph, flow.request, flow.record.owner.admission
         rows = len(next(iter(request.inputs.values()), ())) if graph.max_batch_size else 1
-        trace = Trace(next(self._numbers), graph, request.id, rows, flow.arrived_ns, parent, trace_id)
+        trace = Trace(next(self._numbers), graph, request.id, rows, flow.record.arrived_ns, parent, trace_id)
         if not self._live:
             self._observers.append(self)
             self._streams.observer = self
@@ -215,10 +215,10 @@ class Tracing:
             if queue not in self._busy:
                 periods = self._busy[queue] = BusyPeriods()
                 if not queue.free:
-                    periods.begin(flow.arrived_ns)
+                    periods.begin(flow.record.arrived_ns)
         return trace
 
-    def begin_call(self, batch: Batch, flow: Flow) -> None:
+    def begin_call(self, batch: Batch, flow: Frame) -> None:
         """Start the trace of a call that a model makes during `batch`; `flow` is the call's."""
         for one, running in self._running.items():
             for i, execution in enumerate(running.executions):
@@ -228,27 +228,33 @@ class Tracing:
                     execution.calls.append(self.begin(flow, has_tensors=has_tensors, trace_id=trace_id))
                     return
 
-    def end(self, flow: Flow, *, has_left: bool = False) -> None:
+    def end(self, flow: Frame, *, has_left: bool = False) -> None:
         """Complete the trace of a flow that is over or was never submitted. No effect if called again."""
         live = self._live.pop(flow, None)
         if live is None:
             return
         trace = live.trace
         trace.ended_ns = self.clock()
-        if isinstance(flow, SpaceFlow):
+        if isinstance(flow, RegionFrame) and flow.regions.operations:
             trace.skipped += [flow.plan.graph.nodes[n] for n in flow.skipped]
-        if live.has_tensors and flow.done and flow.error is None and not has_left and not flow.owner.is_decoupled:
-            specs, slots = flow.owner.outputs, flow.owner.output_slot
+        if (
+            live.has_tensors
+            and flow.record.done
+            and flow.record.error is None
+            and not has_left
+            and not flow.record.owner.is_decoupled
+        ):
+            specs, slots = flow.record.owner.outputs, flow.record.owner.output_slot
             made = [flow.tensors[slots[name]] for name in flow.wanted]
             trace.tensors += _traced_tensors(BACKEND_OUTPUT, [specs[name] for name in flow.wanted], made)
-        if flow.error is not None:
-            trace.error = str(flow.error)
+        if flow.record.error is not None:
+            trace.error = str(flow.record.error)
         elif has_left:
             trace.error = "its caller left"
-        elif flow.done and not trace.steps and not trace.skipped:
+        elif flow.record.done and not trace.steps and not trace.skipped:
             trace.is_cached = True
             add(trace.waits, reasons.SAME_REQUEST, trace.arrived_ns, trace.ended_ns)
-        elif not flow.done:
+        elif not flow.record.done:
             trace.error = "it was refused"
         for step in trace.steps:
             step.ended_ns = step.ended_ns or trace.ended_ns
@@ -262,7 +268,7 @@ class Tracing:
 
     # ------------------------------------------------------------------ as an observer of the engine
 
-    def queued(self, flow: Flow) -> None:
+    def queued(self, flow: Frame) -> None:
         """Nothing to do: `begin` has recorded it."""
 
     def batched(self, batch: Batch, now_ns: int) -> None:
@@ -305,7 +311,7 @@ class Tracing:
         except Exception:
             log.exception("a batch of model '%s' cannot be traced", batch.queue.key.name)
 
-    def finished(self, flow: Flow) -> None:
+    def finished(self, flow: Frame) -> None:
         try:
             self.end(flow)
         except Exception:  # the trace is lost, not the response
@@ -374,7 +380,7 @@ class Tracing:
             step.span_id = spans.get(m, 0)
             live.trace.steps.append(step)
             if live.has_tensors and not i:
-                given = [ticket.flow.tensors[slot] if slot >= 0 else None for slot in ticket.node.inputs]
+                given = [ticket.tensors[slot] if slot >= 0 else None for slot in ticket.node.inputs]
                 step.tensors += _traced_tensors(QUEUE_INPUT, node.inputs, given)
             taken.append((m, live, ticket, step))
         return taken
@@ -385,9 +391,16 @@ class Tracing:
             queued_ns = max(ticket.queued_ns, before.execution.ended_ns)
             return queued_ns, queued_ns
         flow, n = ticket.flow, ticket.node.index
-        slots = flow.slots if isinstance(flow, StreamFlow) and flow.nesting.is_shared else None
-        if slots is not None and slots.limits[n] > 0 and not live.trace.steps and self._ended_ns > flow.arrived_ns:
-            live.begun[flow] = flow.arrived_ns  # it was admitted when another request's step ended
+        slots = None
+        if isinstance(flow, RegionFrame) and flow.parent is None and flow.regions.is_shared:
+            slots = flow.stream.slots
+        if (
+            slots is not None
+            and slots.limits[n] > 0
+            and not live.trace.steps
+            and self._ended_ns > flow.record.arrived_ns
+        ):
+            live.begun[flow] = flow.record.arrived_ns  # it was admitted when another request's step ended
         return live.ready_ns(flow, n, ticket.queued_ns), ticket.queued_ns
 
     def _note_stages(self, batch: Batch, running: _Running, passed: Passed, now_ns: int) -> None:
@@ -444,9 +457,9 @@ class Tracing:
                 )
             if order is not None and any(one not in stage.tickets for one in order.ahead_of(ticket.flow.whole)):
                 live.held.append(step)
-            if isinstance(ticket.flow, Iteration):
+            if isinstance(ticket.flow, RegionFrame):
                 live.over[ticket.flow, ticket.node.index] = now_ns
-                live.forget(ticket.flow.stream)
+                live.forget(ticket.flow.whole)
 
     # ------------------------------------------------------------------ as an observer of decoupled steps
 
@@ -457,10 +470,10 @@ class Tracing:
             return
         live.attempts[source].answers = source.count
         self._resumed(live, source, now_ns)
-        assert isinstance(source.flow, Iteration)
+        assert isinstance(source.flow, RegionFrame)
         if source.flow.children:  # its iteration may have finished already
             live.begun.setdefault(source.flow.children[-1], now_ns)
-            live.forget(source.flow.stream)
+            live.forget(source.flow.whole)
 
     def waits(self, source: Source) -> None:
         live = self._live.get(source.flow.whole)

@@ -23,7 +23,7 @@ from flowserve.memory.tensor import Tensor
 from flowserve.observe.log_fields import of_requests
 from flowserve.runtime.clock import ClockNs
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Ticket
+from flowserve.scheduling.frames.frame import Ticket
 from flowserve.values import Request
 
 log = logging.getLogger("flowserve.runtime")
@@ -70,7 +70,7 @@ class StateAdapter:
         for ticket in tickets:
             flow = ticket.flow
             rows.append(ticket.rows)
-            slots.append(flow.tensors)
+            slots.append(ticket.tensors)
             requests.append(flow.request)
             wanted.append(ticket.node.wanted or flow.wanted)
             is_alike = is_alike and ticket.node is node
@@ -231,7 +231,7 @@ def log_unnoticed(error: FlowserveError, batch: Batch) -> None:
     their last responses. Otherwise the log line about the first failed request has the traceback.
     """
     raised = error.raised
-    failed = (ticket.flow.whole.error for ticket in batch.tickets)
+    failed = (ticket.flow.record.error for ticket in batch.tickets)
     if raised is not None and not any(one is not None and one.raised is raised for one in failed):
         log_failure("%s", error, error=error, extra=fields_of(batch))
 

@@ -41,7 +41,7 @@ from flowserve.runtime.ipc.tensors import OutputReader
 from flowserve.runtime.workers.actor_connection import ActorConnection, ActorRun
 from flowserve.runtime.workers.base import Outcome, StateAdapter, WorkerContext, cannot_start, works
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Ticket
+from flowserve.scheduling.frames.frame import Ticket
 
 log = logging.getLogger("flowserve.runtime")
 

@@ -21,7 +21,7 @@ from flowserve.memory.stream import ON_DEVICE, ON_HOST
 from flowserve.runtime.workers.base import Outcome, Passed
 from flowserve.runtime.workers.local import LocalWorker, pass_stages
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.frame import Frame, Ticket
 from flowserve.scheduling.model_queue import ModelQueue
 
 
@@ -107,7 +107,7 @@ class GpuWorker(LocalWorker):
             found = crossings.get(key)
             if found is None:
                 found = crossings[key] = _Crossings(ticket)
-            found.share_inputs(ticket.flow)
+            found.share_inputs(ticket)
             for column, where in zip(outputs, found.readers, strict=True):
                 column.append(where)
         return _on_device(super()._work_of(tickets), outputs)
@@ -120,7 +120,7 @@ def _on_device(work: Work, read_at: Sequence[Sequence[int]]) -> DeviceWork:
     )
 
 
-def _readers(flow: Flow, node: PlanNode) -> list[int]:
+def _readers(flow: Frame, node: PlanNode) -> list[int]:
     """The places where each output of a step is read."""
     found = [0] * len(node.outputs)
     for j, slot, _ in node.writes:
@@ -128,7 +128,7 @@ def _readers(flow: Flow, node: PlanNode) -> list[int]:
     return found
 
 
-def _readers_of(flow: Flow, slot: int) -> int:
+def _readers_of(flow: Frame, slot: int) -> int:
     """The places where a tensor is read, also as rows of other tensors, which are copied where those are read."""
     plan, queues = flow.plan, flow.queues
     found = ON_HOST if slot in plan.output_slots else 0
@@ -136,8 +136,8 @@ def _readers_of(flow: Flow, slot: int) -> int:
         if consumer < len(queues):
             found |= _reads(queues[consumer])
             continue
-        assert plan.spaces is not None
-        operation = plan.spaces.operations[consumer - len(queues)]
+        assert plan.regions is not None
+        operation = plan.regions.operations[consumer - len(queues)]
         if slot in operation.examined:
             found |= ON_HOST
         elif operation.derived is not None:
@@ -163,12 +163,12 @@ class _Crossings:
             )
         ]
 
-    def share_inputs(self, flow: Flow) -> None:
+    def share_inputs(self, ticket: Ticket) -> None:
         """Inputs that other instances on devices also read get a place for copies."""
         for slot in self._shared:
-            tensor = flow.tensors[slot]
+            tensor = ticket.tensors[slot]
             if tensor is not None and not isinstance(tensor, SHARED):
-                flow.tensors[slot] = (DeviceMirror if isinstance(tensor, DeviceTensor) else Mirror)(tensor)
+                ticket.tensors[slot] = (DeviceMirror if isinstance(tensor, DeviceTensor) else Mirror)(tensor)
 
 
 def _reads(queue: ModelQueue) -> int:

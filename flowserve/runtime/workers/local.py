@@ -40,7 +40,7 @@ from flowserve.runtime.workers.base import (
 )
 from flowserve.runtime.workers.streaming import ResponseStreams, thread_senders
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Ticket
+from flowserve.scheduling.frames.frame import Ticket
 from flowserve.scheduling.route import Route
 from flowserve.values import DType, TensorSpec
 

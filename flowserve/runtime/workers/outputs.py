@@ -20,7 +20,7 @@ from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import Statistics
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Ticket
+from flowserve.scheduling.frames.frame import Ticket
 from flowserve.values import BY_NUMPY, fits, shape_text, unexpected_shape
 
 log = logging.getLogger("flowserve.runtime")
@@ -101,7 +101,7 @@ def unusable_output(ticket: Ticket, row: Sequence[Tensor | None], unlike: Collec
                 why = _why_not_read(graph, edge, tensor, ticket.rows)
                 where = flow.plan.nodes[edge.consumer]
         if why:
-            return flow.located(ModelFailed(f"{why} ({_returned(made_by, j, tensor)})"), where)
+            return ticket.located(ModelFailed(f"{why} ({_returned(made_by, j, tensor)})"), where)
     return None
 
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Flow, Ticket
-from flowserve.scheduling.streaming.iterations import Iteration
+from flowserve.scheduling.frames.borders import RegionFrame
+from flowserve.scheduling.frames.frame import Frame, Ticket
 from flowserve.values import Parameter, Request, fits_64_bits
 
 # For an ensemble's request without a sequence; always this object, so that encoders can compare by identity.
@@ -35,7 +35,7 @@ def take_parameters(batch: Batch, said: Said, errors: Mapping[int, FlowserveErro
         try:
             take_parameters_of(ticket, parameters)
         except FlowserveError as error:
-            found.setdefault(m, ticket.located(error, batch.instance))
+            found.setdefault(m, ticket.copy_located(error, batch.instance))
     return found
 
 
@@ -45,13 +45,13 @@ def take_parameters_of(ticket: Ticket, parameters: Mapping[str, Any]) -> None:
     request = request_after(flow, ticket.node.model.name, parameters)
     if request is None:
         flow.parameters = parameters
-    elif isinstance(flow, Iteration):
+    elif isinstance(flow, RegionFrame):
         flow.replace_request(request)
     else:
         flow.request = request
 
 
-def request_after(flow: Flow, model: str, parameters: Mapping[str, Any]) -> Request | None:
+def request_after(flow: Frame, model: str, parameters: Mapping[str, Any]) -> Request | None:
     """The request of an ensemble for the steps after one that returned these parameters; None if the flow is of one
     model, whose parameters are those of the response. Raises ModelFailed or Invalid for invalid parameters.
     """

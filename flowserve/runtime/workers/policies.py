@@ -28,7 +28,7 @@ from flowserve.config.types import (
 )
 from flowserve.errors import Problem, Problems
 from flowserve.memory.device_tensor import Mirror
-from flowserve.runtime.workers.state import filler_flow, sequence_of
+from flowserve.runtime.workers.state import filler, sequence_of
 from flowserve.scheduling.affinity import NO_DEVICE, AffinityBatcher
 from flowserve.scheduling.queue import PLAIN, Batcher, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
@@ -86,7 +86,7 @@ def _sequences(config: ModelConfig, sequence: SequenceBatching) -> Batcher:
     )
     if sequence.is_direct:
         direct = IterativeDirect if sequence.is_iterative else Direct
-        return direct(policy, sequence_of, filler_flow(config.outputs), sequence.slot_share, delay_ns)
+        return direct(policy, sequence_of, filler(config.outputs), sequence.slot_share, delay_ns)
     preferred = tuple(sorted(sequence.preferred_batch_sizes)) or (rows,)
     oldest = IterativeOldest if sequence.is_iterative else Oldest
     return oldest(policy, sequence_of, BatchPolicy(rows, preferred, delay_ns))

@@ -48,7 +48,7 @@ from flowserve.runtime.workers.base import Outcome, Returned, StateAdapter, Work
 from flowserve.runtime.workers.process_run import ProcessRun, killed_for, restore_updates, route_number
 from flowserve.runtime.workers.streaming import ProcessSink, ResponseStreams
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Ticket
+from flowserve.scheduling.frames.frame import Ticket
 
 log = logging.getLogger("flowserve.runtime")
 # The time that an unloaded model has to finish and to finalise; at the end of the server the exit timeout applies.

@@ -32,10 +32,9 @@ from flowserve.memory.column import Column
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.workers.base import Outcome, Returned, StateAdapter
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.frame import Frame, Ticket, filler_frame
+from flowserve.scheduling.frames.stream import Source
 from flowserve.scheduling.sequence.sequence import RequestSequence
-from flowserve.scheduling.sequence.strategies import FillerFlow
-from flowserve.scheduling.streaming.iterations import Source
 from flowserve.values import Array, DType, Request, TensorSpec
 
 FOLDER: Final = "initial_state"
@@ -232,17 +231,15 @@ class IterativeAdapter(SequenceAdapter):
         return [one for one in again if one.sequence is not None and not (isinstance(one, Source) and one.is_over)]
 
 
-def sequence_of(flow: Flow) -> tuple[int | str, bool, bool]:
+def sequence_of(flow: Frame) -> tuple[int | str, bool, bool]:
     """The sequence parameters of a request: the id, START, END."""
     request: Request = flow.request
     return request.sequence_id, request.sequence_start, request.sequence_end
 
 
-def filler_flow(outputs: Sequence[TensorSpec]) -> FillerFlow:
-    """The flow of an empty slot. A model computes it like any other."""
-    flow = FillerFlow(NULL)
-    flow.wanted = tuple(spec.name for spec in outputs)
-    return flow
+def filler(outputs: Sequence[TensorSpec]) -> Frame:
+    """The frame of an empty slot. A model computes it like any other."""
+    return filler_frame(NULL, tuple(spec.name for spec in outputs))
 
 
 def _with_padding(columns: Sequence[Column], is_real: Sequence[bool]) -> list[Column]:

@@ -37,9 +37,10 @@ from flowserve.runtime.workers.base import Outcome, Returned, log_unnoticed
 from flowserve.runtime.workers.outputs import in_order, record_notes, unusable_output
 from flowserve.runtime.workers.parameters import request_after
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.flow import Ticket, longer
+from flowserve.scheduling.frames.frame import Ticket
+from flowserve.scheduling.frames.request import longer
+from flowserve.scheduling.frames.stream import Source, StreamSender
 from flowserve.scheduling.scheduler import Scheduler
-from flowserve.scheduling.streaming.iterations import Source, StreamSender
 
 log = logging.getLogger("flowserve.runtime")
 _GOING_ON_MAX: Final = 1000  # members in one GOES_ON message
@@ -89,7 +90,7 @@ class ResponseStreams:
         except FlowserveError as error:
             self.over(source, error)
             return
-        if source.flow.done or source.is_over:
+        if source.flow.record.done or source.is_over:
             return
         now_ns = self._clock()
         request = None
@@ -99,8 +100,8 @@ class ResponseStreams:
             except FlowserveError as error:
                 self.over(source, error)
                 return
-        stream = source.flow.stream
-        wanted = stream.wanted
+        whole = source.flow.whole
+        wanted = whole.wanted
         if sent.notes is not None:
             record_notes(sent.notes, source.node.model.name, _statistics(source))
             refused = unusable_output(source, outputs, sent.notes.unlike)
@@ -108,7 +109,7 @@ class ResponseStreams:
                 self.over(source, refused)
                 return
             if sent.notes.orders:
-                stream.wanted = in_order(source, wanted, sent.notes.orders[0])
+                whole.wanted = in_order(source, wanted, sent.notes.orders[0])
         infer_ns = min(sent.infer_ns, now_ns - source.last_ns)  # the time may have been written by the model's code
         output_ns = min(sent.output_ns, now_ns - source.last_ns - infer_ns)
         statistics = _statistics(source)
@@ -120,7 +121,7 @@ class ResponseStreams:
         if sent.is_last:
             self._succeeded(source, now_ns)
         self._streams.answer(source, outputs, now_ns, sent.parameters or None, request, is_last=sent.is_last)
-        stream.wanted = wanted
+        whole.wanted = wanted
         if self.observer is not None:
             self.observer.answered(source, now_ns)
         self._wake()
@@ -152,7 +153,7 @@ class ResponseStreams:
             source.is_counted = True
             statistics.failed(1, now_ns - source.queued_ns, BACKEND)
             statistics.responses.failed(source.count, now_ns - source.last_ns)
-            self._streams.failed(source, source.located(error, source.instance))
+            self._streams.failed(source, source.copy_located(error, source.instance))
             source.is_over = True
         self._wake()
 
@@ -163,8 +164,8 @@ class ResponseStreams:
         source.is_counted = True
         took_ns = now_ns - source.started_ns
         _statistics(source).succeeded([source.queued_ns], source.started_ns, 0, took_ns, 0)
-        flow = source.flow.stream
-        flow.took = longer(flow.took, source.started_ns - source.queued_ns, 0, took_ns, 0)
+        record = source.flow.record
+        record.took = longer(record.took, source.started_ns - source.queued_ns, 0, took_ns, 0)
 
     def cancelled(self, source: Source) -> None:
         """The responses of a step are no longer needed. No effect if it is over."""
@@ -183,7 +184,7 @@ class ResponseStreams:
             input_ns = max(outcome.gathered_ns - started_ns, 0)
             statistics.executed(batch.rows, input_ns, now_ns - started_ns - input_ns, 0, now_ns)
             for ticket in batch.tickets:
-                ticket.flow.owner.traffic[ticket.node.index].ran(ticket.rows, ())
+                ticket.flow.record.owner.traffic[ticket.node.index].ran(ticket.rows, ())
         self._scheduler.execute_returned(batch)
         self._wake()
 
@@ -227,7 +228,7 @@ class ResponseStreams:
                 if source is not None:
                     what = f"a response cannot be processed: {type(error).__name__}: {error}"
                     failed = Internal(f"model '{source.node.model.name}': {what}")
-                    self._streams.failed(source, source.located(failed, source.instance))
+                    self._streams.failed(source, source.copy_located(failed, source.instance))
                     self._wake()
 
 
@@ -342,7 +343,7 @@ class ProcessSink:
         outputs, _ = self._reader.read(
             words, ANSWER_OUTPUTS_AT, block, [ANY_ROWS], () if notes is None else notes.unlike
         )
-        if source.flow.done:
+        if source.flow.record.done:
             return
         if not source.credit:
             raise Garbled(f"an answer to member {member} of batch {number}, which may not send one")

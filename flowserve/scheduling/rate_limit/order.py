@@ -22,7 +22,7 @@ from typing import Any, Final
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.call_graph import CallGraph
-from flowserve.scheduling.flow import Ticket
+from flowserve.scheduling.frames.frame import Ticket
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.rate_limit.limiter import Account, Limiter, Needs, Resource
 

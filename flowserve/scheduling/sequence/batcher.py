@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final
 
 from flowserve.errors import Cancelled, FlowserveError, InstanceDied, Unavailable
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.frame import Frame, Ticket
 from flowserve.scheduling.queue import Deadlines, Tickets
 from flowserve.scheduling.sequence.sequence import (
     RequestSequence,
@@ -36,7 +36,7 @@ from flowserve.scheduling.sequence.slots import SlotAllocator
 ENDINGS_MAX: Final = 1024
 
 # Returns the sequence parameters of a request: its correlation id (0 or "" for none), START, END.
-Identify = Callable[[Flow], tuple[SequenceId, bool, bool]]
+Identify = Callable[[Frame], tuple[SequenceId, bool, bool]]
 
 
 class Sequences:
@@ -116,7 +116,7 @@ class Sequences:
 
     def _set_backlog_timeout(self, sequence: RequestSequence, ticket: Ticket) -> None:
         """A request waits in the backlog. The smallest timeout of its requests is the timeout of the sequence."""
-        timeout_ns = ticket.flow.timeout_ns
+        timeout_ns = ticket.flow.record.timeout_ns
         if timeout_ns:
             at_ns = ticket.queued_ns + timeout_ns
             if sequence.timeout_at_ns is None or at_ns < sequence.timeout_at_ns:
@@ -132,7 +132,7 @@ class Sequences:
         self._is_back(instance)
         again = self._retries[instance]
         while again:
-            tickets = [ticket for ticket in again.popleft() if not ticket.flow.done]
+            tickets = [ticket for ticket in again.popleft() if not ticket.flow.record.done]
             for ticket in tickets:
                 self._tickets.discard(ticket)
                 ticket.sequence.is_running = True
@@ -156,7 +156,7 @@ class Sequences:
         self._retries[instance].extendleft(reversed([part for part in parts if part]))
         for part in parts:
             for ticket in part:
-                if not ticket.flow.done:
+                if not ticket.flow.record.done:
                     self._tickets.append(ticket)
 
     def _batch(self, instance: Any, now_ns: int) -> list[Ticket] | None:
@@ -209,7 +209,7 @@ class Sequences:
         return [*orphans.items()]
 
     def _orphan(self, tickets: Iterable[Ticket], error: FlowserveError) -> None:
-        self._orphans.update((ticket, error) for ticket in tickets if not ticket.flow.done)
+        self._orphans.update((ticket, error) for ticket in tickets if not ticket.flow.record.done)
 
     def expire(self, now_ns: int) -> Sequence[Ticket]:
         """End the idle sequences, and those whose timeout in the backlog passed. Their requests become `orphans`."""
@@ -230,7 +230,7 @@ class Sequences:
             self._end(sequence, f"it was idle for {idle_s:g} s (max_sequence_idle_microseconds) and has ended")
         return ()
 
-    def withdraw(self, *flows: Flow) -> int:
+    def withdraw(self, *flows: Frame) -> int:
         """Remove the tickets of a flow that is over, and end their sequences: the state of a later request would lack
         them. Tickets of a part that waits for a retry are left out when it runs.
         """
@@ -299,11 +299,11 @@ class Sequences:
     def is_live(self, sequence_id: SequenceId) -> bool:
         return sequence_id in self._live
 
-    def id_of(self, flow: Flow) -> SequenceId:
+    def id_of(self, flow: Frame) -> SequenceId:
         """The correlation id of a request; 0 or "" for none."""
         return self._identify(flow)[0]
 
-    def can_take(self, flow: Flow, kept: Collection[Any]) -> bool:
+    def can_take(self, flow: Frame, kept: Collection[Any]) -> bool:
         """Whether a request could ever run if these batches never freed their instances. A request that begins a
         sequence may get a slot in any instance, including theirs.
         """
@@ -329,12 +329,14 @@ class Sequences:
             assert (sequence.slot is None) == (sequence in backlog), f"(1) {sequence} is in no place, or in two"
         assert all(sequence.waiting for sequence in backlog), "(1) a sequence in the backlog has no request"
         for sequence in self._sequences:
-            assert not any(ticket.flow.done for ticket in sequence.waiting), "a ticket of a finished flow still waits"
+            assert not any(ticket.flow.record.done for ticket in sequence.waiting), (
+                "a ticket of a finished flow still waits"
+            )
             assert all(ticket.sequence is sequence for ticket in sequence.waiting), "a ticket is in the wrong sequence"
             assert sequence.waiting or sequence.is_running or not sequence.is_closed, f"{sequence} was not removed"
         self._tickets.check()
         waiting = [id(ticket) for sequence in self._sequences for ticket in sequence.waiting]
         parts = [part for parts in self._retries.values() for part in parts]
-        waiting += [id(ticket) for part in parts for ticket in part if not ticket.flow.done]
+        waiting += [id(ticket) for part in parts for ticket in part if not ticket.flow.record.done]
         assert sorted(waiting) == sorted(map(id, self._tickets)), "a ticket is lost or doubled"
         assert not self._orphans, "an orphaned request was not refused"

@@ -13,7 +13,7 @@ from numbers import Integral
 from typing import Any, Final
 
 from flowserve.errors import Invalid
-from flowserve.scheduling.flow import Ticket
+from flowserve.scheduling.frames.frame import Ticket
 
 SequenceId = int | str
 ID_CHARACTERS_MAX: Final = 128

@@ -32,7 +32,7 @@ from operator import attrgetter
 from typing import Any
 
 from flowserve.errors import FlowserveError
-from flowserve.scheduling.flow import Flow, Ticket
+from flowserve.scheduling.frames.frame import Frame, Ticket
 from flowserve.scheduling.queue import BatchPolicy
 from flowserve.scheduling.sequence.batcher import Identify, Sequences
 from flowserve.scheduling.sequence.sequence import (
@@ -47,31 +47,18 @@ from flowserve.scheduling.sequence.sequence import (
 _by_arrival = attrgetter("queued_ns")
 
 
-class FillerFlow(Flow):
-    """The flow of a filler. It is done from the start, so that its results are ignored."""
-
-    __slots__ = ()
-
-    def __init__(self, request: Any) -> None:
-        self.request = request
-        self.done = True
-        self.wanted = ()
-        self.tensors = []
-        self.open = 0
-
-
 class Direct(Sequences):
     """`share`: the fraction of the slots that forms a batch before `delay_ns` has passed; 0: a batch leaves
     immediately.
 
-    `filler_flow` is the flow of all fillers; a filler's `Ticket.sequence` is None.
+    `filler` is the frame of all fillers; a filler's `Ticket.sequence` is None.
     """
 
     def __init__(
-        self, policy: SequencePolicy, identify: Identify, filler_flow: FillerFlow, share: float = 0.0, delay_ns: int = 0
+        self, policy: SequencePolicy, identify: Identify, filler: Frame, share: float = 0.0, delay_ns: int = 0
     ) -> None:
         super().__init__(policy, identify)
-        self._filler_flow = filler_flow
+        self._filler = filler
         self._requests_min = share * policy.slots
         self._delay_ns = delay_ns if share else 0
         self.may_wait = self._delay_ns > 0
@@ -90,7 +77,7 @@ class Direct(Sequences):
             if sequence.waiting[0].key != oldest.key:
                 continue
             while len(tickets) < slot.number:
-                filler = Ticket(self._filler_flow, oldest.node, 1, None, now_ns)
+                filler = Ticket(self._filler, oldest.node, 1, None, now_ns)
                 filler.sequence = None
                 tickets.append(filler)
             tickets.append(self._pop(sequence))
@@ -182,7 +169,7 @@ class Iterative(Sequences):
 
     def reschedule(self, ticket: Ticket, now_ns: int) -> None:
         """Queue a request again that ran. Called before `take_for` of its instance; no effect if it is over."""
-        if ticket.flow.done:
+        if ticket.flow.record.done:
             return
         self._now_ns = ticket.queued_ns = now_ns
         sequence: RequestSequence = ticket.sequence
@@ -195,7 +182,7 @@ class Iterative(Sequences):
         self._tickets.append(ticket)
         self._head_added(sequence)
 
-    def withdraw(self, *flows: Flow) -> int:
+    def withdraw(self, *flows: Frame) -> int:
         """Remove the tickets of a flow that is over. Other requests of the same id do not depend on them."""
         gone = [ticket for flow in flows for ticket in self._tickets.withdraw(flow)]
         for ticket in gone:
@@ -203,10 +190,10 @@ class Iterative(Sequences):
                 self._remove(ticket, ticket.sequence)
         return len(gone)
 
-    def id_of(self, flow: Flow) -> SequenceId:
+    def id_of(self, flow: Frame) -> SequenceId:
         return self._identify_given(flow)[0]
 
-    def _identify_request(self, flow: Flow) -> tuple[SequenceId, bool, bool]:
+    def _identify_request(self, flow: Frame) -> tuple[SequenceId, bool, bool]:
         """The sequence parameters of a request. One without a correlation id gets an id that only its model sees."""
         sequence_id, is_start, _ = self._identify_given(flow)
         if not sequence_id:
@@ -246,7 +233,7 @@ class Iterative(Sequences):
     def _retried_sequences(self) -> set[RequestSequence]:
         """The sequences with a request that waits for a retry."""
         parts = [part for parts in self._retries.values() for part in parts]
-        return {ticket.sequence for part in parts for ticket in part if not ticket.flow.done}
+        return {ticket.sequence for part in parts for ticket in part if not ticket.flow.record.done}
 
     def _end(self, sequence: RequestSequence, reason: str, error: FlowserveError | None = None) -> None:
         super()._end(sequence, "", error)  # no reason is kept: a sequence has one request

@@ -15,7 +15,9 @@ from typing import Any
 
 from flowserve.errors import Unavailable
 from flowserve.graph.plan import PlanNode
-from flowserve.scheduling.streaming.iterations import UNREAD_MAX, InflightSlots, Iteration, Source, StreamFlow
+from flowserve.scheduling.frames.borders import RegionFrame
+from flowserve.scheduling.frames.slots import InflightSlots
+from flowserve.scheduling.frames.stream import UNREAD_MAX, Source
 
 Explanation = list[str]
 
@@ -81,112 +83,118 @@ class _DeadlockDetector:
     def of(self, source: Source, path: tuple[object, ...]) -> Explanation | None:
         if source in path:
             return []
-        iteration = source.flow
-        stream = iteration.stream
-        slots = stream.slots
+        frame: RegionFrame = source.flow
+        slots = frame.stream.slots
         path = (*path, source)
         begin = f"step '{source.node.name}' waits in its send until"
-        if iteration.unread >= UNREAD_MAX:
-            cause = self._answer(stream, path)
+        if frame.unread >= UNREAD_MAX:
+            cause = self._answer(frame.whole, path)
             return None if cause is None else [f"{begin} its answers can be taken", *cause]
-        for n in stream.nesting.firsts[iteration.depth]:
+        for n in frame.regions.firsts[frame.depth]:
             if not slots.has_room(n):
-                cause = self._slots(stream, n, path)
+                cause = self._slots(frame.whole, n, path)
                 if cause is not None:
-                    return [f"{begin} a step '{stream.plan.nodes[n].name}' is over", *cause]
+                    return [f"{begin} a step '{frame.plan.nodes[n].name}' is over", *cause]
         return None
 
-    def _answer(self, stream: StreamFlow, path: tuple[object, ...]) -> Explanation | None:
+    def _answer(self, whole: RegionFrame, path: tuple[object, ...]) -> Explanation | None:
         """None: the next response is complete and waits for its reader, or may still be completed."""
-        if stream.answers:
+        if whole.stream.answers:
             return None
-        first: Iteration = stream
+        first = whole
         while first.children:
             first = first.children[0]
+        regions = first.regions
         if not first.steps:
-            return self._above(first, stream.nesting.answer_late, path)
-        for n, depth in enumerate(stream.nesting.depth):
-            if depth == first.depth and n not in first.finished:
-                cause = self._step(first, n, path)
+            return self._above(first, regions.answer_late, path)
+        for node in first.plan.nodes:
+            if regions.depth[node.index] == first.depth and first.is_pending(node):
+                cause = self._step(first, node.index, path)
                 if cause is not None:
                     return cause
         return None
 
-    def _slots(self, stream: StreamFlow, n: int, path: tuple[object, ...]) -> Explanation | None:
+    def _slots(self, whole: RegionFrame, n: int, path: tuple[object, ...]) -> Explanation | None:
         """None: a slot of node n may be freed."""
-        slots = stream.slots
+        slots = whole.stream.slots
         if (slots, n) in path:
             return []
         if slots.promised[n]:
             return None  # a step with a credit may still respond
         path = (*path, (slots, n))
         found: Explanation = []
-        for cause in chain(self._steps(stream, n, path), self._parked_behind(slots, n, path)):
+        for cause in chain(self._steps(whole, n, path), self._parked_behind(slots, n, path)):
             if cause is None:
                 return None
             found = found or cause
         return found
 
-    def _steps(self, stream: StreamFlow, n: int, path: tuple[object, ...]) -> Iterator[Explanation | None]:
+    def _steps(self, whole: RegionFrame, n: int, path: tuple[object, ...]) -> Iterator[Explanation | None]:
         """What each step of node n that holds a slot waits for."""
-        for one in stream.slots.sharers or (stream,):
-            for iteration in (one, *one.live):
-                if _has_slot(iteration, n):
-                    yield self._step(iteration, n, path)
+        for one in whole.stream.slots.sharers or (whole,):
+            assert isinstance(one, RegionFrame)
+            for frame in (one, *one.stream.live):
+                if _has_slot(frame, n):
+                    yield self._step(frame, n, path)
 
     def _parked_behind(self, slots: InflightSlots, n: int, path: tuple[object, ...]) -> Iterator[Explanation | None]:
         """What the parked steps that hold a slot of node n wait for; each frees it when it has its own slot."""
         behind = {
-            (iteration.stream, following.index): None
+            (one.frame.whole, one.n): None
             for followers in slots.parked
-            for iteration, following, hold in followers
-            if hold is not None and hold.n == n
+            for one in followers
+            if one.hold is not None and one.hold.n == n
         }
-        for stream, following in behind:
-            yield self._slots(stream, following, path)
+        for whole, following in behind:
+            yield self._slots(whole, following, path)
 
-    def _step(self, iteration: Iteration, n: int, path: tuple[object, ...]) -> Explanation | None:
-        """None: this unfinished step may finish."""
-        if (iteration, n) in path:
+    def _step(self, frame: RegionFrame, n: int, path: tuple[object, ...]) -> Explanation | None:
+        """None: this unfinished step, or operation, may finish."""
+        if (frame, n) in path:
             return []
-        path = (*path, (iteration, n))
-        stream = iteration.stream
-        node = stream.plan.nodes[n]
-        if iteration.missing[n]:
-            readers = stream.nesting.consumers  # of the same level, by slot
-            makers = [one.index for one in stream.plan.nodes if any(n in readers[slot] for _, slot, _ in one.writes)]
-            return self._unfinished(iteration, makers, path)
-        if any(entry[:2] == (iteration, node) for entry in stream.slots.parked[n]):
-            return self._slots(stream, n, path)
-        if (iteration, node) in stream.late:
-            return self._above(iteration, stream.nesting.late[n], path)
-        source = iteration.source
-        if source is not None and source.node is node and source.sender is not None:
-            return self.of(source, path) if source.is_waiting else None
-        if any(ticket.flow is iteration and ticket.node is node for batch in self._kept_by for ticket in batch.tickets):
+        path = (*path, (frame, n))
+        plan, regions, stream = frame.plan, frame.regions, frame.stream
+        if frame.missing[n]:
+            written = [(node.index, slot) for node in plan.nodes for _, slot, _ in node.writes]
+            written += [(one.index, one.slot) for one in regions.operations]
+            makers = [maker for maker, slot in written if n in regions.consumers[slot]]
+            return self._unfinished(frame, [one for one in makers if regions.depth[one] == frame.depth], path)
+        if (frame, n) in stream.late:
+            return self._above(frame, regions.late[n], path)
+        if n >= len(plan.nodes):
+            return None
+        node = plan.nodes[n]
+        if any(one.frame is frame for one in stream.slots.parked[n]) and n not in frame.parted:
+            return self._slots(frame.whole, n, path)
+        sources = [source for source in frame.sources if source.node is node and source.sender is not None]
+        if sources:  # it is over when all its parts are
+            causes = [self.of(source, path) for source in sources if source.is_waiting]
+            return next((cause for cause in causes if cause is not None), None)
+        if any(ticket.flow is frame and ticket.node is node for batch in self._kept_by for ticket in batch.tickets):
             return [f"which runs in model '{node.model.name}', and waits there itself"]
-        return self._queue(stream, node)
+        return self._queue(frame, node)
 
-    def _above(self, iteration: Iteration, makers: Sequence[int], path: tuple[object, ...]) -> Explanation | None:
-        """None: these nodes of levels above may finish."""
+    def _above(self, frame: RegionFrame, makers: Sequence[int], path: tuple[object, ...]) -> Explanation | None:
+        """None: these nodes and operations of levels above may finish."""
         for maker in makers:
-            above = iteration.around(maker)
+            above = frame.around(maker)
             cause = None if above is None else self._unfinished(above, [maker], path)
             if cause is not None:
                 return cause
         return None
 
-    def _unfinished(self, iteration: Iteration, nodes: Sequence[int], path: tuple[object, ...]) -> Explanation | None:
-        for n in nodes:
-            if n not in iteration.finished:
-                cause = self._step(iteration, n, path)
+    def _unfinished(self, frame: RegionFrame, makers: Sequence[int], path: tuple[object, ...]) -> Explanation | None:
+        nodes = frame.plan.nodes
+        for n in makers:
+            if not frame.is_over(n):
+                cause = self._step(frame, n, path)
                 if cause is not None:
-                    return [f"that reads what step '{iteration.plan.nodes[n].name}' writes", *cause]
+                    return [f"that reads what step '{nodes[n].name}' writes", *cause] if n < len(nodes) else cause
         return None
 
-    def _queue(self, stream: StreamFlow, node: PlanNode) -> Explanation | None:
+    def _queue(self, frame: RegionFrame, node: PlanNode) -> Explanation | None:
         """None: an instance of the node's model may run the step."""
-        queue = stream.queues[node.index]
+        queue = frame.queues[node.index]
         if self._can_start(queue, [*self._kept_by]):
             return None
         model = queue.key.name
@@ -199,7 +207,7 @@ class _DeadlockDetector:
 
 def deadlock(source: Source, cycle: Explanation) -> Unavailable:
     """The error of a request that is deadlocked in send()."""
-    limit = min(filter(None, source.flow.stream.nesting.limits), default=0)
+    limit = min(filter(None, source.flow.regions.limits), default=0)
     what = f"max_inflight_requests {limit} can never be kept" if limit else "unexpected deadlock"
     return Unavailable(
         f"{what}: {', '.join(cycle)}; give the model another instance, or more of the resource, or the graph a larger "
@@ -207,9 +215,8 @@ def deadlock(source: Source, cycle: Explanation) -> Unavailable:
     )
 
 
-def _has_slot(iteration: Iteration, n: int) -> bool:
+def _has_slot(frame: RegionFrame, n: int) -> bool:
     """Whether a step holds its slot: its inputs of this level are present, and it is neither parked nor over."""
-    stream = iteration.stream
-    if iteration.depth != stream.nesting.depth[n] or iteration.missing[n] or n in iteration.finished:
+    if frame.depth != frame.regions.depth[n] or frame.missing[n]:
         return False
-    return all(entry[0] is not iteration for entry in stream.slots.parked[n])
+    return n in frame.parted or all(one.frame is not frame for one in frame.stream.slots.parked[n])

@@ -17,15 +17,11 @@ from typing import Any
 
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.scheduling.batch import Grant, Notice, Responses, Stop
-from flowserve.scheduling.flow import Facts, Flow, Ticket
+from flowserve.scheduling.frames.borders import RegionFrame
+from flowserve.scheduling.frames.frame import Facts, Frame, Ticket
+from flowserve.scheduling.frames.slots import InflightSlots
+from flowserve.scheduling.frames.stream import UNREAD_MAX, Source, StreamSender
 from flowserve.scheduling.streaming.backpressure import BackpressureWaits, deadlock
-from flowserve.scheduling.streaming.iterations import (
-    UNREAD_MAX,
-    InflightSlots,
-    Source,
-    StreamFlow,
-    StreamSender,
-)
 
 
 @dataclass(eq=False)
@@ -36,28 +32,28 @@ class Streams:
     """
 
     _put: Callable[[Ticket, int], None]
-    _fail: Callable[[Flow, FlowserveError], None]
-    _end: Callable[[Flow], None]
+    _fail: Callable[[Frame, FlowserveError], None]
+    _end: Callable[[Frame], None]
     _notify: Callable[[Notice], None]
-    _drop_tensors: Callable[[Flow], None]
+    _drop_tensors: Callable[[Frame], None]
     _send_waits: BackpressureWaits
     _stuck: Callable[[], Collection[Any]]
     is_due: bool = False  # whether `settle` has work
     ending: str = ""
-    _changed: dict[StreamFlow, None] = field(default_factory=dict)
+    _changed: dict[RegionFrame, None] = field(default_factory=dict)
     _freed: list[Ticket] = field(default_factory=list)  # steps that got slots of an ended stream
-    _answering: dict[StreamFlow, None] = field(default_factory=dict)  # streams with a started decoupled step
+    _answering: dict[RegionFrame, None] = field(default_factory=dict)  # streams with a started decoupled step
 
     def start(self, source: Source, sender: StreamSender, now_ns: int) -> int:
         """A decoupled step is about to run. Returns its initial credits."""
-        self._answering[source.flow.stream] = None
+        self._answering[source.flow.whole] = None
         source.sender = sender
         source.started_ns = now_ns
-        if source.flow.done:
+        if source.flow.record.done:
             self._notify(Stop(sender))
             return 0
         granted = self._credits(source)
-        source.flow.stream.promise(source, granted)
+        source.flow.promise(source, granted)
         return granted
 
     def answer(
@@ -74,38 +70,38 @@ class Streams:
         `request`, if given, are the runtime's: the parameters of the response, and the request from here on. `is_last`:
         the final flag came with the response.
         """
-        iteration = source.flow
-        if iteration.done or source.is_over:
+        frame = source.flow
+        if frame.record.done or source.is_over:
             return
         assert source.credit > 0, f"{source!r} answered without a credit"
-        iteration.stream.promise(source, -1)
+        frame.promise(source, -1)
         if is_last:
             self._forget(source)
         try:
             if self.ending:
                 raise Unavailable(self.ending)
-            self.put(iteration.begin_iteration(source.node, outputs, parameters, request, is_last=is_last), now_ns)
+            self.put(frame.respond(source, outputs, parameters, request, is_last=is_last), now_ns)
         except FlowserveError as error:
-            self._fail(iteration, error)
+            self._fail(frame, error)
             return
-        self.mark_due(iteration.stream)
+        self.mark_due(frame.whole)
 
     def last(self, source: Source, now_ns: int) -> None:
         """The step sends no further response: the final flag came alone."""
-        iteration = source.flow
-        if iteration.done or source.is_over:
+        frame = source.flow
+        if frame.record.done or source.is_over:
             return
         self._forget(source)
         try:
-            self.put(iteration.end_responses(source.node), now_ns)
+            self.put(frame.end_responses(source), now_ns)
         except FlowserveError as error:
-            self._fail(iteration, error)
+            self._fail(frame, error)
             return
-        self.mark_due(iteration.stream)
+        self.mark_due(frame.whole)
 
     def failed(self, source: Source, error: FlowserveError) -> None:
         """The step responded with an error: its request is over."""
-        if not source.flow.done:
+        if not source.flow.record.done:
             self._fail(source.flow, error)
 
     def wait(self, source: Source, holder: Any) -> None:
@@ -113,89 +109,90 @@ class Streams:
         keeps none.
         """
         if (
-            not source.flow.done and not source.is_over and not source.credit
+            not source.flow.record.done and not source.is_over and not source.credit
         ):  # else the notice of its credit is under way
             if self.ending:
                 self._fail(source.flow, Unavailable(self.ending))
                 return
             self._send_waits.begin(source, holder)
-            self.mark_due(source.flow.stream)
+            self.mark_due(source.flow.whole)
 
     def stop(self, reason: str) -> None:
         """The server stops: fail the streams whose steps still respond, blocked ones included."""
         self.ending = reason
         for stream in [*self._answering]:
-            if not stream.done:
+            if not stream.record.done:
                 self._fail(stream, Unavailable(reason))
 
     def put(self, tickets: Sequence[Ticket], now_ns: int) -> None:
         """Queue tickets that became ready, perhaps of several requests. A refused ticket fails its own request."""
         for ticket in tickets:
-            if ticket.flow.done:
+            if ticket.flow.record.done:
                 continue
             try:
                 self._put(ticket, now_ns)
             except FlowserveError as error:
-                if not ticket.flow.done:
+                if not ticket.flow.record.done:
                     self._fail(ticket.flow, error)
 
-    def ended(self, stream: StreamFlow) -> None:
-        """A stream is done: notify its senders, free its slots, release its tensors."""
-        for source in [*stream.sources()]:
+    def hold_back(self, ticket: Ticket) -> bool:
+        """The queue of a part of a step is full. Returns whether the part waits for another of its frame."""
+        frame = ticket.flow
+        assert isinstance(frame, RegionFrame)
+        is_held = frame.hold_back(ticket, self._freed)
+        self.is_due = self.is_due or bool(self._freed)
+        return is_held
+
+    def ended(self, whole: RegionFrame) -> None:
+        """A request is over: notify its senders, free its slots, release its tensors."""
+        for source in [*whole.all_sources()]:
             sender = source.sender
             self._forget(source)
             if sender is not None:
                 self._notify(Stop(sender))
-        self._answering.pop(stream, None)
-        slots = stream.slots
-        for iteration in stream.live:
-            iteration.done = True
-            self._drop_tensors(iteration)
-            iteration.children.clear()
-        if stream.nesting.is_shared:
-            slots.sharers.pop(stream, None)
-            for parked in slots.parked:
-                others = [entry for entry in parked if entry[0].stream is not stream]
-                parked.clear()
-                parked.extend(others)
-            for n, count in enumerate(stream.held):
-                for _ in range(count):
-                    stream.release(n, self._freed)
-            self._wake_sharers(slots)
+        self._answering.pop(whole, None)
+        stream = whole.stream
+        for frame in stream.live:
+            self._drop_tensors(frame)
+            frame.forget()
+        if whole.regions.is_shared:
+            whole.release_all(self._freed)
+            self._wake_sharers(stream.slots)
             self.is_due = True
         stream.live.clear()
         stream.late.clear()
-        stream.children.clear()
+        whole.forget()
         if not stream.is_over:
-            self._drop_tensors(stream)
+            self._drop_tensors(whole)
 
-    def mark_due(self, stream: StreamFlow) -> None:
-        """The stream changed; `settle` examines it."""
-        if not stream.done:
-            self._changed[stream] = None
+    def mark_due(self, whole: RegionFrame) -> None:
+        """The request changed; `settle` examines it."""
+        if not whole.record.done:
+            self._changed[whole] = None
             self.is_due = True
 
     def settle(self, now_ns: int) -> None:
-        """Process the changed streams: notify readers, grant credits, end streams that are over."""
+        """Process the changed requests: notify readers, grant credits, end requests that are over."""
         self.is_due = False
         changed, self._changed = self._changed, {}
         freed, self._freed = self._freed, []
         self.put(freed, now_ns)
-        for stream in changed:
-            if stream.done:
+        for whole in changed:
+            stream = whole.stream
+            if whole.record.done:
                 continue
             if stream.refusal is not None:
-                self._fail(stream, stream.refusal)
+                self._fail(whole, stream.refusal)
                 continue
             if stream.is_over:
-                self._end(stream)
+                self._end(whole)
                 continue
             if stream.answers:
-                self._notify(Responses(stream))
-            for source in stream.sources():
+                self._notify(Responses(whole))
+            for source in whole.all_sources():
                 if source.sender is not None:
                     self._grant(source)
-            if stream.nesting.is_shared:
+            if whole.regions.is_shared:
                 self._wake_sharers(stream.slots)
         self._fail_deadlocked()
 
@@ -205,7 +202,7 @@ class Streams:
             for holder, source in self._send_waits.holders().items():
                 cycle = self._send_waits.deadlock_cycle(source, stuck) if holder in stuck else None
                 if cycle is not None:
-                    self._fail(source.flow, source.located(deadlock(source, cycle), source.instance))
+                    self._fail(source.flow, source.copy_located(deadlock(source, cycle), source.instance))
                     break
             else:
                 return
@@ -217,27 +214,30 @@ class Streams:
 
     def _credits(self, source: Source) -> int:
         """The number of credits to grant now."""
-        stream, depth = source.flow.stream, source.flow.depth
-        room = stream.room(source)
+        frame = source.flow
+        regions, slots, depth = frame.regions, frame.stream.slots, frame.depth
+        room = frame.room(source)
         if not room:
             return 0
-        limits = [limit for n in stream.nesting.firsts[depth] if (limit := stream.slots.limits[n])]
-        if limits and (depth or stream.nesting.is_shared):  # other steps may take the slots that its responses need
+        limits = [limit for n in regions.firsts[depth] if (limit := slots.limits[n])]
+        if limits and (
+            depth or source.part is not None or regions.is_shared
+        ):  # other steps may take the slots that its responses need
             return 1 if source.is_waiting and not source.credit else 0
         return room if source.is_waiting or 2 * room >= min([UNREAD_MAX, *limits]) else 0
 
     def _grant(self, source: Source) -> None:
         granted = self._credits(source)
         if granted:
-            source.flow.stream.promise(source, granted)
+            source.flow.promise(source, granted)
             self._send_waits.over(source)
             assert source.sender is not None
             self._notify(Grant(source.sender, granted))
 
     def _forget(self, source: Source) -> None:
         """The step is over: take back its credits, and break its reference cycles."""
-        source.flow.source = None
+        source.flow.sources.pop(source, None)
         source.sender = None
         source.is_over = True
         self._send_waits.over(source)
-        source.flow.stream.promise(source, -source.credit)
+        source.flow.promise(source, -source.credit)

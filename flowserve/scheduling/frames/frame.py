@@ -1,15 +1,16 @@
-"""The execution of one request: counts of missing inputs make steps ready, counts of readers release tensors.
+"""A frame: the execution of a graph for one request. Counts of missing inputs make steps ready, counts of readers
+release tensors.
 
-Decides which steps of a flow are ready, when a tensor has no reader left, when the flow is finished, and what the error
-of a failed step says about its place in the graph. A tensor is an
-opaque handle with rows and a shape; this module never reads its contents. Does not know queues, batches, instances or
-clocks. Used by the scheduler; the runtime reads the outputs of a finished flow.
+Decides which steps of a frame are ready, when a tensor has no reader left, when the frame is finished, and what the
+error of a failed step says about its place in the graph. A tensor is an opaque handle with rows and a shape; this
+module never reads its contents. Does not know queues, batches, instances or clocks. Used by the scheduler; the runtime
+reads the outputs of a finished frame. Graphs with regions have frames of borders.py.
 
-Always true of a flow that is not done (see `Flow.check`):
+Always true of a frame whose request is not over (see `Frame.check`):
   (1) a slot holds a handle exactly while it was written and still has readers;
-  (2) `missing[n]` is the number of distinct slots of other nodes that node n still waits for; a ticket was made exactly
-      once for each needed node whose count reached 0;
-  (3) `open` counts the steps whose ticket was made and that have not finished; a flow with `open` 0 is done.
+  (2) `missing[n]` is the number of distinct slots of other nodes that node n still waits for, OVER when its step is
+      over; a ticket was made exactly once for each needed node whose count reached 0;
+  (3) `open` counts the steps whose ticket was made and that have not finished; a frame with `open` 0 is over.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 from flowserve.errors import FlowserveError, Invalid, ModelFailed
-from flowserve.graph.plan import NO_SLOT, Plan, PlanNode
-from flowserve.graph.types import GRAPH, Conversion
+from flowserve.graph.plan import Plan, PlanNode, make_plan
+from flowserve.graph.regions import NO_SLOT
+from flowserve.graph.types import GRAPH, Conversion, Graph
+from flowserve.scheduling.frames.request import RequestRecord
 from flowserve.values import fits, shape_text, unexpected_shape
 
 E = TypeVar("E", bound=FlowserveError)
@@ -38,20 +41,24 @@ class Facts(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-# Nanoseconds, summed over several steps: queued, assembling inputs, computing, reading outputs.
-Took = tuple[int, int, int, int]
-TOOK_NOTHING: Final[Took] = (0, 0, 0, 0)
+OVER: Final = 1 << 30  # the value of `missing` for a step that is over; it is decremented if inputs are written later
+_MISSING_MAX: Final = OVER >> 1
 _SHAPES_MAX: Final = 8  # the largest number of input shapes in the error of a failed step
 
 
-def longer(took: Took, queue_ns: int, input_ns: int, infer_ns: int, output_ns: int) -> Took:
-    """The sums with one more step."""
-    return took[0] + queue_ns, took[1] + input_ns, took[2] + infer_ns, took[3] + output_ns
+class Part(Protocol):
+    """Some rows of a step, which are a ticket of their own. `tensors`: by slot, those that the step reads."""
+
+    tensors: dict[int, Any]
+
+    def in_words(self) -> str:
+        """Which rows these are."""
 
 
 class Ticket:
-    """The queue entry of a step: rows, a key that all members of a batch must share, and the time it was queued. No
-    tensor data. Some attributes are set by some queues only: `lane` and `order` are the lane and the position of
+    """The queue entry of a step: rows, a key that all members of a batch must share, and the time it was queued. It may
+    be for a `part` of the rows of its step only. `tensors`: by slot, those that the step reads, which are the tensors of
+    its frame or of its part. Some attributes are set by some queues only: `lane` and `order` are the lane and the position of
     arrival in a queue that may reorder tickets (queue.py), `copy_ns` is the cost of copying its tensors to another
     device (affinity.py), `was_lost` that it runs again after the loss of a machine, `sequence` its `RequestSequence`,
     and `candidate_ns` the time at which it became the next of that (sequence/). `lookup` belongs to the runtime: how a
@@ -67,9 +74,11 @@ class Ticket:
         "lookup",
         "node",
         "order",
+        "part",
         "queued_ns",
         "rows",
         "sequence",
+        "tensors",
         "was_lost",
     )
 
@@ -81,98 +90,71 @@ class Ticket:
     lookup: tuple[Any, ...]
     was_lost: bool
 
-    def __init__(self, flow: Flow, node: PlanNode, rows: int, key: Hashable, queued_ns: int = 0) -> None:
+    def __init__(self, flow: Frame, node: PlanNode, rows: int, key: Hashable, queued_ns: int = 0) -> None:
         self.flow = flow
         self.node = node
         self.rows = rows
         self.key = key
         self.queued_ns = queued_ns
+        self.tensors: Any = flow.tensors
+        self.part: Any = None
 
-    def located(self, error: FlowserveError, instance: Any = None) -> FlowserveError:
-        """A copy of a batch's error for this flow, with the step's location in the graph; for a plain model the error
-        itself, which all members of the batch share, and so is an error that has a location. `instance` ran the step,
-        if one did.
+    def copy_located(self, error: FlowserveError, instance: Any = None) -> FlowserveError:
+        """A copy of a batch's error for this request, with the step's location in the graph; for a plain model the
+        error itself, which all members of the batch share, and so is an error that has a location. `instance` ran the
+        step, if one did.
         """
         if error.lineage or not self.flow.plan.graph.is_ensemble:
             return error
         own = type(error)(str(error))
         own.raised = error.raised
-        return self.flow.located(own, self.node, getattr(instance, "name", ""))
+        return self.located(own, instance=getattr(instance, "name", ""))
+
+    def located(self, error: E, node: PlanNode | None = None, instance: str = "") -> E:
+        """`error`, which is the request's own, with the location of this step, or of `node`."""
+        return self.flow.located(error, node or self.node, instance, self.part)
 
     def __repr__(self) -> str:
         return f"Ticket({self.node.name}, rows={self.rows})"
 
 
-class Flow:
-    """One traversal of a graph for one request.
+class Frame:
+    """The execution of a graph for one request, or of one of its regions. A graph without regions has this one frame.
 
-    `queues[n]` is the queue of node n's model, which pins the flow to the model versions its graph was loaded with.
-    `priority` (1 is the highest, 0 none) and `timeout_ns` (0 none) are the request's own and apply to each of its
-    steps. `request`, `owner`, `wanted`, `waiter` and `parameters` belong to the runtime; scheduling does not read them.
-    `took` is the duration of its steps, for the statistics of the graph, kept in the `whole` flow; members that stay in
-    one batch share one object.
+    `queues[n]` is the queue of node n's model, which pins the request to the model versions its graph was loaded with.
+    `request`, `wanted` and `parameters` belong to the runtime; scheduling does not read them. They are not in the
+    record, because each response of a decoupled model may have its own.
     """
 
-    __slots__ = (
-        "arrived_ns",
-        "done",
-        "error",
-        "missing",
-        "open",
-        "owner",
-        "parameters",
-        "plan",
-        "priority",
-        "queues",
-        "readers",
-        "request",
-        "stamp",
-        "tensors",
-        "timeout_ns",
-        "took",
-        "waiter",
-        "wanted",
-    )
+    __slots__ = ("missing", "open", "parameters", "plan", "queues", "readers", "record", "request", "tensors", "wanted")
 
     def __init__(
-        self,
-        plan: Plan,
-        queues: Sequence[Any],
-        inputs: Sequence[Facts | None],
-        arrived_ns: int,
-        stamp: int = 0,
-        request: Any = None,
-        owner: Any = None,
-        priority: int = 0,
-        timeout_ns: int = 0,
+        self, record: RequestRecord, plan: Plan, queues: Sequence[Any], inputs: Sequence[Facts | None], request: Any
     ) -> None:
+        self.record = record
         self.plan = plan
         self.queues = queues
-        self.owner = owner
+        self.request = request
         self.tensors: list[Any] = [*inputs, *plan.blank]
         self.missing = [*plan.missing]
         self.readers = [*plan.readers]
         self.open = 0
-        self.done = False
-        self.error: FlowserveError | None = None
-        self.arrived_ns = arrived_ns
-        self.stamp = stamp
-        self.priority = priority
-        self.timeout_ns = timeout_ns
-        self.request = request
-        self.waiter: Any = None
-        self.parameters: Any = None
         self.wanted: tuple[str, ...] = ()
-        self.took = TOOK_NOTHING
+        self.parameters: Any = None
 
     @property
-    def whole(self) -> Flow:
-        """The request's flow; for one of its iterations (streaming/) that is another object."""
+    def is_stream(self) -> bool:
+        """Whether the responses of its request are read one by one."""
+        return False
+
+    @property
+    def whole(self) -> Frame:
+        """The frame of the request; for the frame of a region that is another object."""
         return self
 
     def begin(self, changed: Callable[[Any], None] | None = None) -> list[Ticket]:
         """The tickets of the steps that read only the request's own inputs. Raises `Invalid` if a step rejects their
-        shapes or row counts. `changed` is for flows with iterations (streaming/).
+        shapes or row counts. `changed` is for frames with regions.
         """
         plan = self.plan
         if plan.lacking:
@@ -184,11 +166,11 @@ class Flow:
         return tickets
 
     def finish_step(
-        self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int, shared: dict[Any, Any]
+        self, ticket: Ticket, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int, shared: dict[Any, Any]
     ) -> list[Ticket]:
-        """Store a finished step's outputs and return the steps that became ready. `outputs[j][m]` is the model's j-th
-        output for this flow. `shared`: a cache in which subclasses keep what they compute once for all members of these
-        outputs.
+        """Store the outputs of a finished step of `node` and return the steps that became ready. `ticket` is that of the
+        step, or of the first step of a route. `outputs[j][m]` is the model's j-th output for it. `shared`: a cache for
+        what frames of regions compute once for all members of these outputs.
 
         Afterwards `open` is 0 if that was the last step. An omitted output (None) is omitted from the response and from
         the optional inputs that it feeds. Raises a FlowserveError if the flow cannot continue.
@@ -213,6 +195,7 @@ class Flow:
             readers[slot] -= 1
             if not readers[slot]:
                 tensors[slot] = None
+        missing[node.index] = OVER
         self.open += len(tickets) - 1
         return tickets
 
@@ -227,7 +210,7 @@ class Flow:
             if not readers[slot]:
                 tensors[slot] = None
         for node in nodes:
-            missing[node.index] = 0
+            missing[node.index] = OVER
         for slot, left in inner:
             readers[slot] = left
 
@@ -236,30 +219,27 @@ class Flow:
         return slot < self.plan.converted and self.readers[slot] == 1
 
     def steps_under_way(self) -> list[PlanNode]:
-        """The nodes whose steps wait or run. A step is over when its output is stored or was read."""
-        if self.done or not self.open:
+        """The nodes whose steps wait or run."""
+        if self.record.done or not self.open:
             return []
-        return [
-            node
-            for node in self.plan.nodes
-            if node.is_needed and not self.missing[node.index] and not self._is_over(node)
-        ]
+        return [node for node in self.plan.nodes if node.is_needed and not self.missing[node.index]]
 
-    def _is_over(self, node: PlanNode) -> bool:
-        return any(
-            self.tensors[slot] is not None or any(not self.missing[consumer] for consumer in consumers)
-            for _, slot, consumers in node.writes
-        )
+    def is_over(self, n: int) -> bool:
+        """Whether the step of node n is over, or never runs in this frame."""
+        return self.missing[n] > _MISSING_MAX
 
-    def located(self, error: E, node: PlanNode, instance: str = "") -> E:
-        """`error`, which is the flow's own, with the location of `node`. `instance` ran the step, "" for none."""
+    def is_pending(self, node: PlanNode) -> bool:
+        """Whether the step of a node is still needed."""
+        return node.is_needed and not self.record.done and not self.is_over(node.index)
+
+    def located(self, error: E, node: PlanNode, instance: str = "", part: Part | None = None) -> E:
+        """`error`, which is the request's own, with the location of `node`. `instance` ran the step, "" for none."""
         if self.plan.graph.is_ensemble:
-            error.lineage = _lineage(self.plan, node, self.tensor_at, instance)
+            error.lineage = _lineage(self.plan, node, self.tensors if part is None else part.tensors, instance)
+            if part is not None:
+                where = f"step '{node.name}', {part.in_words()}"
+                error.lineage = error.lineage.replace(f"step '{node.name}'", where, 1)
         return error
-
-    def tensor_at(self, slot: int) -> Any:
-        """The handle in a slot, None if there is none."""
-        return self.tensors[slot] if 0 <= slot < len(self.tensors) else None
 
     def _check_given(self, plan: Plan) -> None:
         """An optional input of the graph may feed a required input of a model, as on Triton. Triton's model rejects
@@ -285,8 +265,16 @@ class Flow:
                 rows = handle.stop - handle.start
                 if 0 <= rows <= node.max_batch_size:
                     return Ticket(self, node, rows, (handle.shape[1:],) if node.variable else None)
+        rows, key = self._prepare(node)
+        return Ticket(self, node, rows, key)
+
+    def _prepare(self, node: PlanNode, part: Part | None = None) -> tuple[int, Hashable]:
+        """The number of rows and the batching key of a step, or of a part of it, whose inputs are converted. Raises a
+        FlowserveError if the model does not take them.
+        """
+        tensors = self.tensors if part is None else part.tensors
         if node.converts:
-            self._convert(node)
+            self._convert(node, tensors, part)
         rows = 1
         if node.max_batch_size:
             rows = -1
@@ -300,23 +288,21 @@ class Flow:
                 if rows == -1:
                     rows = here
                 elif here != rows:
-                    raise self.located(self._unequal_rows(node), node)
+                    raise self.located(self._unequal_rows(node, tensors), node, part=part)
             if rows == -1:
                 rows = 1
             elif rows > node.max_batch_size:
                 text = f"inference request batch-size must be <= {node.max_batch_size} for '{node.model.name}'"
-                raise self.located(Invalid(text), node)
+                raise self.located(Invalid(text), node, part=part)
         if node.checks:
-            self._check_shapes(node)
-        if not node.variable and not node.optional:
-            return Ticket(self, node, rows, None)
-        return Ticket(self, node, rows, self._key(node))
+            self._check_shapes(node, tensors, part)
+        return rows, self._key(node, tensors) if node.variable or node.optional else None
 
-    def _unequal_rows(self, node: PlanNode) -> FlowserveError:
+    def _unequal_rows(self, node: PlanNode, tensors: Any) -> FlowserveError:
         """The inputs of a step have different numbers of rows. It is the model's failure if one of them is an output of
         a model that batches, which has to keep its rows; otherwise a model without a batch dimension chose them.
         """
-        graph, tensors = self.plan.graph, self.tensors
+        graph = self.plan.graph
         seen, is_failure = [], False
         for edge in graph.edges:
             slot = node.inputs[edge.input] if edge.consumer == node.index else NO_SLOT
@@ -332,13 +318,13 @@ class Flow:
         text = f"input batch size does not match other inputs for '{node.model.name}': {', '.join(seen)}"
         return ModelFailed(text) if is_failure else Invalid(text)
 
-    def _convert(self, node: PlanNode) -> None:
+    def _convert(self, node: PlanNode, tensors: Any, part: Part | None) -> None:
         for slot, own, conversion in node.converts:
-            handle = self.tensors[slot]
+            handle = tensors[slot]
             try:
-                self.tensors[own] = None if handle is None else handle.converted(conversion)
+                tensors[own] = None if handle is None else handle.converted(conversion)
             except ValueError:  # varying dims of both ends agree, and the actual shape does not
-                raise self.located(self._unconverted(node, own, handle, conversion), node) from None
+                raise self.located(self._unconverted(node, own, handle, conversion), node, part=part) from None
 
     def _unconverted(self, node: PlanNode, own: int, handle: Any, conversion: Conversion) -> Invalid:
         """The error of a tensor that the reshapes on its way to a step cannot be applied to."""
@@ -347,10 +333,9 @@ class Flow:
         text = f"unexpected shape for input '{name}' for model '{node.model.name}': {shape_text(handle.shape)}"
         return Invalid(f"{text} cannot be reshaped from {steps}")
 
-    def _key(self, node: PlanNode) -> Hashable:
+    def _key(self, node: PlanNode, tensors: Any) -> Hashable:
         """The batching key: the shapes of the variable inputs, and which optional inputs are present."""
         first = 1 if node.max_batch_size else 0
-        tensors = self.tensors
         shapes = []
         for i in node.variable:
             handle = tensors[node.inputs[i]] if node.inputs[i] >= 0 else None
@@ -360,17 +345,17 @@ class Flow:
         present = tuple(slot >= 0 and tensors[slot] is not None for slot in node.inputs)
         return (tuple(shapes), present)
 
-    def _check_shapes(self, node: PlanNode) -> None:
+    def _check_shapes(self, node: PlanNode, tensors: Any, part: Part | None) -> None:
         first = 1 if node.max_batch_size else 0
         for i, dims in node.checks:
-            handle = self.tensors[node.inputs[i]]
+            handle = tensors[node.inputs[i]]
             if handle is None:
                 continue
             shape = handle.shape[first:]
             if not fits(shape, dims):
                 name = self.plan.graph.nodes[node.index].inputs[i].name
                 text = unexpected_shape(name, node.model.name, dims, handle.shape, batches=first > 0)
-                raise self.located(Invalid(text), node)
+                raise self.located(Invalid(text), node, part=part)
 
     def _missing_input(self, node: PlanNode, slot: int) -> Invalid:
         """The error of the first step that cannot run without an output that `node` did not make, in Triton's words."""
@@ -394,23 +379,53 @@ class Flow:
 
     def check(self) -> None:
         """Assert the numbered promises. For tests and simulation."""
-        assert self.done or self.open > 0, f"(3) {self!r} is neither done nor going anywhere"
+        is_over = self.record.done
+        assert is_over or self.open > 0, f"(3) {self!r} is neither over nor going anywhere"
         for slot, handle in enumerate(self.tensors):
-            if handle is not None and not self.done:
+            if handle is not None and not is_over:
                 assert self.readers[slot] > 0 or slot < len(self.plan.graph.inputs), (
                     f"(1) slot {slot} is held without a reader"
                 )
         assert all(count >= 0 for count in self.missing), "(2) a node became ready twice"
 
     def __repr__(self) -> str:
-        return f"Flow({self.plan.graph.name}, open={self.open}, done={self.done})"
+        return f"Frame({self.plan.graph.name}, open={self.open}, done={self.record.done})"
 
 
 def _names(names: Sequence[str]) -> str:
     return ",".join([f"'{name}'" for name in names])
 
 
-def _lineage(plan: Plan, node: PlanNode, tensor_at: Callable[[int], Any], instance: str = "") -> str:
+def request_frame(
+    plan: Plan,
+    queues: Sequence[Any],
+    inputs: Sequence[Facts | None],
+    arrived_ns: int,
+    stamp: int = 0,
+    request: Any = None,
+    owner: Any = None,
+    priority: int = 0,
+    timeout_ns: int = 0,
+) -> Frame:
+    """The frame of a request whose graph has no regions, with its record."""
+    return Frame(RequestRecord(arrived_ns, stamp, owner, priority, timeout_ns), plan, queues, inputs, request)
+
+
+def filler_frame(request: Any, wanted: tuple[str, ...] = ()) -> Frame:
+    """The frame of the rows of a batch that stand for no request. It is over from the start, so that their results are
+    ignored.
+    """
+    record = RequestRecord()
+    record.done = True
+    frame = Frame(record, _EMPTY, (), (), request)
+    frame.wanted = wanted
+    return frame
+
+
+_EMPTY: Final = make_plan(Graph("", 1, (), (), 0, (), ()))
+
+
+def _lineage(plan: Plan, node: PlanNode, tensors: Any, instance: str = "") -> str:
     """The suffix of the message of an error of a step: its name, the line of the graph file, the `instance` that ran it
     ("" for none), and the shapes of its inputs.
     """
@@ -419,9 +434,9 @@ def _lineage(plan: Plan, node: PlanNode, tensor_at: Callable[[int], Any], instan
     if instance:
         parts.append(f"instance {instance}")
     shapes = [
-        f"{spec.name} {shape_text(tensor.shape)}"
+        f"{spec.name} {shape_text(tensors[slot].shape)}"
         for spec, slot in zip(written.inputs, node.inputs, strict=True)
-        if (tensor := tensor_at(slot)) is not None
+        if slot != NO_SLOT and tensors and tensors[slot] is not None
     ]
     if shapes:
         more = [f"{len(shapes) - _SHAPES_MAX} more"] if len(shapes) > _SHAPES_MAX else []
