@@ -7,9 +7,10 @@ under trio, and under asyncio. Does not know how requests run (`runtime/embeddin
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack, cast
+from typing import Any, Literal, Self, Unpack
 
 from flowserve.authoring.graph import Graph, write_private_repository
 from flowserve.backends.base import NO_FILES
@@ -17,8 +18,15 @@ from flowserve.cli.target import PythonGraph, is_graph
 from flowserve.config.types import OFF
 from flowserve.errors import Invalid, Unavailable
 from flowserve.memory.devices import devices
-from flowserve.runtime.embedding.embedded import ArrayLike, AsyncEngine, Embedding, RequestOptions, is_on_trio
-from flowserve.runtime.embedding.engine_thread import AsyncioEngine, BlockingEngine, open_on_asyncio
+from flowserve.runtime.embedding.embedded import (
+    ArrayLike,
+    AsyncEngine,
+    Embedding,
+    RequestOptions,
+    is_on_trio,
+    new_request,
+)
+from flowserve.runtime.embedding.engine_thread import Blocking, OnAsyncio, open_on_asyncio
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.workers.factory import PYTHON_EXECUTION
 from flowserve.values import Array
@@ -66,13 +74,13 @@ class Engine:
         options = EngineOptions(python_execution=execution, gpus=gpus, strict_outputs=strict_outputs)
         chosen = None if load is None else tuple(load)
         self._embedding = Embedding(self._find, options, chosen, exit_timeout_s)
-        self._blocking: BlockingEngine | None = None  # once it is open for blocking code
-        self._on_asyncio: AsyncioEngine | None = None
+        self._blocking: Blocking | None = None  # once it is open for blocking code
+        self._on_asyncio: OnAsyncio | None = None
 
     # ------------------------------------------------------------------ open for blocking code
 
     def __enter__(self) -> Self:
-        self._blocking = BlockingEngine(self._embedding)
+        self._blocking = Blocking(self._embedding)
         return self
 
     def __exit__(
@@ -99,7 +107,7 @@ class Engine:
         Raises NotFound for an unknown name, Invalid for a request that does not fit the deployment, Unavailable where
         it cannot run now, ModelFailed if a step fails. Ctrl-C withdraws the request.
         """
-        return self._open().infer(name, inputs, version=version, **options)
+        return self._open().infer(name, version, new_request(inputs, options))
 
     def stream(
         self, name: str, inputs: Mapping[str, ArrayLike], *, version: int = 0, **options: Unpack[RequestOptions]
@@ -112,7 +120,17 @@ class Engine:
         A model that sends faster than responses are taken is paused. Closing the iterator withdraws the request; after
         a `for` that ends early this happens when the iterator is freed.
         """
-        return self._open().stream(name, inputs, version=version, **options)
+        caller = self._open()
+        stream = caller.engine.stream(name, inputs, version=version, **options)
+
+        async def next_response() -> dict[str, Array] | None:
+            return await anext(stream, None)
+
+        try:
+            while (answer := caller.run(next_response)) is not None:
+                yield answer
+        finally:  # not awaited: an iterator may be freed on the loop's thread, or after the loop has ended
+            caller.notify(stream.leave)
 
     def load(self, name: str, *, config: Mapping[str, Any] | str = "", files: Mapping[str, bytes] = NO_FILES) -> None:
         """Load a deployment of the repository, or reload it if its files changed. The previous deployment serves until
@@ -121,34 +139,39 @@ class Engine:
         `config`, JSON text or its value, replaces its configuration until it is loaded without one. `files`, with a
         `config`, replace its files: contents by path in its folder ("1/model.onnx").
         """
-        self._open().load(name, config=config, files=files)
+        caller = self._open()
+        caller.run(partial(caller.engine.load, name, config=config, files=files))
 
     def unload(self, name: str, *, dependents: bool = False) -> None:
         """Unload a name; returns when the last request that ran on it has finished. `dependents`: its steps too, except
         those loaded by name or used by another ensemble.
         """
-        self._open().unload(name, dependents=dependents)
+        caller = self._open()
+        caller.run(partial(caller.engine.unload, name, dependents=dependents))
 
     def index(self) -> list[dict[str, str]]:
         """Rows of the repository index: the models and their states."""
-        return self._open().index()
+        caller = self._open()
+        return caller.run(caller.engine.index)
 
     def statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
         """Rows of the statistics extension: of one name, one version, or of all deployments. Raises Invalid."""
-        return self._open().statistics(name, version)
+        caller = self._open()
+        return caller.read(partial(caller.engine.statistics, name, version))
 
     def graph_statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
         """What flowserve counts besides: failures by reason, and batches, rows and bytes of nodes and edges
         (docs/metrics.md). Of one name, one version, or of all deployments. Raises Invalid.
         """
-        return self._open().graph_statistics(name, version)
+        caller = self._open()
+        return caller.read(partial(caller.engine.graph_statistics, name, version))
 
     def close(self) -> None:
         """Close every instance; requests in flight fail. May be called again, and `with` calls it."""
         if self._blocking is not None:
             self._blocking.close()
 
-    def _open(self) -> BlockingEngine:
+    def _open(self) -> Blocking:
         if self._blocking is None:
             raise Unavailable("the engine is not open: use `with flowserve.Engine(...) as engine:`")
         return self._blocking
@@ -159,7 +182,7 @@ class Engine:
         if is_on_trio():
             return await self._embedding.__aenter__()
         self._on_asyncio = await open_on_asyncio(self._embedding)
-        return cast("AsyncEngine", self._on_asyncio)  # it has the same methods
+        return self._on_asyncio.engine
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

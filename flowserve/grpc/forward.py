@@ -1,8 +1,8 @@
 """Requests of sequences that are on another server behind the same port: they are sent there, over gRPC.
 
-Decides which metadata goes with a request, how often one is sent on, and that the requests of one sequence in a stream
-go through one stream to the other server, so that they keep their order. The other server treats a request as if it had
-come from the client. Where a sequence is, is the group's decision (runtime/group.py). Runs in grpcio's loop. Callers:
+Decides which metadata goes with a request, and that the requests of one sequence in a stream go through one stream to
+the other server, so that they keep their order. The other server treats a request as if it had come from the client.
+Where a sequence is, and how often a request is sent on, is decided in runtime/group.py. Runs in grpcio's loop. Callers:
 `service`, `stream`.
 """
 
@@ -23,7 +23,7 @@ from flowserve.grpc import service_pb2 as pb
 from flowserve.grpc.decode import EMPTY_FINAL, ReceivedMessage
 from flowserve.grpc.encode import ERRORS, FINAL
 from flowserve.grpc.inference import EngineAccess
-from flowserve.runtime.group import FORWARDED, FORWARDS_MAX, LOST, Group
+from flowserve.runtime.group import FORWARDED, LOST, Group, elsewhere, forwards_of
 
 _SERVICE: Final = "/inference.GRPCInferenceService/"
 _OF_CALL: Final = ("user-agent", "content-type", "te", FORWARDED)
@@ -44,9 +44,10 @@ class GrpcForwarder:
     async def elsewhere(self, message: ReceivedMessage, context: Any) -> int | None:
         """The other server that has the request's sequence; None if there is none."""
         request = message.request
-        if not request.sequence_id or message.error is not None or _count(context) >= FORWARDS_MAX:
+        if not request.sequence_id or message.error is not None:
             return None
-        ask = partial(self._group.owner, request.sequence_id, begins=request.sequence_start)
+        begins, forwards = request.sequence_start, _forwards(context)
+        ask = partial(elsewhere, self._group, request.sequence_id, begins=begins, forwards=forwards)
         return await self._access.run_in_trio(ask)
 
     async def infer(self, server: int, message: ReceivedMessage, context: Any) -> bytes:
@@ -156,15 +157,14 @@ def _with_final(data: bytes) -> bytes:
     return message.SerializeToString()
 
 
-def _count(context: Any) -> int:
-    value = dict(context.invocation_metadata() or ()).get(FORWARDED, "0")
-    return int(value) if value in ("0", "1", "2") else FORWARDS_MAX
+def _forwards(context: Any) -> int:
+    return forwards_of(dict(context.invocation_metadata() or ()).get(FORWARDED, "0"))
 
 
 def _metadata(context: Any) -> list[tuple[str, Any]]:
     given = context.invocation_metadata() or ()
     kept = [(name, value) for name, value in given if name not in _OF_CALL and not name.startswith(("grpc-", ":"))]
-    return [*kept, (FORWARDED, str(_count(context) + 1))]
+    return [*kept, (FORWARDED, str(_forwards(context) + 1))]
 
 
 def _error(error: grpc.aio.AioRpcError) -> FlowserveError:

@@ -1,8 +1,8 @@
 """The interface of a server to the other servers behind the same port.
 
 Decides the interface between an engine with its front ends and the processes around it (`replicas/`), that a single
-engine has no group, and how a forwarded request is marked. Does not know how other servers are reached. Callers: http,
-grpc, loading.
+engine has no group, how a forwarded request is marked, and how often one is forwarded. Does not know how other servers
+are reached. Callers: http, grpc, loading.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any, Final, Protocol
 from flowserve.errors import FlowserveError
 from flowserve.repository.override import Override
 
-# The name of the header, or of gRPC's metadata, of a forwarded request, and how often a request may be forwarded: its
-# sequence may move meanwhile, but a request must not be forwarded in circles.
+# The name of the header, or of gRPC's metadata, that says how often a request was forwarded.
 FORWARDED: Final = "flowserve-forwarded"
-FORWARDS_MAX: Final = 3
+_FORWARDS_MAX: Final = 3  # its sequence may move meanwhile, but a request must not be forwarded in circles
 LOST: Final = "the worker that has this sequence has ended, and the sequence with it"
 
 Errors = Mapping[str, FlowserveError]  # by the name of the model
@@ -50,6 +49,16 @@ class Group(Protocol):
 
     def socket_of(self, server: int, protocol: str) -> str:
         """The path of the socket on which another server takes requests from this one; `protocol` is http or grpc."""
+
+
+def forwards_of(value: str) -> int:
+    """How often a request was forwarded, by its header."""
+    return int(value) if value in ("0", "1", "2") else _FORWARDS_MAX
+
+
+async def elsewhere(group: Group, sequence_id: int | str, *, begins: bool, forwards: int) -> int | None:
+    """The other server to which a request of a sequence is forwarded; None: it runs here."""
+    return None if forwards >= _FORWARDS_MAX else await group.owner(sequence_id, begins=begins)
 
 
 async def change(

@@ -77,8 +77,7 @@ def test_completion_offers_the_documented_names_only() -> None:
         async with Engine(one_step(double, "g")) as engine:
             return {name for name in dir(engine) if not name.startswith("_")}
 
-    assert asyncio.run(offered()) == {*documented, "close"}
-    assert trio.run(offered) == documented
+    assert asyncio.run(offered()) == trio.run(offered) == documented
     with Engine(one_step(double, "g")) as engine:
         assert {name for name in dir(engine) if not name.startswith("_")} == {*documented, "close"}
 
@@ -178,6 +177,28 @@ def test_responses_of_a_stream_are_taken_one_by_one_and_leaving_withdraws_it() -
             async with engine.stream("counts", {"TO": [1 << 30]}) as answers:
                 async for _ in answers:
                     break
+            alone = engine.stream("counts", {"TO": [1 << 30]})
+            assert (await anext(alone))["NUMBER"].tolist() == [0]
+            alone.leave()
+            await engine.unload("counts", dependents=True)  # waits for running requests
+
+    run(work)
+
+
+def test_a_stream_whose_caller_is_cancelled_at_once_is_withdrawn() -> None:
+    async def work() -> None:
+        async with Engine(one_step(count, "counts", "TO", "NUMBER", "INT32[1]")) as engine:
+
+            async def ask() -> None:
+                async with engine.stream("counts", {"TO": [1 << 30]}):
+                    await asyncio.sleep(60)
+
+            for turns in range(3):
+                task = asyncio.create_task(ask())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task])
             await engine.unload("counts", dependents=True)  # waits for running requests
 
     run(work)

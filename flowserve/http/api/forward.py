@@ -1,8 +1,8 @@
 """Inference requests of sequences that are on another server behind the same port: they are sent there.
 
-Decides how often a request is sent on, which headers go with it, and that connections to other servers are kept for
-later requests. The other server treats the request as if it had come from the client. Where a sequence is, is the
-group's decision (runtime/group.py). Caller: `infer`.
+Decides which headers go with a request, and that connections to other servers are kept for later requests. The other
+server treats the request as if it had come from the client. Where a sequence is, and how often a request is sent on, is
+decided in runtime/group.py. Caller: `infer`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flowserve.errors import Unavailable
 from flowserve.http.api.compression import CONTENT_ENCODING, Headers
 from flowserve.http.api.request_target import PREFIX, SUFFIX, RequestTarget
 from flowserve.http.server.response import HeaderTuple
-from flowserve.runtime.group import FORWARDED, FORWARDS_MAX, LOST, Group
+from flowserve.runtime.group import FORWARDED, LOST, Group, elsewhere, forwards_of
 from flowserve.values import BytesLike
 
 _HEADER: Final = FORWARDED.encode()
@@ -40,9 +40,7 @@ class HttpForwarder:
 
     async def elsewhere(self, target: RequestTarget, sequence_id: int | str, *, begins: bool) -> int | None:
         """The other server that has the sequence; None if there is none."""
-        if _count(target.headers) >= FORWARDS_MAX:
-            return None
-        return await self._group.owner(sequence_id, begins=begins)
+        return await elsewhere(self._group, sequence_id, begins=begins, forwards=_forwards(target.headers))
 
     async def forward(self, server: int, target: RequestTarget, body: BytesLike) -> Forwarded:
         """The response of another server. `body`: not compressed. Raises Unavailable if that server is gone."""
@@ -83,9 +81,8 @@ class HttpForwarder:
             raise Unavailable(f"the worker that has this sequence cannot be reached: {error.strerror}") from None
 
 
-def _count(headers: Headers) -> int:
-    value = next((value for name, value in headers if name == _HEADER), b"0")
-    return int(value) if value.isdigit() and len(value) == 1 else FORWARDS_MAX
+def _forwards(headers: Headers) -> int:
+    return forwards_of(next((value for name, value in headers if name == _HEADER), b"0").decode("latin-1"))
 
 
 def _head(target: RequestTarget, length: int) -> bytes:
@@ -94,7 +91,7 @@ def _head(target: RequestTarget, length: int) -> bytes:
     lines = [f"POST {path} HTTP/1.1".encode()]
     dropped = {*_OF_CONNECTION, CONTENT_ENCODING, _HEADER}
     lines += [b"%b: %b" % pair for pair in target.headers if pair[0] not in dropped]
-    lines += [b"%b: %d" % (_HEADER, _count(target.headers) + 1), b"content-length: %d" % length, b"\r\n"]
+    lines += [b"%b: %d" % (_HEADER, _forwards(target.headers) + 1), b"content-length: %d" % length, b"\r\n"]
     return b"\r\n".join(lines)
 
 

@@ -1,22 +1,22 @@
-"""The engine embedded in a program that runs on trio: names and arrays in, arrays out.
+"""The engine embedded in a program: names and arrays in, arrays out.
 
 Decides the ownership of arrays between program and models (inputs are lent for the duration of a request and never
 written to; outputs own their memory), how lists become arrays, and that opening loads all models or fails with every
-reason. The caller decides where models come from; engine.py decides how requests run. Callers: `authoring`, and
-engine_thread.py for programs that do not run on trio.
+reason. The caller decides where models come from; engine.py decides how requests run. Does not know how code that is
+not on the engine's event loop reaches it (`Caller`, engine_thread.py). Callers: `authoring`, `cli`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Protocol, Self, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import trio
@@ -33,6 +33,7 @@ from flowserve.runtime.threads import Pause, in_steps
 from flowserve.values import Array, DType, Parameter, Request, TensorSpec
 
 log = logging.getLogger("flowserve.runtime")
+T = TypeVar("T")
 
 # An array, or lists of numbers, texts or bytes, nested as its dimensions.
 ArrayLike = Array | Sequence[Any]
@@ -55,27 +56,62 @@ class RequestOptions(TypedDict, total=False):
     parameters: Mapping[str, Parameter]
 
 
-class AsyncEngine:
-    """The result of `async with flowserve.Engine(...)`. Its methods are called on the trio loop that opened it."""
+class Caller(Protocol):
+    """How the code that calls an `AsyncEngine` reaches the engine's event loop."""
 
-    def __init__(self, engine: Engine, control: Control) -> None:
+    async def infer(self, name: str, version: int, request: Request) -> dict[str, Array]: ...
+
+    async def run(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Await a coroutine function on the engine's loop. Cancelling the caller cancels it."""
+
+    def read(self, function: Callable[[], T]) -> T:
+        """The result of a function that is called on the engine's loop and does not wait."""
+
+    def notify(self, function: Callable[[], object]) -> None:
+        """Call a function on the engine's loop, soon; not if the engine is closed."""
+
+
+class OnTrio:
+    """Callers are tasks of the trio loop on which the engine runs."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def infer(self, name: str, version: int, request: Request) -> dict[str, Array]:
+        deployment = prepare(self._engine, name, version, request)
+        response = await self._engine.infer(deployment, request)
+        return keep(await _decoded(response.outputs), request.inputs)
+
+    async def run(self, work: Callable[[], Awaitable[T]]) -> T:
+        return await work()
+
+    def read(self, function: Callable[[], T]) -> T:
+        return function()
+
+    def notify(self, function: Callable[[], object]) -> None:
+        function()
+
+
+class AsyncEngine:
+    """The result of `async with flowserve.Engine(...)`. Its methods are called on the trio loop that opened it, or on
+    any loop of asyncio if it was opened on one. Cancelling a caller withdraws its request.
+    """
+
+    def __init__(self, engine: Engine, control: Control, caller: Caller) -> None:
         self._engine = engine
         self._control = control
+        self._caller = caller
 
     async def infer(
         self, name: str, inputs: Mapping[str, ArrayLike], *, version: int = 0, **options: Unpack[RequestOptions]
     ) -> dict[str, Array]:
-        """As `flowserve.Engine.infer`, awaited. Cancelling the caller withdraws the request."""
-        engine = self._engine
-        request = new_request(inputs, options)
-        deployment = prepare(engine, name, version, request)
-        response = await engine.infer(deployment, request)
-        return keep(await _decoded(response.outputs), request.inputs)
+        """As `flowserve.Engine.infer`, awaited."""
+        return await self._caller.infer(name, version, new_request(inputs, options))
 
     def stream(
         self, name: str, inputs: Mapping[str, ArrayLike], *, version: int = 0, **options: Unpack[RequestOptions]
     ) -> Stream:
-        """Begin a request with any number of responses, each like the result of `infer`:
+        """A request with any number of responses, each like the result of `infer`. It begins with the block:
 
             async with engine.stream("count", {"TO": to}) as answers:
                 async for answer in answers:
@@ -83,33 +119,33 @@ class AsyncEngine:
 
         Leaving the block withdraws the request. A model that sends faster than responses are taken is paused.
         """
-        engine = self._engine
-        request = new_request(inputs, options)
-        deployment = prepare(engine, name, version, request)
-        return Stream(engine.stream(deployment, request), request.inputs)
+        return Stream(self._engine, self._caller, name, version, new_request(inputs, options))
 
     async def load(
         self, name: str, *, config: Mapping[str, Any] | str = "", files: Mapping[str, bytes] = NO_FILES
     ) -> None:
         """As `flowserve.Engine.load`, awaited."""
         text = config if isinstance(config, str) else json.dumps(config)
-        await self._control.load(name, Override(text, files) if text or files else None)
+        override = Override(text, files) if text or files else None
+        await self._caller.run(partial(self._control.load, name, override))
 
     async def unload(self, name: str, *, dependents: bool = False) -> None:
         """As `flowserve.Engine.unload`, awaited."""
-        await self._control.unload(name, dependents=dependents)
+        await self._caller.run(partial(self._control.unload, name, dependents=dependents))
 
     async def index(self) -> list[dict[str, str]]:
         """As `flowserve.Engine.index`, awaited."""
-        return await self._control.index()
+        return await self._caller.run(self._control.index)
 
     def statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
-        """As `flowserve.Engine.statistics`. Does not wait."""
-        return self._engine.deployments.statistics(name, str(version) if version else "")
+        """As `flowserve.Engine.statistics`. Under asyncio it waits for the engine's current step."""
+        chosen = str(version) if version else ""
+        return self._caller.read(partial(self._engine.deployments.statistics, name, chosen))
 
     def graph_statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
-        """As `flowserve.Engine.graph_statistics`. Does not wait."""
-        return self._engine.deployments.graph_statistics(name, str(version) if version else "")
+        """As `flowserve.Engine.graph_statistics`. Waits as `statistics`."""
+        chosen = str(version) if version else ""
+        return self._caller.read(partial(self._engine.deployments.graph_statistics, name, chosen))
 
 
 def engine_of(embedded: AsyncEngine) -> Engine:
@@ -117,14 +153,29 @@ def engine_of(embedded: AsyncEngine) -> Engine:
     return embedded._engine
 
 
+def reached_by(caller: Caller, embedded: AsyncEngine) -> AsyncEngine:
+    """The same engine for other callers."""
+    return AsyncEngine(embedded._engine, embedded._control, caller)
+
+
 class Stream:
     """The responses to one request: an async iterator, and a context manager that withdraws the request at its end."""
 
-    def __init__(self, answers: ResponseIterator, given: Mapping[str, Array]) -> None:
-        self._answers = answers
-        self._given = given
+    def __init__(self, engine: Engine, caller: Caller, name: str, version: int, request: Request) -> None:
+        self._engine = engine
+        self._caller = caller
+        self._name = name
+        self._version = version
+        self._request = request
+        self._answers: ResponseIterator | None = None  # once the request has begun
+        self._has_left = False
 
     async def __aenter__(self) -> Self:
+        try:
+            await self._caller.run(self._begin)
+        except BaseException:
+            self.leave()
+            raise
         return self
 
     async def __aexit__(
@@ -134,14 +185,30 @@ class Stream:
 
     def leave(self) -> None:
         """Withdraw the request. No effect on a finished one."""
-        self._answers.leave()
+        self._has_left = True
+        self._caller.notify(self._withdraw)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> dict[str, Array]:
         """Raises StopAsyncIteration after the last response; the error of a failed request after its responses."""
-        return keep(await _decoded((await anext(self._answers)).outputs), self._given)
+        return await self._caller.run(self._next)
+
+    async def _begin(self) -> ResponseIterator:
+        deployment = prepare(self._engine, self._name, self._version, self._request)
+        self._answers = self._engine.stream(deployment, self._request)
+        if self._has_left:  # a caller on another thread was cancelled before the request began
+            self._answers.leave()
+        return self._answers
+
+    async def _next(self) -> dict[str, Array]:
+        answers = self._answers or await self._begin()  # iterated without a block
+        return keep(await _decoded((await anext(answers)).outputs), self._request.inputs)
+
+    def _withdraw(self) -> None:
+        if self._answers is not None:
+            self._answers.leave()
 
 
 class Embedding:
@@ -178,7 +245,7 @@ class Embedding:
         except BaseException:
             await self._stack.aclose()
             raise
-        return AsyncEngine(engine, control)
+        return AsyncEngine(engine, control, OnTrio(engine))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,8 +1,9 @@
-"""An engine on a thread of its own, for programs that do not run on trio: blocking code, and asyncio.
+"""An engine on a thread of its own, and the callers of programs that do not run on trio: blocking code, and asyncio.
 
 Decides that a private thread runs the engine's event loop, that all requests that other threads have submitted when the
 loop wakes up begin together, that a caller that stops waiting withdraws its request, and that a blocking call on an
-event loop is refused. Does not know how requests run (engine/). Called by `authoring`.
+event loop is refused. Does not know how requests run (engine/), or what the methods of an engine are (embedded.py,
+`authoring`). Called by `authoring`.
 """
 
 from __future__ import annotations
@@ -10,27 +11,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
-from functools import partial
-from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import TypeVar
 
 import trio
 
-from flowserve.backends.base import NO_FILES
 from flowserve.errors import Unavailable, Unsupported
 from flowserve.memory.raw import EncodedBytes
-from flowserve.runtime.embedding.embedded import (
-    ArrayLike,
-    AsyncEngine,
-    RequestOptions,
-    Stream,
-    engine_of,
-    keep,
-    new_request,
-    prepare,
-)
+from flowserve.runtime.embedding.embedded import AsyncEngine, engine_of, keep, prepare, reached_by
 from flowserve.runtime.engine.engine import Engine
 from flowserve.scheduling.frames.frame import Frame
 from flowserve.values import Array, Request
@@ -139,35 +128,37 @@ class EngineThread:
 
     # ------------------------------------------------------------------ on any thread
 
-    def submit(
-        self,
-        name: str,
-        inputs: Mapping[str, ArrayLike],
-        version: int,
-        options: RequestOptions,
-        on_end: Callable[[], object],
-    ) -> Call:
-        """Begin a request soon; `on_end` is called on the engine's thread. Raises Invalid, and Unavailable after the
-        end.
-        """
-        call = Call(name, version, new_request(inputs, options), self._calls, on_end)
+    def submit(self, name: str, version: int, request: Request, on_end: Callable[[], object]) -> Call:
+        """Begin a request soon; `on_end` is called on the engine's thread. Raises Unavailable after the end."""
+        call = Call(name, version, request, self._calls, on_end)
         self._new_calls.append(call)
         self.post(self._begin_calls, is_repeatable=True)
         return call
 
-    def post(self, function: Callable[..., object], *arguments: Any, is_repeatable: bool = False) -> None:
+    def post(self, function: Callable[[], object], *, is_repeatable: bool = False) -> None:
         """Call a function on the engine's thread. `is_repeatable`: several posts of it may be executed once. Raises
         Unavailable after the end.
         """
         try:
-            self.token.run_sync_soon(function, *arguments, idempotent=is_repeatable)
+            self.token.run_sync_soon(function, idempotent=is_repeatable)
+        except trio.RunFinishedError:
+            raise Unavailable("the engine is closed") from None
+
+    def notify(self, function: Callable[[], object]) -> None:
+        """Call a function on the engine's thread, unless it has ended."""
+        with suppress(Unavailable):
+            self.post(function)
+
+    def read(self, function: Callable[[], T]) -> T:
+        """The result of a function that is called on the engine's thread. Raises Unavailable after the end."""
+        try:
+            return trio.from_thread.run_sync(function, trio_token=self.token)
         except trio.RunFinishedError:
             raise Unavailable("the engine is closed") from None
 
     def close(self) -> None:
         """Start closing: requests in flight fail. May be called again; `join` waits for the end."""
-        with suppress(Unavailable):
-            self.post(self._scope.cancel)
+        self.notify(self._scope.cancel)
 
     def join(self) -> None:
         self._thread.join()
@@ -217,9 +208,9 @@ def _nothing() -> None:
     pass
 
 
-class BlockingEngine:
-    """The engine of blocking code. Its methods may be called from any threads without an event loop, concurrently; on
-    a loop of trio they raise Unsupported. After `close` they raise Unavailable.
+class Blocking:
+    """Callers block their threads, which have no event loop. On a loop of trio they raise Unsupported; after `close`
+    Unavailable.
     """
 
     def __init__(self, embedding: AbstractAsyncContextManager[AsyncEngine]) -> None:
@@ -234,68 +225,33 @@ class BlockingEngine:
         if self._thread.error is not None:
             self._thread.join()
             raise self._thread.error
+        self.engine = self._thread.engine  # its methods are called on the engine's thread
+        self.notify = self._thread.notify
 
-    def infer(
-        self, name: str, inputs: Mapping[str, ArrayLike], *, version: int = 0, **options: Unpack[RequestOptions]
-    ) -> dict[str, Array]:
-        """As `flowserve.Engine.infer`."""
+    def infer(self, name: str, version: int, request: Request) -> dict[str, Array]:
         _refuse_on_a_loop()
         is_pending = threading.Lock()
         is_pending.acquire()
-        call = self._thread.submit(name, inputs, version, options, is_pending.release)
+        call = self._thread.submit(name, version, request, is_pending.release)
         try:
             is_pending.acquire()
         except BaseException:  # Ctrl-C, or what another signal handler raises
-            with suppress(Unavailable):
-                self._thread.post(call.leave)
+            self.notify(call.leave)
             raise
         return call.result()
 
-    def stream(
-        self, name: str, inputs: Mapping[str, ArrayLike], *, version: int = 0, **options: Unpack[RequestOptions]
-    ) -> Generator[dict[str, Array], None, None]:
-        """As `flowserve.Engine.stream`."""
-
-        async def begin() -> Stream:
-            return self._thread.engine.stream(name, inputs, version=version, **options)
-
-        async def next_response() -> dict[str, Array] | None:
-            return await anext(stream, None)
-
-        stream = self._call(begin)
+    def run(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Wait for a coroutine function on the engine's thread."""
+        _refuse_on_a_loop()
         try:
-            while (answer := self._call(next_response)) is not None:
-                yield answer
-        finally:
-            # Not awaited: an iterator may be freed on the loop's thread, or after the loop has ended.
-            with suppress(Unavailable):
-                self._thread.post(stream.leave)
+            return trio.from_thread.run(work, trio_token=self._thread.token)
+        except (trio.RunFinishedError, trio.Cancelled):
+            raise Unavailable("the engine is closed") from None
 
-    def load(self, name: str, *, config: Mapping[str, Any] | str = "", files: Mapping[str, bytes] = NO_FILES) -> None:
-        """As `flowserve.Engine.load`."""
-        self._call(partial(self._thread.engine.load, name, config=config, files=files))
-
-    def unload(self, name: str, *, dependents: bool = False) -> None:
-        """As `flowserve.Engine.unload`."""
-        self._call(partial(self._thread.engine.unload, name, dependents=dependents))
-
-    def index(self) -> list[dict[str, str]]:
-        """As `flowserve.Engine.index`."""
-        return self._call(self._thread.engine.index)
-
-    def statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
-        """As `flowserve.Engine.statistics`."""
-        return self._read(self._thread.engine.statistics, name, version)
-
-    def graph_statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
-        """As `flowserve.Engine.graph_statistics`."""
-        return self._read(self._thread.engine.graph_statistics, name, version)
-
-    def _read(self, function: Callable[[str, int], T], name: str, version: int) -> T:
-        async def read() -> T:
-            return function(name, version)
-
-        return self._call(read)
+    def read(self, function: Callable[[], T]) -> T:
+        """The result of a function that is called on the engine's thread."""
+        _refuse_on_a_loop()
+        return self._thread.read(function)
 
     def close(self) -> None:
         """Close every instance; requests in flight fail. May be called again."""
@@ -303,82 +259,27 @@ class BlockingEngine:
         self._thread.close()
         self._thread.join()
 
-    def _call(self, work: Callable[[], Awaitable[T]]) -> T:
-        _refuse_on_a_loop()
-        try:
-            return trio.from_thread.run(work, trio_token=self._thread.token)
-        except (trio.RunFinishedError, trio.Cancelled):
-            raise Unavailable("the engine is closed") from None
 
-
-class AsyncioEngine:
-    """The engine of a program on asyncio: the result of `async with flowserve.Engine(...)` there. Its methods are those
-    of `AsyncEngine`, and may be called on any loop of asyncio. Cancelling a caller withdraws its request.
-    """
+class OnAsyncio:
+    """Callers are tasks of loops of asyncio. `engine` is the engine for them."""
 
     def __init__(self, thread: EngineThread) -> None:
         self._thread = thread
+        self.engine = reached_by(self, thread.engine)
+        self.read = thread.read
+        self.notify = thread.notify
 
-    async def infer(
-        self, name: str, inputs: Mapping[str, ArrayLike], *, version: int = 0, **options: Unpack[RequestOptions]
-    ) -> dict[str, Array]:
-        """As `flowserve.Engine.infer`, awaited."""
+    async def infer(self, name: str, version: int, request: Request) -> dict[str, Array]:
         ended = _Notice()
-        call = self._thread.submit(name, inputs, version, options, ended.give)
+        call = self._thread.submit(name, version, request, ended.give)
         try:
             await ended.taken
         except asyncio.CancelledError:
-            with suppress(Unavailable):
-                self._thread.post(call.leave)
+            self.notify(call.leave)
             raise
         return await asyncio.to_thread(call.result) if call.is_large else call.result()
 
-    def stream(
-        self, name: str, inputs: Mapping[str, ArrayLike], *, version: int = 0, **options: Unpack[RequestOptions]
-    ) -> AsyncioStream:
-        """As `AsyncEngine.stream`; the request begins with the block."""
-        return AsyncioStream(self, partial(self._thread.engine.stream, name, inputs, version=version, **options))
-
-    async def load(
-        self, name: str, *, config: Mapping[str, Any] | str = "", files: Mapping[str, bytes] = NO_FILES
-    ) -> None:
-        """As `flowserve.Engine.load`, awaited."""
-        await self._run(partial(self._thread.engine.load, name, config=config, files=files))
-
-    async def unload(self, name: str, *, dependents: bool = False) -> None:
-        """As `flowserve.Engine.unload`, awaited."""
-        await self._run(partial(self._thread.engine.unload, name, dependents=dependents))
-
-    async def index(self) -> list[dict[str, str]]:
-        """As `flowserve.Engine.index`, awaited."""
-        return await self._run(self._thread.engine.index)
-
-    def statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
-        """As `flowserve.Engine.statistics`. Blocks until the engine's thread has read them, after its current step."""
-        return self._read(self._thread.engine.statistics, name, version)
-
-    def graph_statistics(self, name: str = "", version: int = 0) -> list[dict[str, Any]]:
-        """As `flowserve.Engine.graph_statistics`. Blocks as `statistics`."""
-        return self._read(self._thread.engine.graph_statistics, name, version)
-
-    def _read(self, function: Callable[[str, int], T], name: str, version: int) -> T:
-        try:
-            return trio.from_thread.run_sync(function, name, version, trio_token=self._thread.token)
-        except trio.RunFinishedError:
-            raise Unavailable("the engine is closed") from None
-
-    async def close(self) -> None:
-        """Close every instance; requests in flight fail. May be called again."""
-        self._thread.close()
-        await asyncio.shield(asyncio.to_thread(self._thread.join))
-
-    def _post(self, function: Callable[[], object]) -> None:
-        """Call it on the engine's thread, if the engine is not closed."""
-        with suppress(Unavailable):
-            self._thread.post(function)
-
-    async def _run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Await a coroutine function on the engine's thread. Cancelling the caller cancels it."""
+    async def run(self, work: Callable[[], Awaitable[T]]) -> T:
         ended, scope = _Notice(), trio.CancelScope()
         results: list[T] = []
         errors: list[BaseException] = []
@@ -402,7 +303,7 @@ class AsyncioEngine:
         try:
             await ended.taken
         except asyncio.CancelledError:
-            self._post(scope.cancel)
+            self.notify(scope.cancel)
             raise
         if errors:
             raise errors[0]
@@ -410,58 +311,29 @@ class AsyncioEngine:
             raise Unavailable("the engine is closed")
         return results[0]
 
+    async def close(self) -> None:
+        """Close every instance; requests in flight fail. May be called again."""
+        await _close(self._thread)
 
-async def open_on_asyncio(embedding: AbstractAsyncContextManager[AsyncEngine]) -> AsyncioEngine:
+
+async def open_on_asyncio(embedding: AbstractAsyncContextManager[AsyncEngine]) -> OnAsyncio:
     """Returns when all models are loaded. Raises the error of opening."""
     opened = _Notice()
     thread = EngineThread(embedding, opened.give)
-    engine = AsyncioEngine(thread)
     try:
         await opened.taken
     except BaseException:
-        await engine.close()
+        await _close(thread)
         raise
     if thread.error is not None:
         thread.join()
         raise thread.error
-    return engine
+    return OnAsyncio(thread)
 
 
-class AsyncioStream:
-    """The responses to one request, as `Stream`, on asyncio. `begin` begins it, on the engine's thread."""
-
-    def __init__(self, engine: AsyncioEngine, begin: Callable[[], Stream]) -> None:
-        self._engine = engine
-        self._begin = begin
-        self._stream: Stream | None = None
-
-    async def __aenter__(self) -> Self:
-        async def begin() -> Stream:
-            return self._begin()
-
-        self._stream = await self._engine._run(begin)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._stream is not None:
-            self._engine._post(self._stream.leave)
-
-    def __aiter__(self) -> AsyncIterator[dict[str, Array]]:
-        return self._responses()
-
-    async def _responses(self) -> AsyncIterator[dict[str, Array]]:
-        if self._stream is None:
-            raise Unsupported(
-                "the responses of a stream are taken in its block: `async with engine.stream(...) as answers`"
-            )
-        while (answer := await self._engine._run(partial(_next, self._stream))) is not None:
-            yield answer
-
-
-async def _next(stream: Stream) -> dict[str, Array] | None:
-    return await anext(stream, None)
+async def _close(thread: EngineThread) -> None:
+    thread.close()
+    await asyncio.shield(asyncio.to_thread(thread.join))
 
 
 class _Notice:
