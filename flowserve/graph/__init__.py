@@ -1,7 +1,7 @@
 """Semantics of graphs: from configurations, or Python code, to the compiled graph and its plan.
 
 Decides: which ensembles are valid (`rules`, `compile`), how nested ensembles are folded into one flat graph
-(`compile`), the integers that the request path reads (`plan`, `nesting`), shape conversions and transfers along edges
+(`compile`), the integers that the request path reads (`plan`, `regions`), shape conversions and transfers along edges
 (`types`, `transfers`), how graphs are written in Python (`builder`), and how functions are
 declared as models (`function_model`).
 

@@ -67,7 +67,7 @@ def compile_ensemble(
     folding = _Folding(config, available)
     graph = folding.graph(version)
     problems = [*_disagreements_across_folds(config, folding)]
-    problems += [*mismatched_iterations(graph), *deadlocking_limits(graph, available), *iterations_in_spaces(graph)]
+    problems += [*mismatched_iterations(graph), *deadlocking_limits(graph, available)]
     if problems:
         raise Problems(problems)
     return graph
@@ -303,7 +303,10 @@ class _Folding:
             is_ensemble=True,
             shares_limits=shares_limits(self.config),
             spaces=tuple(replace(one, opens=_renumbered(one.opens, number)) for one in self.borders.spaces[1:]),
-            derived=tuple(replace(one, reads=_renumbered(one.reads, number)) for one in self.borders.derived),
+            derived=tuple(
+                replace(one, reads=_renumbered(one.reads, number), of=_renumbered(one.of, number))
+                for one in self.borders.derived
+            ),
         )
 
     def is_divided(self, reader: int) -> bool:
@@ -407,6 +410,7 @@ class _Borders:
             (),
             tuple(one.space for one in inner),
             1.0 if is_all else 0.0,
+            of=tuple(one.ref for one in inner),
         )
         self.derived.append(made)
         makers = tuple(dict.fromkeys(maker for one in inner for maker in one.made_by))
@@ -520,21 +524,6 @@ def mismatched_iterations(graph: Graph) -> Iterator[Problem]:
             hint="each sends any number of responses, and nothing tells which of them belong together",
         )
         return  # later steps fail for the same reason
-
-
-def iterations_in_spaces(graph: Graph) -> Iterator[Problem]:
-    """Decoupled steps and shared limits in a graph whose steps run for some rows or for items."""
-    if not graph.spaces:
-        return
-    hint = "a model that answers once in their place, or limits of each request, can be used"
-    for node in graph.nodes:
-        if node.decoupled:
-            text = f"in ensemble {graph.name}, step '{node.name}' is decoupled, and `when` and `each` need one response"
-            yield Problem(text, node.place, "G33", hint)
-            return
-    if graph.shares_limits:
-        text = f'in ensemble {graph.name}, {SCOPE} is "shared", and `when` and `each` need limits of each request'
-        yield Problem(text, graph.spaces[0].place, "G33", hint)
 
 
 def deadlocking_limits(graph: Graph, available: Mapping[str, Mapping[int, ModelConfig]]) -> Iterator[Problem]:

@@ -30,7 +30,8 @@ class Absence:
     """The effects, in a frame of one level, of a space without a row, which are applied all at once. `members` are the
     nodes and operations of that level in it and in the spaces within it; they never run. `spaces` are those within it
     that would open at this level. Nodes and operations outside wait for fewer slots: `waiting`, as (node or operation,
-    number of slots), the spread's own included. Other slots have fewer readers: `reading`, as (slot, number of readers).
+    number of slots), the spread's own included. Other slots have fewer readers: `reading`, as (slot, number of
+    readers).
     """
 
     members: tuple[int, ...]
@@ -41,8 +42,8 @@ class Absence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A space at one level: the slot of its spread, whether that was made at an outer level, the nodes and operations of
-    this level that read the spread, and the effects if it has no row.
+    """A space at one level: the slot of its spread, whether that was made at an outer level, the nodes and operations
+    of this level that read the spread, and the effects if it has no row.
     """
 
     space: Space
@@ -128,11 +129,12 @@ class RegionPlan:
 class Chains:
     """For each node and tensor, the decoupled nodes for each of whose responses it is made once, outermost first. If
     the inputs of a node have no common number of responses: all of these nodes, in an order that is no prefix of
-    another.
+    another. `needed`: the nodes whose steps run, None for all.
     """
 
-    def __init__(self, graph: Graph, edges: Iterable[Edge]) -> None:
+    def __init__(self, graph: Graph, edges: Iterable[Edge], needed: Collection[int] | None = None) -> None:
         self._graph = graph
+        self._needed = {*range(len(graph.nodes)), GRAPH} if needed is None else {*needed, GRAPH}
         self._of_node: list[tuple[int, ...]] = [()] * len(graph.nodes)
         self._known: dict[Ref, tuple[int, ...]] = {}
         feeding: dict[int, list[Ref]] = {}
@@ -175,7 +177,9 @@ class Chains:
             return [*space.opens, *around]
         derived = self._graph.derived[number]
         spaces = dict.fromkeys((*derived.spaces, derived.space))
-        return [*derived.reads, *((SPREAD, one) for one in spaces if one)]
+        # Whether rows are present is stated once for each response that has them.
+        stated = [ref for ref in derived.of if all(maker in self._needed for maker, _ in self.makers(ref))]
+        return [*derived.reads, *stated, *((SPREAD, one) for one in spaces if one)]
 
 
 def ref_of(edge: Edge) -> Ref:
@@ -198,8 +202,8 @@ def are_nested(chains: Sequence[tuple[int, ...]]) -> bool:
 
 class Wires(Protocol):
     """What the plan knows of a graph's tensors: the slot of each, the slots that each node reads, those of its inputs
-    whose shape is converted, as (slot, own slot, conversion), the number of readers of each slot, converted ones last, and
-    the outputs that operations test when a step ends.
+    whose shape is converted, as (slot, own slot, conversion), the number of readers of each slot, converted ones last,
+    and the outputs that operations test when a step ends.
     """
 
     slot_of: dict[Ref, int]
@@ -238,7 +242,7 @@ class _Planner:
         self.slot_of = slot_of = wires.slot_of
         self.operations = operations
         self.writers = [ref_of(edge) for edge in edges if edge.consumer == GRAPH]
-        self.chains = chains = Chains(graph, edges)
+        self.chains = chains = Chains(graph, edges, needed)
         self.spread_slots = {slot: number for (kind, number), slot in slot_of.items() if kind == SPREAD}
         self.level = [0] * len(slot_of)
         self.makers = [GRAPH] * len(slot_of)

@@ -183,7 +183,7 @@ class Derived:
     It is a tensor of `space`, declared by `spec`. `reads` are the tensors it is made from. `spaces[i]` is the space
     below that `reads[i]` belongs to or enters; of a MERGE also `space` itself, for rows that pass no condition. `fill`:
     the value of rows and items that no step wrote, None if that cannot occur or the whole tensor is then left out.
-    `reshapes`: of a RESHAPE, as of a `Conversion`.
+    `reshapes`: of a RESHAPE, as of a `Conversion`. `of`: of a PRESENT, the tensors that were written or not.
     """
 
     how: Derivation
@@ -193,6 +193,7 @@ class Derived:
     spaces: tuple[int, ...]
     fill: float | bytes | None = None
     reshapes: tuple[tuple[Dims, Dims], ...] = ()
+    of: tuple[Ref, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

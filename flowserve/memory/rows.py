@@ -203,11 +203,10 @@ def _as_items(tensor: Tensor) -> Tensor:
 def restricted(spread: Spread, start: int, stop: int, parent_start: int, parent_stop: int) -> Spread:
     """The rows `start` to `stop` of a space, as a space of its own among these rows of its parent."""
     rows, parent_rows = stop - start, parent_stop - parent_start
-    counts = None if spread.counts is None else spread.counts[parent_start:parent_stop]
     picked = None if spread.picked is None else spread.picked[start:stop] - parent_start
-    if rows == parent_rows and spread.counts is None:
-        picked = None
-    return Spread(rows, parent_rows, picked, counts)
+    if picked is not None and spread.counts is not None:
+        return Spread(rows, parent_rows, picked, np.bincount(picked, minlength=parent_rows))
+    return Spread(rows, parent_rows, None if rows == parent_rows else picked)
 
 
 def part(tensor: Tensor, start: int, stop: int) -> Tensor:

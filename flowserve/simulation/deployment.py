@@ -232,7 +232,7 @@ class SimulatedExecution:
 
 
 class Sending:
-    """One step of the batch: implements `StreamSender` (scheduling/streaming/iterations.py)."""
+    """One step of the batch: implements `StreamSender` (scheduling/frames/stream.py)."""
 
     def __init__(self, execution: SimulatedExecution, source: StreamSource) -> None:
         self._execution = execution

@@ -213,13 +213,27 @@ def test_rule_G14_what_is_merged_has_one_type() -> None:
     assert {problem.rule for problem in caught.value.problems} == {"G14"}
 
 
-def test_rule_G33_a_decoupled_step_has_no_rows_of_its_own() -> None:
+def test_a_decoupled_step_may_run_for_items_but_not_in_two_branches_of_one_tensor() -> None:
     config = config_of(
         step("stream", {"X": "crops"}, {"LABEL": "LABEL"}, each={"tensor": ["crops"]}), outputs="INT32[-1,1]"
     )
-    problem = refused(config)
-    assert problem.rule == "G33"
-    assert "step 'stream' is decoupled" in problem.message
+    regions = make_plan(compiled(config)).regions
+    assert regions is not None
+    assert [compiled(config).nodes[n].name for n in regions.splits] == ["stream"]
+    parallel = config_of(
+        step("stream", {"X": "crops"}, {"LABEL": "LABEL"}, each={"tensor": ["crops"]}, when=[{"tensor": "sure"}]),
+        step(
+            "stream",
+            {"X": "crops"},
+            {"LABEL": "LABEL"},
+            each={"tensor": ["crops"]},
+            when=[{"tensor": "sure", "not": True}],
+        ),
+        outputs="INT32[-1,1]",
+    )
+    problem = refused(parallel)
+    assert problem.rule == "G20"
+    assert "originated from different decoupled models: 'stream' and 'stream#2'" in problem.message
 
 
 def test_rule_G34_a_sequence_gets_every_request() -> None:

@@ -80,19 +80,19 @@ FUNCTIONS: dict[str, Function] = {
 }
 
 
-def drawn(rng: random.Random, steps_max: int = 8) -> ModelConfig | None:
-    """A random well-formed ensemble; None if the draw has no useful result."""
-    known = available(*MODELS)
+def drawn(rng: random.Random, steps_max: int = 8, models: Sequence[ModelConfig] = MODELS) -> ModelConfig | None:
+    """A random well-formed ensemble of these models; None if the draw has no useful result."""
+    known = available(*models)
     kinds: dict[str, str] = {"in": VEC}
     written: list[EnsembleStep] = []
     fills: list[Fill] = []
     limit = rng.choice((0, 0, 1, 2))
     rows = rng.choice((1, 4, 4))
     for number in range(rng.randrange(2, steps_max + 1)):
-        step = _step(rng, number, kinds)
+        step = _step(rng, number, kinds, models)
         if step is None:
             continue
-        names = dict(zip(step.output_map.values(), _kinds_of(step.model), strict=True))
+        names = dict(zip(step.output_map.values(), _kinds_of(step.model, models), strict=True))
         again = rng.random() < 0.35 and step.when and step.model in ("double", "minus", "add", "single")
         if again:  # a second writer of a tensor that an earlier step wrote under a condition, or for all rows
             earlier = [one for one in written if one.model in ("double", "minus", "add") and one.when]
@@ -226,13 +226,13 @@ def _is_sound(config: ModelConfig, known: Any) -> bool:
     return True
 
 
-def _kinds_of(name: str) -> list[str]:
-    outputs = next(one for one in MODELS if one.name == name).outputs
+def _kinds_of(name: str, models: Sequence[ModelConfig]) -> list[str]:
+    outputs = next(one for one in models if one.name == name).outputs
     return [f"{spec.dtype}[{','.join(map(str, spec.dims))}]" for spec in outputs]
 
 
-def _step(rng: random.Random, number: int, kinds: dict[str, str]) -> EnsembleStep | None:
-    chosen = rng.choice((*MODELS, *MODELS[3:6]))
+def _step(rng: random.Random, number: int, kinds: dict[str, str], models: Sequence[ModelConfig]) -> EnsembleStep | None:
+    chosen = rng.choice((*models, *MODELS[3:6]))
     vecs = [tensor for tensor, kind in kinds.items() if kind == VEC]
     stacks = [tensor for tensor, kind in kinds.items() if kind == THREE]
     each = None
@@ -292,7 +292,7 @@ class Interpreter:
             return [()]
         record = self.made.spaces[space]
         found: list[tuple[Any, ...]] = []
-        for around in self.contexts(record.parent):
+        for around in self._contexts_around(record):
             if record.test is not None:
                 if self._passes(record, around):
                     found.append((*around, None))
@@ -304,6 +304,10 @@ class Interpreter:
                 count = int(np.ravel(plain(self.value(record.each.count, record.parent, around), 1))[0])
             found += [(*around, i) for i in range(count)]
         return found
+
+    def _contexts_around(self, record: Any) -> list[tuple[Any, ...]]:
+        """The rows of the space around a space."""
+        return self.contexts(record.parent)
 
     def _passes(self, record: Any, around: tuple[Any, ...]) -> bool:
         number = float(np.ravel(plain(self.value(record.test.tensor, record.parent, around), 1))[0])
@@ -335,12 +339,16 @@ class Interpreter:
         below = path[path.index(target) + 1]
         record = self.made.spaces[below]
         fill = self.made.fills.get(tensor)
-        rows = [one for one in self.contexts(below) if one[:-1] == context]
+        rows = self._rows_below(tensor, below, context)
         if record.each is not None:
             return [self._inside(tensor, space, below, one) for one in rows]
         if rows:
             return self._inside(tensor, space, below, rows[0])
         return None if fill is None else ("fill", fill.value)
+
+    def _rows_below(self, tensor: str, below: int, context: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """The rows of the space `below` from which a tensor is made in a row of the space around it."""
+        return [one for one in self.contexts(below) if one[:-1] == context]
 
     def _inside(self, tensor: str, space: int, below: int, context: tuple[Any, ...]) -> Any:
         return self._own(tensor, context) if below == space else self._outside(tensor, space, below, context)
@@ -379,10 +387,10 @@ class Interpreter:
             if len(below) < len(spaces):
                 return [True]
             if self.made.spaces[below[0]].each is not None:
-                return [[True] for one in self.contexts(below[0]) if one[:-1] == context]
+                return [[True] for _ in self._rows_below("", below[0], context)]
             return [any((*context, None) in self.contexts(space) for space in below)]
         record = self.made.spaces[path[depth + 1]]
-        rows = [one for one in self.contexts(path[depth + 1]) if one[:-1] == context]
+        rows = self._rows_below("", path[depth + 1], context)
         if record.each is not None:
             return [self._present_in(spaces, home, one) for one in rows]
         return self._present_in(spaces, home, rows[0]) if rows else ("fill", 0.0)
@@ -440,8 +448,9 @@ class World:
         fails: float = 0.0,
         has_limits: bool = False,
         keeps_order: bool = False,
+        models: Sequence[ModelConfig] = MODELS,
     ) -> None:
-        known = available(*MODELS)
+        known = available(*models)
         self.config = config
         self.rng = rng
         self.fails = fails
@@ -493,14 +502,21 @@ class World:
         self.now_ns += 1
         decisions = self.scheduler.schedule(self.now_ns)
         if decisions is not None:
+            for notice in decisions.notices:
+                self.notice(notice)
             self.running += decisions.batches
             self.finished += decisions.finished
-            self.scheduler.schedule(self.now_ns)
+            for flow in decisions.finished:
+                self.over(flow)
+            if self.scheduler.schedule(self.now_ns) is not None:
+                raise AssertionError("decisions are left")
             self.scheduler.check()
             for batch in self.running:
                 for ticket in batch.tickets:
                     if not ticket.flow.record.done:
                         ticket.flow.whole.check()
+            return True
+        if (not self.running or self.rng.random() < 0.5) and self.act():
             return True
         if not self.running:
             return False
@@ -510,6 +526,16 @@ class World:
         else:
             self.complete(batch)
         return True
+
+    def notice(self, notice: Any) -> None:
+        """A notice of the scheduler; only decoupled steps have any."""
+
+    def over(self, flow: Frame) -> None:
+        """A request is over."""
+
+    def act(self) -> bool:
+        """Let something happen besides the end of a batch. False: there is nothing."""
+        return False
 
     def complete(self, batch: Batch) -> None:
         """Run a batch, and report its end to the scheduler."""

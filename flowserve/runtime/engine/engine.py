@@ -503,10 +503,10 @@ class Engine:
         *,
         is_accepted: bool = False,
     ) -> Frame:
-        """Begin one request without waiting for it. It may be done at once; otherwise `flow.record.waiter`, if set, is called
-        with the flow when it is done. `make` makes the flow, by default `deployment.make_flow`; `enqueue` queues it, by
-        default in the scheduler. The server's own requests pass another `enqueue`, and are
-        accepted during a drain too, as are requests that were accepted before it (`is_accepted`, `announced`).
+        """Begin one request without waiting for it. It may be done at once; otherwise `flow.record.waiter`, if set, is
+        called with the flow when it is done. `make` makes the flow, by default `deployment.make_flow`; `enqueue` queues
+        it, by default in the scheduler. The server's own requests pass another `enqueue`, and are accepted during a
+        drain too, as are requests that were accepted before it (`is_accepted`, `announced`).
 
         Raises Invalid for a request that does not fit the deployment, TooLarge and Unavailable for one that is not
         admitted, and Unsupported for a deployment that may respond any number of times, unless `make` is its

@@ -57,9 +57,12 @@ class RegionFrame(Frame):
     steps that are not over. `spreads`: of each space that began, by its number; else None. `request_rows`: the rows of
     space 0. `parted`: its steps that have parts under way, by node; those in `held_back` wait until another part of the
     frame is over. `ranges`: of a frame that has only some rows of the one above, the first and last of those by space.
+    `awaited`: spaces that have not opened yet in a frame above, and that steps of this one are in; each counts as a
+    step.
     """
 
     __slots__ = (
+        "awaited",
         "children",
         "depth",
         "held_back",
@@ -103,6 +106,7 @@ class RegionFrame(Frame):
         self.parted: dict[int, PartedStep] = {} if plan.regions.operations else _NO_PARTS
         self.held_back: list[PartedStep] = []
         self.ranges: list[tuple[int, int] | None] | None = None
+        self.awaited: list[int] = []
 
     @property
     def is_stream(self) -> bool:
@@ -161,8 +165,8 @@ class RegionFrame(Frame):
         *,
         is_last: bool = False,
     ) -> list[Ticket]:
-        """A decoupled step of this frame sent a response: begin a frame below with these `parameters` and, if given, its
-        own request. `is_last`: the step sends no further response.
+        """A decoupled step of this frame sent a response: begin a frame below with these `parameters` and, if given,
+        its own request. `is_last`: the step sends no further response.
         """
         part: Part | None = source.part
         node = source.node
@@ -456,12 +460,25 @@ class RegionFrame(Frame):
         """A frame begins: enter the spaces that are open in the frame above."""
         for entry in self.regions.entries[self.depth]:
             if entry is not None and entry.is_from_above:
-                self._enter_from_above(entry, ready, tickets)
+                if self.spreads[entry.space.index] is not None:
+                    self._enter_from_above(entry, ready, tickets)
+                elif not self._is_skipped(entry.space.parent):
+                    self.awaited.append(entry.space.index)
+        self.steps += len(self.awaited)
 
     def _enter_from_above(self, entry: Entry, ready: list[int], tickets: list[Ticket]) -> None:
-        spread, parent = self.spreads[entry.space.index], self.spreads[entry.space.parent]
-        if spread is not None and (parent is None or parent.rows):  # else its absence is part of its parent's
-            self._enter_space(entry, spread, ready, tickets)
+        if not self._is_skipped(entry.space.parent):
+            self._enter_space(entry, self.spreads[entry.space.index], ready, tickets)
+
+    def _is_skipped(self, space: int) -> bool:
+        """Whether a space, or one around it, has no row; its absence is part of that of the outermost such space."""
+        spaces = self.plan.graph.spaces
+        while space:
+            spread = self.spreads[space]
+            if spread is not None and not spread.rows:
+                return True
+            space = spaces[space - 1].parent
+        return False
 
     def _enter_space(self, entry: Entry, spread: Any, ready: list[int], tickets: list[Ticket]) -> None:
         """Let the steps of a space begin in this frame. If it has no rows, its steps and those of the spaces within it
@@ -638,6 +655,8 @@ class RegionFrame(Frame):
             tensor = above.tensors[slot]
             space = self.regions.space_opened.get(slot)
             if space is not None:
+                if self.spreads[space] is not None:
+                    continue  # this frame began after the space, while the frame above continued
                 self.spreads[space] = tensor
                 if self.ranges is not None:
                     self._restrict_spread(space)
@@ -651,6 +670,12 @@ class RegionFrame(Frame):
         for child in [*self.children]:
             child._receive(slots, tickets)
         self._go_on(ready, [], None, tickets)
+        if self.awaited:
+            waiting = [one for one in self.awaited if self.spreads[one] is None and not self._is_skipped(one)]
+            self.steps -= len(self.awaited) - len(waiting)
+            self.awaited = waiting
+            if not self.steps:
+                self._complete()
 
     def _retry(self, n: int, tickets: list[Ticket]) -> None:
         """Start a node or an operation that waited for a tensor from above, if it is there now."""
@@ -694,8 +719,8 @@ class RegionFrame(Frame):
         self.whole._advance()
 
     def _advance(self) -> None:
-        """Append the responses that are next in order to the answers, and end the stream after the last: a response that
-        is appended together with the end carries the final flag.
+        """Append the responses that are next in order to the answers, and end the stream after the last: a response
+        that is appended together with the end carries the final flag.
         """
         stream, regions = self.stream, self.regions
         if stream.is_over:

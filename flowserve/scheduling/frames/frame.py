@@ -57,12 +57,12 @@ class Part(Protocol):
 
 class Ticket:
     """The queue entry of a step: rows, a key that all members of a batch must share, and the time it was queued. It may
-    be for a `part` of the rows of its step only. `tensors`: by slot, those that the step reads, which are the tensors of
-    its frame or of its part. Some attributes are set by some queues only: `lane` and `order` are the lane and the position of
-    arrival in a queue that may reorder tickets (queue.py), `copy_ns` is the cost of copying its tensors to another
-    device (affinity.py), `was_lost` that it runs again after the loss of a machine, `sequence` its `RequestSequence`,
-    and `candidate_ns` the time at which it became the next of that (sequence/). `lookup` belongs to the runtime: how a
-    step was looked up in a response cache, () if it was not.
+    be for a `part` of the rows of its step only. `tensors`: by slot, those that the step reads, which are the tensors
+    of its frame or of its part. Some attributes are set by some queues only: `lane` and `order` are the lane and the
+    position of arrival in a queue that may reorder tickets (queue.py), `copy_ns` is the cost of copying its tensors to
+    another device (affinity.py), `was_lost` that it runs again after the loss of a machine, `sequence` its
+    `RequestSequence`, and `candidate_ns` the time at which it became the next of that (sequence/). `lookup` belongs to
+    the runtime: how a step was looked up in a response cache, () if it was not.
     """
 
     __slots__ = (
@@ -168,9 +168,9 @@ class Frame:
     def finish_step(
         self, ticket: Ticket, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int, shared: dict[Any, Any]
     ) -> list[Ticket]:
-        """Store the outputs of a finished step of `node` and return the steps that became ready. `ticket` is that of the
-        step, or of the first step of a route. `outputs[j][m]` is the model's j-th output for it. `shared`: a cache for
-        what frames of regions compute once for all members of these outputs.
+        """Store the outputs of a finished step of `node` and return the steps that became ready. `ticket` is that of
+        the step, or of the first step of a route. `outputs[j][m]` is the model's j-th output for it. `shared`: a cache
+        for what frames of regions compute once for all members of these outputs.
 
         Afterwards `open` is 0 if that was the last step. An omitted output (None) is omitted from the response and from
         the optional inputs that it feeds. Raises a FlowserveError if the flow cannot continue.

@@ -16,8 +16,9 @@ from flowserve.scheduling.frames.operations import RowOperations, Spread
 
 
 class PartedStep:
-    """One step of a space, of a `frame` of borders.py, while its parts are under way. `size`: the rows of a part. `outputs[p]` are those of part p.
-    `waiting` are the numbers of the parts that are not queued yet, `left` the number of those that are not over.
+    """One step of a space, of a `frame` of borders.py, while its parts are under way. `size`: the rows of a part.
+    `outputs[p]` are those of part p. `waiting` are the numbers of the parts that are not queued yet, `left` the number
+    of those that are not over.
     """
 
     __slots__ = ("_frame", "has_rows", "left", "node", "outputs", "size", "space", "spread", "tensors", "waiting")
@@ -72,8 +73,8 @@ class PartedStep:
 
 
 class Part:
-    """Some rows of one step, from row `start` on. `number`: its position among the parts of the step. `tensors` has only
-    the slots that the step reads.
+    """Some rows of one step, from row `start` on. `number`: its position among the parts of the step. `tensors` has
+    only the slots that the step reads.
     """
 
     __slots__ = ("number", "rows", "start", "step", "tensors")

@@ -56,8 +56,8 @@ unlimited = cache(InflightSlots)  # without limits they never change, so that re
 
 
 class Parked(NamedTuple):
-    """A step of node `n` of a `frame` of borders.py, or a part of it, that waits for a slot. `hold`: the slot of the step
-    that made it ready.
+    """A step of node `n` of a `frame` of borders.py, or a part of it, that waits for a slot. `hold`: the slot of the
+    step that made it ready.
     """
 
     frame: Any
@@ -67,8 +67,8 @@ class Parked(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """The slot of a step that is over, kept until `count` steps that it made ready have slots of their own. `whole`: the
-    frame of the request.
+    """The slot of a step that is over, kept until `count` steps that it made ready have slots of their own. `whole`:
+    the frame of the request.
     """
 
     whole: Any
