@@ -87,7 +87,7 @@ def check_nothing_is_held(world: StreamWorld, flow: Frame) -> None:
     assert not flow.parted
     assert not flow.stream.live
     assert not any(flow.stream.slots.promised)
-    if flow.record.error is None and not world.cancelled or world.shared is not None:
+    if (flow.record.error is None and not world.cancelled) or world.shared is not None:
         assert not any(flow.stream.slots.taken)
     assert not world.running
     assert all(len(queue.batcher) == 0 for queue in world.queues)

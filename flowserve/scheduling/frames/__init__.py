@@ -7,5 +7,6 @@ clocks or the contents of tensors. Called by the scheduler and by streaming/.
 request.py has the record of a request, frame.py the frame of a plain graph and the ticket of a step. A graph with
 `when`, `each`, decoupled steps or shared limits has frames of borders.py, which is the only module that decides by the
 kind of a region: operations.py makes the tensors at the border of a space, parts.py divides the rows of a step,
-stream.py has the responses of a request, slots.py the limits of steps under way.
+stream.py has the responses of a request, ranges.py the rows that such a response has, slots.py the limits of steps
+under way.
 """

@@ -28,17 +28,17 @@ Always true of a request that is not over (see `RegionFrame.check`):
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
-from flowserve.errors import FlowserveError, Internal, ModelFailed
+from flowserve.errors import FlowserveError, Internal
 from flowserve.graph.plan import Plan, PlanNode
 from flowserve.graph.regions import NO_SLOT, Entry, Operation, RegionPlan
 from flowserve.scheduling.frames.frame import OVER, Facts, Frame, Ticket
 from flowserve.scheduling.frames.operations import RowOperations, made, only_branch
 from flowserve.scheduling.frames.parts import Part, PartedStep
+from flowserve.scheduling.frames.ranges import RowRanges
 from flowserve.scheduling.frames.request import RequestRecord
 from flowserve.scheduling.frames.slots import Gauge, Hold, InflightSlots, Parked, unlimited
 from flowserve.scheduling.frames.stream import UNREAD_MAX, Source, Stream, ignore
@@ -56,7 +56,7 @@ class RegionFrame(Frame):
     are not complete, in order. `unread`: complete responses from below it that were not read. `sources`: its decoupled
     steps that are not over. `spreads`: of each space that began, by its number; else None. `request_rows`: the rows of
     space 0. `parted`: its steps that have parts under way, by node; those in `held_back` wait until another part of the
-    frame is over. `ranges`: of a frame that has only some rows of the one above, the first and last of those by space.
+    frame is over. `ranges`: the rows that it has of the frame above, None for all.
     `awaited`: spaces that have not opened yet in a frame above, and that steps of this one are in; each counts as a
     step.
     """
@@ -105,7 +105,7 @@ class RegionFrame(Frame):
         self.request_rows = 1
         self.parted: dict[int, PartedStep] = {} if plan.regions.operations else _NO_PARTS
         self.held_back: list[PartedStep] = []
-        self.ranges: list[tuple[int, int] | None] | None = None
+        self.ranges: RowRanges | None = None
         self.awaited: list[int] = []
 
     @property
@@ -581,56 +581,17 @@ class RegionFrame(Frame):
 
     def _restrict_to(self, space: int, row: int) -> None:
         """This frame has only the rows of the frame above that one row of a space is made from."""
-        above, spaces, regions = self.parent, self.plan.graph.spaces, self.regions
-        assert above is not None
-        self.ranges = [None] * len(self.spreads)
-        self.ranges[space] = row, row + 1
-        while space:
-            row, space = above.spreads[space].parent_of(row), spaces[space - 1].parent
-            self.ranges[space] = row, row + 1
-        self.request_rows = 1
-        for one in spaces:
-            if above.spreads[one.index] is not None:
-                self._restrict_spread(one.index)
-        for slot, tensor in enumerate(self.tensors[: len(regions.below)]):
-            if tensor is None or not regions.below[slot]:
-                continue
-            opened = regions.space_opened.get(slot)
-            self.tensors[slot] = self._restricted(slot, tensor) if opened is None else self.spreads[opened]
-
-    def _restrict_spread(self, space: int) -> None:
-        above, parent = self.parent, self.plan.graph.spaces[space - 1].parent
-        assert above is not None
-        assert self.ranges is not None
-        spread = above.spreads[space]
-        around = self.ranges[parent]
-        if around is None:  # a space that opened later than this frame began: its parent is known by now
-            around = 0, 0
-        inside = self.ranges[space]
-        if inside is None:
-            rows = range(spread.rows)
-            inside = (
-                bisect_left(rows, around[0], key=spread.parent_of),
-                bisect_left(rows, around[1], key=spread.parent_of),
-            )
-            self.ranges[space] = inside
-        self.spreads[space] = self.stream.rows.restricted(spread, *inside, *around)
-
-    def _restricted(self, slot: int, tensor: Any) -> Any:
-        """The rows of a tensor of the frame above that this frame has; None if it has none."""
-        assert self.ranges is not None
         assert self.parent is not None
-        space = self.regions.space_of[slot]
-        inside = self.ranges[space]
-        if not self.plan.graph.has_rows(space) or tensor.stop < 0:
-            return tensor
-        if inside is None or inside[0] == inside[1]:
-            return None
-        rows = self.parent.rows_of(space)
-        if tensor.stop - tensor.start != rows:
-            text = f"a tensor of {rows} rows is needed for the responses of each row, and one has"
-            raise ModelFailed(f"{text} {tensor.stop - tensor.start}")
-        return self.stream.rows.part(tensor, *inside)
+        self.ranges = ranges = RowRanges(self.parent, space, row)
+        self.request_rows = 1
+        for one in self.plan.graph.spaces:
+            if self.spreads[one.index] is not None:
+                self.spreads[one.index] = ranges.spread(one.index)
+        opened = self.regions.space_opened
+        for slot, is_read_below in enumerate(self.regions.below):
+            tensor = self.tensors[slot]
+            if tensor is not None and is_read_below:
+                self.tensors[slot] = self.spreads[opened[slot]] if slot in opened else ranges.tensor(slot, tensor)
 
     def _pass_down(self, slots: Sequence[int], tickets: list[Ticket]) -> None:
         """Pass what this frame has written, and deeper levels read, to the frames below."""
@@ -657,16 +618,15 @@ class RegionFrame(Frame):
             if space is not None:
                 if self.spreads[space] is not None:
                     continue  # this frame began after the space, while the frame above continued
-                self.spreads[space] = tensor
-                if self.ranges is not None:
-                    self._restrict_spread(space)
-                self.tensors[slot] = self.spreads[space]
+                self.spreads[space] = tensor = tensor if self.ranges is None else self.ranges.spread(space)
+                self.tensors[slot] = tensor
                 entry = self.regions.entries[self.depth][space]
                 if entry is not None:
                     self._enter_from_above(entry, ready, tickets)
             else:
-                is_some = self.ranges is not None and tensor is not None
-                self.tensors[slot] = self._restricted(slot, tensor) if is_some else tensor
+                if self.ranges is not None and tensor is not None:
+                    tensor = self.ranges.tensor(slot, tensor)
+                self.tensors[slot] = tensor
         for child in [*self.children]:
             child._receive(slots, tickets)
         self._go_on(ready, [], None, tickets)
