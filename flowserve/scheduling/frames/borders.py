@@ -122,7 +122,7 @@ class RegionFrame(Frame):
     # ------------------------------------------------------------------ the verbs of a frame
 
     def begin(self, changed: Callable[[Any], None] | None = None) -> list[Ticket]:
-        """As `Frame.begin`; `changed` is called with this frame whenever `Streams.settle` has something to do for it."""
+        """As `Frame.begin`; `changed` is called with this frame when `Streams.settle` has something to do for it."""
         stream = self.stream
         stream.changed = changed or ignore
         self._check_given(self.plan)
