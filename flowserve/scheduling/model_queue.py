@@ -17,8 +17,6 @@ from flowserve.scheduling.rate_limit.limiter import Needs
 from flowserve.scheduling.single_flight import Lookups
 
 NO_GROUPS: Final[Mapping[Any, object]] = {}
-# The limit of one batch's duration in the average `ModelQueue.compute_ns`, so that one slow batch does not dominate it.
-COMPUTE_NS_MAX: Final = 2_000_000
 
 
 class ModelQueue:
@@ -85,16 +83,10 @@ class ModelQueue:
         self.members = {group: one for one, group in route_groups.items()} if may_route and len(groups) > 1 else {}
         self.depth = len(self.instances) // len(groups) if self.members else 0
         self.computes_apart = computes_apart  # whether it can compute while other models with the same groups do
-        self.is_timed = False  # whether `compute_ns` is kept: a route with branches needs it
-        self.compute_ns = COMPUTE_NS_MAX  # the moving average of a batch's compute time
 
     def is_idle_in(self, group: object, taken: int = 0) -> bool:
         """Whether the instance of a group has no batch except `taken` ones. Only for a model with several groups."""
         return self.free.count(self.members[group]) == self.depth - taken
-
-    def computed(self, ns: int) -> None:
-        """Add the compute time of a batch to the average."""
-        self.compute_ns += (min(max(ns, 0), COMPUTE_NS_MAX) - self.compute_ns) >> 3
 
     @property
     def is_served(self) -> bool:

@@ -66,17 +66,13 @@ _by_stamp = attrgetter("stamp")
 
 class StageResults(Protocol):
     """The results of one stage of a batch: `outputs[j][m]` is the model's j-th output for member m, `errors[m]` the
-    error of member m if it failed. It computed from `gathered_ns` to `computed_ns`.
+    error of member m if it failed.
     """
 
     @property
     def outputs(self) -> Sequence[Sequence[Facts | None]]: ...
     @property
     def errors(self) -> Mapping[int, FlowserveError]: ...
-    @property
-    def gathered_ns(self) -> int: ...
-    @property
-    def computed_ns(self) -> int: ...
 
 
 class Scheduler:
@@ -489,8 +485,7 @@ class Scheduler:
         """Give a batch its route if returning between the stages could not change the batch: all members have the same
         next nodes, the queues of the route are empty and their instances idle, no retry waits, and no member has a
         deadline. If instances are in several groups, a route stays in the group of its first instance, and instances of
-        other groups need not be idle: a batch does not wait for others to join it while an instance is free. Branches
-        whose models compute for long are not on one route: they compute at the same time, each in a batch of its own.
+        other groups need not be idle: a batch does not wait for others to join it while an instance is free.
         """
         tickets = batch.tickets
         first = tickets[0]
@@ -499,8 +494,6 @@ class Scheduler:
             route: Route | None = plan.routes[node.index]
         except KeyError:
             route = plan.routes[node.index] = find_route(plan, node, queues)
-        if route is not None and route.has_branches and route.is_too_long:
-            route = route.stem
         if route is None:
             return
         if self.rate_limit is not None or self._retries or self._ending or batch.rows > route.rows_max:
@@ -595,9 +588,6 @@ class Scheduler:
         batch; it is not retried if its instance died. If the machine of the instance is lost, it runs once more, whole.
         """
         route = batch.route
-        if batch.queue.is_timed:
-            for queue, results in zip((batch.queue,) if route is None else route.queues, made, strict=False):
-                queue.computed(results.computed_ns - results.gathered_ns)
         if route is not None:
             is_complete = error is None and len(made) == len(route.nodes)
             self._release_all(batch)

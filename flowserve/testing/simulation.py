@@ -296,8 +296,6 @@ class BatchResults(NamedTuple):
 
     outputs: Sequence[Sequence[Any]]
     errors: Mapping[int, FlowserveError] = {}
-    gathered_ns: int = 0
-    computed_ns: int = 0
 
 
 class SimulatedDeployment(Agenda):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.graph.plan import Plan, make_plan
@@ -170,17 +171,21 @@ class Recorder:
         errors: Mapping[int, FlowserveError] | None = None,
         at: int = 0,
     ) -> None:
-        """Complete a batch: each output is one block with the rows of the inputs."""
+        """Complete all stages of a batch: each output is one block with the rows of the inputs. The `errors` are those
+        of the last stage.
+        """
         self.running.remove(batch)
-        outputs: list[list[Handle | None]] = []
-        for _ in batch.tickets[0].node.outputs:
-            block, start = object(), 0
-            column: list[Handle | None] = []
-            for ticket in batch.tickets:
-                column.append(Handle(0, 2, start, start + ticket.rows, block))
-                start += ticket.rows
-            outputs.append(column)
-        self.scheduler.complete(batch, [BatchResults(outputs, errors or {})], None, at)
+        stages = [batch.tickets[0].node] if batch.route is None else batch.route.nodes
+        made = [BatchResults([self._column(batch) for _ in node.outputs]) for node in stages]
+        made[-1] = made[-1]._replace(errors=errors or {})
+        self.scheduler.complete(batch, made, None, at)
+
+    @staticmethod
+    def _column(batch: Batch) -> list[Handle]:
+        """One output of a batch."""
+        block = object()
+        ends = accumulate(ticket.rows for ticket in batch.tickets)
+        return [Handle(0, 2, end - ticket.rows, end, block) for ticket, end in zip(batch.tickets, ends, strict=True)]
 
     def raised(self, batch: Batch) -> bool:
         """Fail a batch; returns whether it is retried."""

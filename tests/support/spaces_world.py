@@ -41,8 +41,6 @@ Function = Callable[..., tuple[Array, ...]]
 class Made(NamedTuple):
     outputs: Sequence[Sequence[Tensor | None]]
     errors: dict[int, FlowserveError]
-    gathered_ns: int = 0
-    computed_ns: int = 0
 
 
 ITEMS_OF_A_STACK = 3
