@@ -26,7 +26,7 @@ from flowserve.cluster.agents import LocalCluster
 from flowserve.config.placement import ModelPlace
 from flowserve.errors import FlowserveError
 from flowserve.graph.plan import make_plan
-from flowserve.graph.types import ModelKey
+from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import ControlOptions, open_control
@@ -34,10 +34,10 @@ from flowserve.runtime.workers.cluster import ClusterOptions
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.model_queue import ModelQueue
-from flowserve.scheduling.queue import BatchPolicy
+from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.scheduling.scheduler import Scheduler
-from flowserve.testing.simulation import BatchResults
-from flowserve.testing.strategies import Handle, SimModel, plain_graph
+from flowserve.simulation.deployment import BatchResults
+from flowserve.simulation.rows import SimulatedTensor
 from flowserve.values import Array, DType, Request, TensorSpec
 
 SIZES: Final = {"256 B": 64, "96 KB": 24_576, "602 KB": 150_528, "9.6 MB": 2_408_448}
@@ -109,9 +109,11 @@ def _scheduling_us(instances: int) -> float:
     batches each, are busy.
     """
     policy = BatchPolicy.simple(_BATCH)
-    model = SimModel(0, ModelKey("a", 1), (_SPEC,), (_SPEC,), _BATCH, policy, 1, False, 0, 0)
-    plan = make_plan(plain_graph(model))
-    queue = ModelQueue(model.key, model.batcher(), [number for number in range(instances) for _ in range(2)])
+    node = Node(0, "a", ModelKey("a", 1), (_SPEC,), (_SPEC,), _BATCH)
+    edges = (Edge("X", GRAPH, 0, 0, 0), Edge("X", 0, 0, GRAPH, 0))
+    plan = make_plan(Graph("a", 1, (_SPEC,), (_SPEC,), _BATCH, (node,), edges))
+    queue = ModelQueue(node.model, Queue(policy), [number for number in range(instances) for _ in range(2)])
+    tensor = SimulatedTensor(_SPEC, 1)
     scheduler = Scheduler()
     scheduler.add(queue)
     stamps = count(1)
@@ -119,7 +121,7 @@ def _scheduling_us(instances: int) -> float:
 
     def turn(requests: int) -> None:
         for _ in range(requests):
-            scheduler.submit(Flow(plan, [queue], [Handle(0, 2, 0, 1)], 0, next(stamps), None, None, 0, 0))
+            scheduler.submit(Flow(plan, [queue], [tensor], 0, next(stamps), None, None, 0, 0))
         while (decisions := scheduler.schedule(0)) is not None:
             running.extend(decisions.batches)
 
@@ -127,9 +129,7 @@ def _scheduling_us(instances: int) -> float:
     began = time.perf_counter()
     for _ in range(_BATCHES):
         batch = running.popleft()
-        block = object()
-        made: list[Handle | None] = [Handle(0, 2, row, row + 1, block) for row in range(_BATCH)]
-        scheduler.complete(batch, [BatchResults([made], {})], None, 0)
+        scheduler.complete(batch, [BatchResults([[tensor] * _BATCH])], None, 0)
         turn(_BATCH)
         scheduler.take_finished()
     return (time.perf_counter() - began) / _BATCHES * 1e6

@@ -1,7 +1,8 @@
-"""Writes the dashboard for Grafana and the alerts for Prometheus: `python deploy/generate.py`.
+"""Writes the dashboard for Grafana: `python deploy/generate.py`.
 
-Decides which figures an operator watches. A test compares the files with this script, and every name and label of its
-expressions with the metrics of a running server, so that a metric that is renamed breaks a test and not a dashboard.
+Decides which figures an operator watches. A test compares the file with this script, and every name and label of its
+expressions, and of the alerts in prometheus/alerts.yaml, with the metrics of a running server, so that a metric that is
+renamed breaks a test and not a dashboard.
 """
 
 from __future__ import annotations
@@ -10,10 +11,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from flowserve.cli.export import to_yaml
-
-HERE: Final = Path(__file__).parent
-FIRST_LINE: Final = "# Written by deploy/generate.py; not loaded into a Prometheus yet."
+DASHBOARD: Final = Path(__file__).parent / "grafana/flowserve.json"
 _BY: Final = 'model=~"$model"'
 # Row: title, unit and expressions of its panels, each expression with its legend.
 PANELS: Final[dict[str, list[tuple[str, str, list[tuple[str, str]]]]]] = {
@@ -87,31 +85,6 @@ PANELS: Final[dict[str, list[tuple[str, str, list[tuple[str, str]]]]]] = {
         ("Refused", "reqps", [("sum by (reason) (rate(flowserve_http_refused_total[1m]))", "{{reason}}")]),
     ],
 }
-# Name: expression, minutes, severity, what it means.
-ALERTS: Final[dict[str, tuple[str, int, str, str]]] = {
-    "FlowserveRefuses": (
-        (
-            "sum by (model) (rate(nv_inference_request_failure[5m])) > 0.01 * "
-            "(sum by (model) (rate(nv_inference_request_success[5m])) + "
-            "sum by (model) (rate(nv_inference_request_failure[5m])))"
-        ),
-        5,
-        "warning",
-        "More than one request in a hundred to {{ $labels.model }} fails.",
-    ),
-    "FlowserveOverloaded": (
-        "max by (model) (flowserve_load_ratio) > 2",
-        5,
-        "warning",
-        "Twice as many requests as the instances of {{ $labels.model }} can run at once, for five minutes.",
-    ),
-    "FlowserveConnectionsRefused": (
-        "sum(rate(flowserve_http_refused_total[5m])) > 0",
-        5,
-        "warning",
-        "Connections or bodies are refused at a limit of the server.",
-    ),
-}
 
 
 def dashboard() -> dict[str, Any]:
@@ -163,28 +136,5 @@ def dashboard() -> dict[str, Any]:
     }
 
 
-def alerts() -> dict[str, Any]:
-    rules = [
-        {
-            "alert": name,
-            "expr": expression,
-            "for": f"{minutes}m",
-            "labels": {"severity": severity},
-            "annotations": {"summary": text},
-        }
-        for name, (expression, minutes, severity, text) in ALERTS.items()
-    ]
-    return {"groups": [{"name": "flowserve", "rules": rules}]}
-
-
-def files() -> dict[str, str]:
-    """The text of each file, by its path below this folder."""
-    return {
-        "grafana/flowserve.json": json.dumps(dashboard(), indent=1) + "\n",
-        "prometheus/alerts.yaml": to_yaml([alerts()], FIRST_LINE),
-    }
-
-
 if __name__ == "__main__":
-    for path, text in files().items():
-        (HERE / path).write_text(text)
+    DASHBOARD.write_text(json.dumps(dashboard(), indent=1) + "\n")

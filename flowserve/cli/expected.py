@@ -19,8 +19,9 @@ from flowserve.config.types import InstanceGroup, LimitedResource, ModelConfig, 
 from flowserve.graph.types import Graph
 from flowserve.runtime.clock import SECOND_NS
 from flowserve.scheduling.rate_limit.limiter import Available
-from flowserve.testing.simulated_rows import RowPlan
-from flowserve.testing.simulation import Arrival, SimulatedDeployment
+from flowserve.simulation.deployment import SimulatedDeployment
+from flowserve.simulation.records import Arrival
+from flowserve.simulation.rows import RowPlan
 
 REQUESTS: Final = 2000
 BEHIND: Final = 0.9  # of the rate: random arrivals deviate a little from it

@@ -4,5 +4,5 @@ Decides which steps are ready, which tickets form a batch, which free instance r
 parts of a failed batch are retried, when a timeout or a deadline passes, and in which order responses leave. Does not
 know tensor contents, protocols, workers, event loops, clocks or threads: times are integer nanoseconds that callers
 pass in, and decisions are returned as records (batch.py). Called by `runtime`, whose engine drives the scheduler,
-and by the simulators in `flowserve.testing`. Read scheduler.py first.
+and by simulators (`flowserve.simulation`). Read scheduler.py first.
 """

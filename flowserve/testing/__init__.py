@@ -6,18 +6,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flowserve.simulation.records import Arrival, Simulation
     from flowserve.testing.fakes import Faked, FakeModel
     from flowserve.testing.serve import Served, serving
-    from flowserve.testing.simulation import Arrival, Clients, Simulation, simulate
+    from flowserve.testing.simulation import Clients, simulate
 
 # Imported on first use: a test that simulates needs no server.
 _WHERE = {
-    "Arrival": "flowserve.testing.simulation",
+    "Arrival": "flowserve.simulation.records",
     "Clients": "flowserve.testing.simulation",
     "FakeModel": "flowserve.testing.fakes",
     "Faked": "flowserve.testing.fakes",
     "Served": "flowserve.testing.serve",
-    "Simulation": "flowserve.testing.simulation",
+    "Simulation": "flowserve.simulation.records",
     "serving": "flowserve.testing.serve",
     "simulate": "flowserve.testing.simulation",
 }

@@ -1,7 +1,7 @@
 """Property tests with whole simulated servers and real tensors: every array that a model or a caller sees is checked
 when it is passed on and again when it is released.
 
-The simulator (flowserve/testing/sim.py) decides which requests arrive, leave, fail or are late, and which models raise
+The simulator (tests/support/sim.py) decides which requests arrive, leave, fail or are late, and which models raise
 or omit outputs. Here its handles get rows of real blocks from a real pool, models gather and write as real backends do,
 and returned buffers are filled again by their next user. A view that outlived its block, a write to memory that is
 being read, or rows of a withdrawn request would all appear as wrong numbers.
@@ -26,9 +26,9 @@ from flowserve.runtime.workers.base import writable_members
 from flowserve.scheduling.affinity import NO_DEVICE
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
-from flowserve.testing.sim import RouteRun, Sim
-from flowserve.testing.strategies import Handle, SimModel, World, worlds
 from flowserve.values import Array
+from tests.support.sim import RouteRun, Sim
+from tests.support.strategies import Handle, SimModel, World, worlds
 
 DEPTH = 1024  # numbers behind each unit of a handle's width: two rows are enough for a pooled buffer
 GARBAGE = -1

@@ -44,6 +44,22 @@ def test_two_builds_are_byte_identical(kind: Kind, root: Path, source: Path, tmp
 
 
 @pytest.mark.slow
+def test_the_build_makes_the_stubs_of_generated_modules(root: Path, tmp_path: Path) -> None:
+    source = copy_source(root, tmp_path / "source")
+    stub = "flowserve/grpc/service_pb2.pyi"
+    archive = build(source, tmp_path, "sdist")
+    shutil.unpack_archive(archive, tmp_path, filter="data")
+    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+    assert "class ModelInferRequest(" in (unpacked / stub).read_text()
+    (unpacked / stub).write_text("# of the archive\n")
+    with zipfile.ZipFile(build(unpacked, tmp_path / "wheel")) as wheel:
+        assert wheel.read(stub) == b"# of the archive\n", "an archive is built without protoc"
+    (source / stub).unlink()
+    build(source, tmp_path / "editable", "editable")
+    assert "class ModelInferRequest(" in (source / stub).read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 def test_a_type_checker_sees_the_types_of_an_installed_package(kind: Kind, source: Path, tmp_path: Path) -> None:
     python = unpacked_in_environment(build(source, tmp_path / "built", kind), tmp_path / "venv")

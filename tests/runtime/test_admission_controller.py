@@ -29,10 +29,10 @@ from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import PLAIN, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.scheduling.scheduler import Scheduler
-from flowserve.testing.strategies import plain_graph
 from flowserve.values import Request
 from tests.support.growth import QUADRATIC_FROM, growth
 from tests.support.recorder import simple_model
+from tests.support.strategies import plain_graph
 
 MS = 1_000_000
 F = TypeVar("F", bound=Flow)

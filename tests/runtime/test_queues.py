@@ -14,8 +14,8 @@ from flowserve.graph.plan import make_plan
 from flowserve.runtime.workers.policies import batcher_for, keeps_order
 from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.queue import OVERTAKEN_MAX
-from flowserve.testing.strategies import plain_graph
 from tests.support.recorder import simple_model
+from tests.support.strategies import plain_graph
 
 PLAN = make_plan(plain_graph(simple_model(0)))
 TENSORS = """

@@ -20,8 +20,8 @@ from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.route import find_route
-from flowserve.testing.strategies import Handle
 from tests.support.recorder import simple_model, step_graph
+from tests.support.strategies import Handle
 
 GRAPHS = [step_graph(*edges) for edges in (["ab"], ["ab", "bc"], ["ab", "bc", "cd"], ["ab", "ac", "bd", "cd"])]
 

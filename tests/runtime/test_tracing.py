@@ -47,10 +47,10 @@ from flowserve.scheduling.rate_limit.limiter import Available, Limiter, Needs
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.sequence.sequence import SequencePolicy
 from flowserve.scheduling.sequence.strategies import Oldest
-from flowserve.testing.strategies import plain_graph
 from flowserve.values import Array, Request
 from tests.support.engine import add_chain, add_function
 from tests.support.recorder import simple_model
+from tests.support.strategies import plain_graph
 
 MS = 1_000_000
 

@@ -8,8 +8,8 @@ import pytest
 
 from flowserve.graph.plan import make_plan
 from flowserve.scheduling.flow import Flow, Ticket
-from flowserve.testing.strategies import plain_graph
 from tests.support.recorder import Recorder, rows_of, simple_model
+from tests.support.strategies import plain_graph
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

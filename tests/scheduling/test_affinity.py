@@ -9,8 +9,9 @@ from flowserve.errors import InstanceDied
 from flowserve.scheduling.affinity import NO_DEVICE, AffinityBatcher, CopyCost
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, Queue
-from flowserve.testing.sim import Sim
-from flowserve.testing.strategies import (
+from tests.support.recorder import Recorder, simple_model
+from tests.support.sim import Sim
+from tests.support.strategies import (
     Handle,
     World,
     draw_graph,
@@ -19,7 +20,6 @@ from flowserve.testing.strategies import (
     handle_residence,
     plain_graph,
 )
-from tests.support.recorder import Recorder, simple_model
 
 MODEL = simple_model(0, max_batch_size=4)
 GRAPH = plain_graph(MODEL)

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from flowserve.graph.plan import make_plan
 from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.queue import Batcher, BatchPolicy, Queue
-from flowserve.testing.strategies import plain_graph, policies
 from tests.support.recorder import simple_model
+from tests.support.strategies import plain_graph, policies
 
 FOREVER_NS = 1 << 60
 PLAN = make_plan(plain_graph(simple_model(0)))

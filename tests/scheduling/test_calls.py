@@ -25,8 +25,8 @@ from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX
 from flowserve.scheduling.sequence.batcher import Sequences
 from flowserve.scheduling.sequence.sequence import SequencePolicy
 from flowserve.scheduling.sequence.strategies import Direct, FillerFlow, Oldest
-from flowserve.testing.strategies import chain_graph, plain_graph
 from tests.support.recorder import Recorder, rows_of, simple_model
+from tests.support.strategies import chain_graph, plain_graph
 
 MODELS = [simple_model(number, max_batch_size=2) for number in range(4)]
 A, B, C, D = MODELS

@@ -10,9 +10,9 @@ from flowserve.errors import Invalid, ModelFailed
 from flowserve.graph.plan import NO_SLOT, make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.scheduling.flow import Flow, Ticket
-from flowserve.testing.strategies import Handle, SimModel, chain_graph, plain_graph
 from flowserve.values import DType, TensorSpec
 from tests.support.recorder import PORT, rows_of, simple_model
+from tests.support.strategies import Handle, SimModel, chain_graph, plain_graph
 
 FREE = TensorSpec("X", DType.FP32, (-1,))
 OTHER = TensorSpec("Y", DType.FP32, (-1,))

@@ -20,9 +20,9 @@ from flowserve.scheduling.queue import Batcher, BatchPolicy, LevelPolicy, Levels
 from flowserve.scheduling.rate_limit.limiter import Available, Limiter, Needs
 from flowserve.scheduling.sequence.sequence import SequencePolicy
 from flowserve.scheduling.sequence.strategies import Direct, FillerFlow, IterativeDirect, IterativeOldest, Oldest
-from flowserve.testing.strategies import Handle, chain_graph, handle_residence, plain_graph
 from tests.support.growth import QUADRATIC_FROM, growth
 from tests.support.recorder import Recorder, rows_of, simple_model
+from tests.support.strategies import Handle, chain_graph, handle_residence, plain_graph
 
 A, B, C, D = (simple_model(number, max_batch_size=2) for number in range(4))
 pytestmark = pytest.mark.fault("W5")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from flowserve.errors import DeadlineExceeded, Unavailable
 from flowserve.graph.types import GRAPH, Edge, Graph, Node
 from flowserve.scheduling.flow import Flow
-from flowserve.testing.strategies import plain_graph
 from tests.support.recorder import PORT, Recorder, simple_model
+from tests.support.strategies import plain_graph
 
 MS = 1_000_000
 CHAIN = [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (1, 0, GRAPH, 0)]

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from flowserve.graph.types import ModelKey
 from flowserve.scheduling.queue import BatchPolicy
-from flowserve.testing.sim import Sim
-from flowserve.testing.strategies import FIXED, SimModel, SimRequest, World, chain_graph, plain_graph
 from flowserve.values import DType, TensorSpec
+from tests.support.sim import Sim
+from tests.support.strategies import FIXED, SimModel, SimRequest, World, chain_graph, plain_graph
 
 ROWS_MAX = 8
 RETRIES_MAX = 6  # of one bad request: two halves of each of the three sizes 4, 2 and 1

@@ -18,9 +18,9 @@ from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.queue import BatchPolicy
 from flowserve.scheduling.sequence.sequence import RequestSequence, SequencePolicy
 from flowserve.scheduling.sequence.strategies import FillerFlow, Iterative, IterativeDirect, IterativeOldest
-from flowserve.testing.strategies import plain_graph
 from tests.support.recorder import Recorder, simple_model
 from tests.support.sequences import slots_taken
+from tests.support.strategies import plain_graph
 
 MODEL = simple_model(0)
 GRAPH = plain_graph(MODEL)

@@ -13,8 +13,8 @@ from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.scheduling.rate_limit.limiter import BEHIND_MAX, EVERYWHERE, Available, Limiter, Needs
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX
-from flowserve.testing.strategies import SimModel, plain_graph
 from tests.support.recorder import Recorder, simple_model
+from tests.support.strategies import SimModel, plain_graph
 
 A, B, C = simple_model(0), simple_model(1), simple_model(2)
 

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from flowserve.scheduling.rate_limit import order as limited
 from flowserve.scheduling.rate_limit.limiter import Limiter, Needs, Resource
-from flowserve.testing.strategies import plain_graph
 from tests.support.recorder import Recorder, simple_model
+from tests.support.strategies import plain_graph
 
 OVERTAKEN_MAX = 3
 FEWER = settings(max_examples=settings().max_examples // 2)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from flowserve.errors import InstanceDied, MachineLost
 from flowserve.scheduling.batch import Batch
-from flowserve.testing.strategies import plain_graph
 from tests.support.recorder import Recorder, simple_model
+from tests.support.strategies import plain_graph
 
 A = simple_model(0, max_batch_size=4)
 

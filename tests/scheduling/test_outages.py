@@ -10,8 +10,8 @@ from flowserve.errors import InstanceDied, Unavailable
 from flowserve.scheduling.batch import Batch, TicketRefused
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
-from flowserve.testing.strategies import chain_graph, plain_graph
 from tests.support.recorder import Recorder, simple_model
+from tests.support.strategies import chain_graph, plain_graph
 
 A, B = simple_model(0), simple_model(1)
 

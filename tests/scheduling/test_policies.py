@@ -15,10 +15,10 @@ from flowserve.scheduling.batch import Batch, TicketRefused, Withdrawn
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.queue import Batcher, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.scheduling.rate_limit.limiter import Limiter
-from flowserve.testing.simulation import BatchResults
-from flowserve.testing.strategies import chain_graph, plain_graph
+from flowserve.simulation.deployment import BatchResults
 from flowserve.values import DType, TensorSpec
 from tests.support.recorder import PORT, Recorder, rows_of, simple_model
+from tests.support.strategies import chain_graph, plain_graph
 
 A, B = simple_model(0), simple_model(1)
 ALONE = plain_graph(A)

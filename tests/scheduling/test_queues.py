@@ -8,8 +8,8 @@ from flowserve.errors import Unavailable
 from flowserve.graph.plan import make_plan
 from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.queue import OVERTAKEN_MAX, BatchPolicy, Deadlines, LevelPolicy, Levels, Queue
-from flowserve.testing.strategies import plain_graph
 from tests.support.recorder import rows_of, simple_model
+from tests.support.strategies import plain_graph
 
 MS = 1_000_000
 SECOND = 1000 * MS

@@ -14,8 +14,8 @@ from flowserve.errors import Unavailable
 from flowserve.graph.plan import make_plan
 from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.queue import OVERTAKEN_MAX, BatchPolicy, LevelPolicy, Levels, Queue
-from flowserve.testing.strategies import draw_levels, plain_graph, policies
 from tests.support.recorder import simple_model
+from tests.support.strategies import draw_levels, plain_graph, policies
 
 PLAN = make_plan(plain_graph(simple_model(0)))
 LEVELS = st.randoms(use_true_random=False).map(draw_levels)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flowserve.scheduling.rate_limit.limiter import Limiter
-from flowserve.testing.strategies import chain_graph, plain_graph
 from tests.support.recorder import Recorder, simple_model
+from tests.support.strategies import chain_graph, plain_graph
 
 A, B = simple_model(0), simple_model(1)
 GRAPH_A = plain_graph(A)

@@ -14,10 +14,10 @@ from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import BatchPolicy, Queue
-from flowserve.testing.simulation import BatchResults
-from flowserve.testing.strategies import Handle, chain_graph, plain_graph
+from flowserve.simulation.deployment import BatchResults
 from flowserve.values import DType, TensorSpec
 from tests.support.recorder import PORT, Recorder, rows_of, simple_model
+from tests.support.strategies import Handle, chain_graph, plain_graph
 
 A, B, C = simple_model(0), simple_model(1), simple_model(2)
 CHAIN = chain_graph("chain", [A, B, C])

@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flowserve.testing.sim import Sim
-from flowserve.testing.strategies import World, routed_worlds, worlds
+from tests.support.sim import Sim
+from tests.support.strategies import World, routed_worlds, worlds
 
 
 class AnyOrder(Sim):

@@ -19,9 +19,9 @@ from flowserve.errors import FlowserveError, InstanceDied, MachineLost
 from flowserve.scheduling.batch import Batch, Recall
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.route import RECALL_NS
-from flowserve.testing.simulation import BatchResults
-from flowserve.testing.strategies import Handle, chain_graph
+from flowserve.simulation.deployment import BatchResults
 from tests.support.recorder import Recorder, simple_model
+from tests.support.strategies import Handle, chain_graph
 
 MODELS = tuple(simple_model(number, max_batch_size=4) for number in range(3))
 CHAIN = chain_graph("chain", [*MODELS])

@@ -14,9 +14,9 @@ from flowserve.scheduling.rate_limit.limiter import EVERYWHERE, Limiter, Needs
 from flowserve.scheduling.sequence.batcher import ENDINGS_MAX, Sequences
 from flowserve.scheduling.sequence.sequence import SequencePolicy
 from flowserve.scheduling.sequence.strategies import Direct, FillerFlow, Oldest
-from flowserve.testing.strategies import plain_graph
 from tests.support.recorder import Recorder, rows_of, simple_model
 from tests.support.sequences import slots_taken
+from tests.support.strategies import plain_graph
 
 IDLE_NS = 1_000
 MODEL = simple_model(0)

@@ -17,9 +17,9 @@ from flowserve.scheduling.queue import BatchPolicy
 from flowserve.scheduling.sequence.batcher import Sequences
 from flowserve.scheduling.sequence.sequence import RequestSequence, SequencePolicy
 from flowserve.scheduling.sequence.strategies import Direct, FillerFlow, Oldest
-from flowserve.testing.strategies import plain_graph
 from tests.support.recorder import simple_model
 from tests.support.sequences import SequenceSim, slots_taken
+from tests.support.strategies import plain_graph
 
 PLAN = make_plan(plain_graph(simple_model(0)))
 IDLE_NS = 50

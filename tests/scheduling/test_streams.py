@@ -18,10 +18,10 @@ from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.rate_limit.limiter import Needs
 from flowserve.scheduling.streaming.iterations import UNREAD_MAX, InflightSlots, Source, StreamFlow
-from flowserve.testing.simulation import BatchResults
-from flowserve.testing.strategies import chain_graph
+from flowserve.simulation.deployment import BatchResults
 from flowserve.values import DType, TensorSpec
 from tests.support.recorder import Recorder, rows_of, simple_model
+from tests.support.strategies import chain_graph
 from tests.support.streams import StreamSim
 from tests.support.streams_world import Content, Model, StreamRequest, draw_wires, make_graph, right_answers
 

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from flowserve.testing.sim import Sim
-from flowserve.testing.strategies import draw_routed_world
+from tests.support.sim import Sim
+from tests.support.strategies import draw_routed_world
 
 BLOCK = 25  # seeds per test: few enough to find one quickly, many enough not to drown the report
 

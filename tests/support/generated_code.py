@@ -1,5 +1,5 @@
-"""Generates the `_pb2.py` modules of `config` and `grpc` and their type stubs from the proto files:
-`python -m tests.support.generated_code`.
+"""Generates the `_pb2.py` modules of `config` and `grpc` from the proto files:
+`python -m tests.support.generated_code`. Their type stubs are made by the build (hatch_build.py).
 
 Decides: a generated module is the file descriptor and the protobuf call that turns it into classes, instead of protoc's
 own Python output, for two reasons (docs/decisions/0007). All of them share a descriptor pool of their own, because
@@ -52,19 +52,11 @@ def generate() -> dict[Path, str]:
         with tempfile.TemporaryDirectory() as made:
             out = Path(made)
             folders = (f"-I{path.parent}", f"-I{PACKAGE / 'config'}")
-            protoc = [sys.executable, "-m", "grpc_tools.protoc", *folders, f"--pyi_out={out}"]
-            subprocess.run([*protoc, f"--descriptor_set_out={out / 'set'}", path.name], check=True)
+            protoc = [sys.executable, "-m", "grpc_tools.protoc", *folders, f"--descriptor_set_out={out / 'set'}"]
+            subprocess.run([*protoc, path.name], check=True)
             (file,) = FileDescriptorSet.FromString((out / "set").read_bytes()).file
-            stub = (out / f"{path.stem}_pb2.pyi").read_text(encoding="utf-8")
         texts[path.with_name(f"{path.stem}_pb2.py")] = _module_text(file, proto)
-        texts[path.with_name(f"{path.stem}_pb2.pyi")] = _strictly_typed(stub)
     return texts
-
-
-def _strictly_typed(stub: str) -> str:
-    """protoc's stub with the type arguments that mypy --strict requires."""
-    stub = stub.replace("_Mapping]", "_Mapping[str, object]]").replace("**kwargs)", "**kwargs: object)")
-    return stub.replace("import model_config_pb2", "from flowserve.config import model_config_pb2")
 
 
 def _module_text(file: FileDescriptorProto, proto: str) -> str:

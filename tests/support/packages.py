@@ -18,7 +18,8 @@ Kind = Literal["wheel", "sdist", "editable"]
 
 def copy_source(root: Path, folder: Path) -> Path:
     """Copy the files that a build reads."""
-    shutil.copytree(root / "flowserve", folder / "flowserve", ignore=shutil.ignore_patterns("__pycache__"))
+    ignored = shutil.ignore_patterns("__pycache__", "*_pb2.pyi")  # the build makes the stubs
+    shutil.copytree(root / "flowserve", folder / "flowserve", ignore=ignored)
     for file in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(root / file, folder)
     return folder

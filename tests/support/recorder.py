@@ -20,9 +20,9 @@ from flowserve.scheduling.queue import Batcher, BatchPolicy
 from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX
 from flowserve.scheduling.scheduler import Scheduler
-from flowserve.testing.simulation import BatchResults
-from flowserve.testing.strategies import Handle, SimModel
+from flowserve.simulation.deployment import BatchResults
 from flowserve.values import DType, TensorSpec
+from tests.support.strategies import Handle, SimModel
 
 PORT = (TensorSpec("X", DType.FP32, (-1,)),)
 Started = list[tuple[str, list[object]]]

@@ -24,9 +24,9 @@ from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.sequence.batcher import Sequences
 from flowserve.scheduling.sequence.sequence import RequestSequence, SequencePolicy
 from flowserve.scheduling.sequence.strategies import Direct, FillerFlow, Oldest
-from flowserve.testing.simulation import BatchResults
-from flowserve.testing.strategies import plain_graph
+from flowserve.simulation.deployment import BatchResults
 from tests.support.recorder import rows_of, simple_model
+from tests.support.strategies import plain_graph
 
 PLAN = make_plan(plain_graph(simple_model(0)))
 IDLE_NS = 100_000

@@ -28,7 +28,7 @@ from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.streaming.credits import Streams
 from flowserve.scheduling.streaming.iterations import InflightSlots, Iteration, Source, StreamFlow
-from flowserve.testing.simulation import BatchResults
+from flowserve.simulation.deployment import BatchResults
 from tests.support.streams_world import Content, Model, StreamRequest, made_by, right_answers
 
 STEPS_MAX = 50_000

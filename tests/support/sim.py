@@ -28,9 +28,10 @@ from flowserve.scheduling.rate_limit.limiter import Limiter, Resource
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX
 from flowserve.scheduling.route import RECALL_NS, Route
 from flowserve.scheduling.scheduler import Scheduler
-from flowserve.testing import strategies
-from flowserve.testing.simulation import Agenda, BatchResults
-from flowserve.testing.strategies import Handle, SimModel, SimRequest, World
+from flowserve.simulation.agenda import Agenda
+from flowserve.simulation.deployment import BatchResults
+from tests.support import strategies
+from tests.support.strategies import Handle, SimModel, SimRequest, World
 
 _POISON = "poison of "
 STEPS_MAX = 100_000  # a longer history is a livelock

@@ -2,7 +2,7 @@
 
 Decides the rows and shapes of tensors at the borders of spaces from the shares and numbers that a test gives, so that
 the scheduler runs the same code as in a server (scheduling/spaces.py). A share is spread evenly over the rows: of a
-share of 0.3, three of ten rows in a row pass. Does not know the contents of tensors. Caller: `simulation`.
+share of 0.3, three of ten rows in a row pass. Does not know the contents of tensors. Caller: `deployment`.
 """
 
 from __future__ import annotations
