@@ -81,7 +81,7 @@ class SimulatedDeployment(Agenda):
         for node in graph.nodes:
             if node.model not in queues:
                 queues[node.model] = _queue(node.model, configs[node.model.name])
-                self.scheduler.add(queues[node.model])
+                self.scheduler.models.add(queues[node.model])
         self._deployment = self._serve(tuple(queues[node.model] for node in graph.nodes))
 
     def live(self, requests: Sequence[Arrival], at_once: int) -> Simulation:

@@ -60,7 +60,7 @@ class Server:
         self.statistics = Statistics("a", 1)
         batcher = Queue(BatchPolicy.simple(1))
         self.queue = ModelQueue(key, batcher, range(instances), statistics=self.statistics, keeps_order=is_ordered)
-        self.scheduler.add(self.queue)
+        self.scheduler.models.add(self.queue)
         slots = {"X": self.plan.output_slots[0]}
         self.admission = AdmissionController(
             options,
@@ -105,7 +105,7 @@ class Server:
                 self.admission.leave(flow)
                 finished.extendleft(reversed(self.scheduler.take_finished()))
                 if isinstance(flow.error, DeadlineExceeded) and not isinstance(flow, CalledFlow):
-                    record_late(flow, is_running=flow.error.is_running, scheduler=self.scheduler, now_ns=self.now)
+                    record_late(flow, is_running=flow.error.is_running, now_ns=self.now)
             self.runs += len(decisions.batches)
             self.running += decisions.batches
         self.scheduler.check()

@@ -298,7 +298,7 @@ def test_a_request_costs_the_same_beside_more_idle_deployments(kind: str) -> Non
         server.serve(A)
         for version in range(n):
             batcher = Queue(delayed) if kind == "delay" else BATCHERS[kind]()
-            server.scheduler.add(ModelQueue(ModelKey("idle", version), batcher, range(1)))
+            server.scheduler.models.add(ModelQueue(ModelKey("idle", version), batcher, range(1)))
 
         def work() -> None:
             server.submit(plain_graph(A), "client")

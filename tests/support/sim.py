@@ -140,7 +140,7 @@ class Sim(Agenda):
             self._ordered[model.key] = OrderedModel()
         self.queues[model.key] = queue
         self.batch_rows[model.key] = []
-        self.scheduler.add(queue)
+        self.scheduler.models.add(queue)
 
     def _arrive(self, request: SimRequest) -> None:
         if self._has_ended:
@@ -162,7 +162,7 @@ class Sim(Agenda):
         self._note("arrives", request.number)
         self.scheduler.submit(flow)
         if request.due_after_ns is not None:
-            self.scheduler.due_by(flow, self.now_ns + request.due_after_ns)
+            self.scheduler.due.add(flow, self.now_ns + request.due_after_ns)
         if request.leaves_after_ns is not None:
             self.at(self.now_ns + request.leaves_after_ns, partial(self._leave, request))
 
@@ -481,19 +481,19 @@ class Sim(Agenda):
         instance, queue = batch.instances[i], batch.stage(i).queue
         is_known_first = self._random.random() < 0.5
         if is_known_first:  # before its batch completes
-            self.scheduler.take_away(queue, instance)
+            queue.take_away(instance)
         self._release(run, [one for one in range(len(batch.instances)) if one not in batch.released])
         is_retried = self.scheduler.complete(batch, [], InstanceDied("died"), self.now_ns)
         assert not is_retried
         if not is_known_first:
-            self.scheduler.take_away(queue, instance)
+            queue.take_away(instance)
         self._away.add((queue.key, instance))
         self.at(self.now_ns + self._random.randint(0, 100), partial(self._worker_is_back, queue.key, instance))
 
     def _worker_is_back(self, key: ModelKey, instance: int) -> None:
         self._note("is back", key.name, instance)
         self._away.remove((key, instance))
-        self.scheduler.give_back(self.queues[key], instance)
+        self.queues[key].give_back(instance)
 
     def _route_returns(self, run: RouteRun) -> None:
         if run.is_over:
@@ -529,7 +529,7 @@ class Sim(Agenda):
             stage = run.batch.stage(i)
             self._busy.remove((stage.queue.key, stage.instance))
         if run.is_over or len(stages) == 1:
-            self.scheduler.release_stages(run.batch, stages)
+            self.scheduler.routes.release(run.batch, stages)
 
     def _over_with(self, run: RouteRun) -> None:
         run.is_over = True
@@ -737,7 +737,7 @@ class Sim(Agenda):
             limiter = self.scheduler.rate_limit.limiter
             assert limiter.total == self.most_needed()
             assert not limiter.held(), "a resource was never freed"
-        assert not any(self.scheduler.waiting().values()), "a ticket still waits"
+        assert not any(queue.waiting for queue in self.scheduler.models.queues), "a ticket still waits"
         assert not len(self.handles), f"{len(self.handles)} tensors are held after everything is over"
 
 

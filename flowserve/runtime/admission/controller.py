@@ -275,7 +275,7 @@ class AdmissionController:
             policy = self._levels.policy_of(self._levels.of(flow.priority))
             limits.append(0 if policy.is_delayed else policy.timeout_of(flow))
         if allowed_ns := min(filter(None, limits), default=0):
-            self._scheduler.due_by(flow, flow.arrived_ns + allowed_ns)
+            self._scheduler.due.add(flow, flow.arrived_ns + allowed_ns)
 
     def _checked_bytes(self, flow: Flow) -> int:
         size, most = self._request_bytes(flow), self._options.max_request_bytes

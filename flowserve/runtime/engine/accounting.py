@@ -21,7 +21,6 @@ from flowserve.observe.traffic import REQUEST, EdgeTraffic, NodeTraffic, share
 from flowserve.runtime.clock import wall_clock_ms
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import TOOK_NOTHING, Flow, Ticket
-from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.spaces import SpaceFlow, skipped
 from flowserve.scheduling.streaming.iterations import StreamFlow
 
@@ -181,10 +180,10 @@ def _record_totals(owner: Any, rows: int, totals: Sequence[int], took: Sequence[
         owner.statistics.ran_apart(rows, totals, *took, now_ns)
 
 
-def record_late(flow: Flow, *, is_running: bool, scheduler: Scheduler, now_ns: int) -> None:
+def record_late(flow: Flow, *, is_running: bool, now_ns: int) -> None:
     """Record a request of a plain model whose deadline passed; if it `is_running`, its batch does not count it."""
     statistics: Statistics = flow.owner.statistics
-    if not (is_running and leave_batch(flow, statistics, scheduler)):
+    if not (is_running and leave_batch(flow, statistics)):
         statistics.failed(1, now_ns - flow.arrived_ns, REJECTED)
 
 
@@ -194,15 +193,14 @@ def record_refused(statistics: Statistics, ticket: Ticket, error: FlowserveError
     statistics.failed(1, now_ns - ticket.queued_ns, reason)
 
 
-def leave_batch(flow: Flow, statistics: Statistics, scheduler: Scheduler) -> bool:
+def leave_batch(flow: Flow, statistics: Statistics) -> bool:
     """The caller of a model's request left after the request had left its queue. `statistics`: the model's. Returns
     whether the request is counted already; if it is running, its batch does not count it.
     """
     queue = flow.queues[0]
     if queue.order is not None and queue.order.holds(flow):
         return True
-    if not scheduler.is_retried(flow):
-        statistics.left.add(flow)
+    statistics.left.add(flow)
     return False
 
 

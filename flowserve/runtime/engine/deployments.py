@@ -218,11 +218,16 @@ class Deployments:
         """Every deployment version's counters, and the state of its model's queue. An ensemble has none; its load is
         the largest of its models.
         """
-        waiting = self._scheduler.waiting()
-        loads = {
-            key: _load(waiting[key], *occupied, self._rows_of(key))
-            for key, occupied in self._scheduler.occupied().items()
-        }
+        # A reloaded model may still have its previous queue.
+        waiting: dict[ModelKey, int] = {}
+        occupied: dict[ModelKey, tuple[int, int]] = {}  # instances that run a batch, and all that are available
+        for queue in self._scheduler.models.queues:
+            key = queue.key
+            busy, available = occupied.get(key, (0, 0))
+            here = len(queue.instances) - len(queue.away)
+            occupied[key] = busy + max(here - len(queue.free), 0), available + here
+            waiting[key] = waiting.get(key, 0) + queue.waiting
+        loads = {key: _load(waiting[key], *occupied[key], self._rows_of(key)) for key in waiting}
         for entry in self.entries.values():
             for version, deployment in entry.ready.items():
                 if deployment.graph.is_ensemble:

@@ -351,7 +351,7 @@ class Engine:
                     if not is_counted:
                         uncounted.append(flow)
                 elif isinstance(flow.error, DeadlineExceeded):
-                    record_late(flow, is_running=flow.error.is_running, scheduler=self.scheduler, now_ns=now_ns)
+                    record_late(flow, is_running=flow.error.is_running, now_ns=now_ns)
             except Exception:  # it concerns one request; the others are accounted for and delivered
                 name = flow.plan.graph.name
                 log.exception(
@@ -399,7 +399,7 @@ class Engine:
                 log.exception("an observer failed at '%s'", point)
 
     def _release_stages(self, batch: Batch, stages: Sequence[int]) -> None:
-        self.scheduler.release_stages(batch, stages)
+        self.scheduler.routes.release(batch, stages)
         self.loop.wake()
 
     # ------------------------------------------------------------------ serving
@@ -518,7 +518,7 @@ class Engine:
         if (
             self.deployments.is_draining
             and enqueue is None
-            and not (is_accepted and not self.scheduler.is_ending)
+            and not (is_accepted and not self.scheduler.ending)
             and not deployment.continues_sequence(request)
         ):
             deployment.statistics.failed(1, 0, REJECTED)
@@ -589,7 +589,7 @@ class Engine:
         if flow.owner.opening_sequences:
             flow.owner.sequence_request_over(flow)
         if has_begun and not left and not flow.plan.graph.is_ensemble and not isinstance(flow, StreamFlow):
-            is_counted = leave_batch(flow, flow.owner.statistics, self.scheduler)
+            is_counted = leave_batch(flow, flow.owner.statistics)
         if not is_counted:
             flow.owner.statistics.failed(1, self.clock() - flow.arrived_ns, CANCELED)
         if flow.owner.admission is not None and not was_over:  # a finished one leaves by itself
@@ -668,14 +668,14 @@ class Engine:
             computes_apart=all(worker.computes_apart for worker in workers),
             cache=self.deployments.step_cache(key) if is_cached else None,
         )
-        self.scheduler.add(queue)
+        self.scheduler.models.add(queue)
         self.generations.add(Generation(queue, [*workers, *passive], model, files))
         elsewhere = [worker for worker in workers if isinstance(worker, RunsElsewhere)]
         self.supervisor.watch(queue, elsewhere, execution_timeout_ns, warm_up)
 
     def _forget(self, queue: ModelQueue) -> None:
         """Remove a queue that gets no more work; its instances are about to be closed."""
-        self.scheduler.remove(queue)
+        self.scheduler.models.remove(queue)
         self.supervisor.release(queue)
 
     async def unready(self, deployment: Deployment) -> str:
@@ -713,7 +713,7 @@ class Engine:
 
     async def sequences_over(self, deadline: float) -> None:
         """Wait until no sequence is open, or the loop's time reaches `deadline`. After `refuse_new`."""
-        await _poll(lambda: not self.scheduler.open_sequences, deadline)
+        await _poll(lambda: not any(one.live for one in self.scheduler.models.sequences), deadline)
 
     async def drain(self, deadline: float) -> list[str]:
         """Refuse new requests, wait until none is in flight or the loop's time reaches `deadline`. Shortly before the
