@@ -45,6 +45,7 @@ REJECTED: Final = "REJECTED"
 CANCELED: Final = "CANCELED"
 BACKEND: Final = "BACKEND"
 OTHER: Final = "OTHER"
+HIT: Final = "HIT"  # not a failure: answered from the response cache
 REASONS: Final = (REJECTED, CANCELED, BACKEND, OTHER)
 ERROR_CHARS: Final = 1000  # the kept length of an error's text
 _FIGURES: Final = 8  # of a record

@@ -108,7 +108,8 @@ class Flow:
 
     `queues[n]` is the queue of node n's model, which pins the flow to the model versions its graph was loaded with.
     `priority` (1 is the highest, 0 none) and `timeout_ns` (0 none) are the request's own and apply to each of its
-    steps. `request`, `owner`, `wanted`, `waiter` and `parameters` belong to the runtime; scheduling does not read them.
+    steps. `request`, `owner`, `wanted`, `waiter`, `parameters` and `outcome` belong to the runtime; scheduling does not
+    read them.
     `took` is the duration of its steps, for the statistics of the graph, kept in the `whole` flow; members that stay in
     one batch share one object.
     """
@@ -119,6 +120,7 @@ class Flow:
         "error",
         "missing",
         "open",
+        "outcome",
         "owner",
         "parameters",
         "plan",
@@ -155,6 +157,7 @@ class Flow:
         self.open = 0
         self.done = False
         self.error: FlowserveError | None = None
+        self.outcome: Any = None
         self.arrived_ns = arrived_ns
         self.stamp = stamp
         self.priority = priority

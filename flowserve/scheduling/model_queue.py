@@ -18,7 +18,7 @@ from flowserve.scheduling.flow import Flow, Ticket
 from flowserve.scheduling.free_instances import FreeInstances
 from flowserve.scheduling.queue import Batcher, BoundBatcher, Order
 from flowserve.scheduling.rate_limit.limiter import Needs
-from flowserve.scheduling.single_flight import Lookups
+from flowserve.scheduling.single_flight import SingleFlight
 
 NO_GROUPS: Final[Mapping[Any, object]] = {}
 
@@ -51,7 +51,7 @@ class ModelQueue:
         self._changed: deque[ModelQueue] = deque()  # the queues that the scheduler has to examine
         self.is_pure = is_pure  # whether a failed batch may run again
         self.order = Order() if keeps_order else None
-        self.lookups = None if cache is None else Lookups()  # the steps that the runtime looks up in `cache`
+        self.flights = None if cache is None else SingleFlight()  # the steps that the runtime looks up in `cache`
 
         # Instances, for the scheduler; each is free, running or away.
         self.instances = tuple(instances)
@@ -123,8 +123,8 @@ class ModelQueue:
         """
         count = self.batcher.withdraw(*flows)
         to_run: list[Ticket] = []
-        if self.lookups is not None:
-            looked_up, to_run = self.lookups.withdraw(*flows)
+        if self.flights is not None:
+            looked_up, to_run = self.flights.withdraw(*flows)
             count += looked_up
         self.mark()  # tickets behind them may form a batch now, and ordered outcomes behind them may be next
         return count, to_run
@@ -136,12 +136,17 @@ class ModelQueue:
 
     def clear(self) -> list[Ticket]:
         """Remove and return all waiting tickets, to be refused."""
-        return [*self.batcher.clear(), *(self.lookups.waiting if self.lookups is not None else ())]
+        return [*self.batcher.clear(), *(self.flights.waiting if self.flights is not None else ())]
+
+    @property
+    def may_answer(self) -> bool:
+        """Whether a step may be answered without running: not if the model keeps order and an earlier step waits."""
+        return self.order is None or not len(self.batcher)
 
     @property
     def waiting(self) -> int:
         """The number of waiting tickets."""
-        return len(self.batcher) + (0 if self.lookups is None else len(self.lookups))
+        return len(self.batcher) + (0 if self.flights is None else len(self.flights))
 
     def deadline(self, *, has_resources: bool) -> int | None:
         """When time alone decides about tickets: a timeout passes, or a free instance that `has_resources` may take a

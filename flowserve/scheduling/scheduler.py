@@ -333,12 +333,12 @@ class Scheduler:
     def answer_step(
         self, ticket: Ticket, outputs: Sequence[Sequence[Facts | None]], error: FlowserveError | None, now_ns: int
     ) -> None:
-        """Finish the step of a `Lookup`, or one that `land` returned, with these outputs and without running it:
-        `outputs[j][0]` is the model's j-th output. If `error` is given, its flow fails with it instead.
+        """Finish the step of a `Lookup`, or one that waited for an equal step, with these outputs and without running
+        it: `outputs[j][0]` is the model's j-th output. If `error` is given, its flow fails with it instead.
         """
         queue: ModelQueue = ticket.flow.queues[ticket.node.index]
-        assert queue.lookups is not None
-        queue.lookups.waiting.discard(ticket)
+        assert queue.flights is not None
+        queue.flights.waiting.discard(ticket)
         errors = {} if error is None else {0: ticket.located(error)}
         if queue.order is None:
             self._advance_each(((0, ticket),), outputs, errors, now_ns)
@@ -358,22 +358,9 @@ class Scheduler:
         if ticket.flow.done:
             return
         queue: ModelQueue = ticket.flow.queues[ticket.node.index]
-        assert queue.lookups is not None
-        if queue.lookups.run(ticket, key, may_follow=queue.order is None and not self._is_called(ticket.flow.whole)):
+        assert queue.flights is not None
+        if queue.flights.run(ticket, key, may_follow=queue.order is None and not self._is_called(ticket.flow.whole)):
             self._queue_step(ticket, now_ns)
-
-    def may_answer(self, queue: ModelQueue) -> bool:
-        """Whether a step of this queue may be answered without running: not if the model keeps order and an earlier
-        step waits in the queue.
-        """
-        return queue.order is None or not len(queue.batcher)
-
-    def land(self, queue: ModelQueue, ticket: Ticket) -> Sequence[Ticket]:
-        """A step that was looked up has run and has its outputs: returns the equal steps that wait for them, for
-        `answer_step`, or `run_step` with the key None. Called before `complete`.
-        """
-        assert queue.lookups is not None
-        return queue.lookups.land(ticket)
 
     def _is_called(self, flow: Flow) -> bool:
         return isinstance(flow, CalledFlow) or (isinstance(flow, (StreamFlow, SpaceFlow)) and self.calls.includes(flow))
@@ -438,7 +425,7 @@ class Scheduler:
         queue: ModelQueue = queues[consumer]
         put = queue.batcher.put
         # It may refuse a ticket, or its step may be answered by the response cache.
-        if queue.batcher.may_expire or queue.lookups is not None or queue.closed:
+        if queue.batcher.may_expire or queue.flights is not None or queue.closed:
             return 0
         following = first.flow.plan.nodes[consumer]
         read = node.inputs[0]
@@ -660,8 +647,8 @@ class Scheduler:
         """
         queue: ModelQueue = ticket.flow.queues[ticket.node.index]
         ticket.queued_ns = now_ns
-        if queue.lookups is not None and not is_looked_up and ticket.flow.plan.graph.is_ensemble:
-            queue.lookups.waiting.append(ticket)
+        if queue.flights is not None and not is_looked_up and ticket.flow.plan.graph.is_ensemble:
+            queue.flights.waiting.append(ticket)
             self._lookups.append(Lookup(queue, ticket))
             return
         is_full = False
@@ -704,8 +691,8 @@ class Scheduler:
             queue.put(ticket)
         except Unavailable as error:
             if isinstance(ticket.flow, Part) and ticket.flow.step.flow.hold_back(ticket.flow):
-                if queue.lookups is not None:
-                    self._to_run += queue.lookups.fail(ticket)
+                if queue.flights is not None:
+                    self._to_run += queue.flights.fail(ticket)
                 return
             error.is_refusal = True
             ticket.flow.located(error, ticket.node)
@@ -715,8 +702,8 @@ class Scheduler:
     def _refuse(self, queue: ModelQueue, ticket: Ticket, error: FlowserveError) -> None:
         """A ticket that is in no queue will not run; the caller fails its flow."""
         self._notify(TicketRefused(queue, ticket, error))
-        if queue.lookups is not None:
-            self._to_run += queue.lookups.fail(ticket)
+        if queue.flights is not None:
+            self._to_run += queue.flights.fail(ticket)
         flow = ticket.flow
         self._drop_tensors(flow)
         if not isinstance(flow, Iteration):  # an iteration counts no steps
@@ -784,8 +771,8 @@ class Scheduler:
     def _fail_step(self, ticket: Ticket, error: FlowserveError) -> None:
         """A step failed, and its flow with it. Equal steps that waited for it run by themselves."""
         queue: ModelQueue = ticket.flow.queues[ticket.node.index]
-        if queue.lookups is not None:
-            self._to_run += queue.lookups.fail(ticket)
+        if queue.flights is not None:
+            self._to_run += queue.flights.fail(ticket)
         self._fail(ticket.flow, error)
 
     def _end(self, flow: Flow) -> Sequence[ModelQueue]:
@@ -857,8 +844,8 @@ class Scheduler:
             assert queue.may_have_tickets or not len(queue.batcher), f"(3) tickets of {queue.key} are forgotten"
             if queue.order is not None:
                 queue.order.check()
-            if queue.lookups is not None:
-                queue.lookups.check()
+            if queue.flights is not None:
+                queue.flights.check()
         assert not self._to_run, f"{len(self._to_run)} steps are in no queue"
         if self.rate_limit is not None:
             self.rate_limit.check()

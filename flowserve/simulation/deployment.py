@@ -21,7 +21,7 @@ from flowserve.config.types import ModelConfig, instances_of
 from flowserve.errors import FlowserveError, Unsupported
 from flowserve.graph.types import Graph, ModelKey
 from flowserve.observe.statistics import Statistics
-from flowserve.runtime.admission.controller import AdmissionController, served_by
+from flowserve.runtime.admission.controller import AdmissionController
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.workers.policies import batcher_for, keeps_order, levels_of, needs_of
 from flowserve.scheduling.batch import Batch, Grant, Notice, Responses, Stop
@@ -124,15 +124,13 @@ class SimulatedDeployment(Agenda):
         deployment = Deployment(config, graph, statistics, [graph.version], queues)
         options = admission_options(config.parameters)
         if not options.is_unlimited:
-            key, clock = ModelKey(graph.name, graph.version), lambda: self.now_ns
             deployment.admission = AdmissionController(
                 options,
                 None,
-                served_by(key),
                 deployment.output_slot,
                 statistics,
                 self.scheduler,
-                clock,
+                lambda: self.now_ns,
                 levels=levels_of(config),
             )
         return deployment

@@ -21,7 +21,8 @@ from flowserve.graph.plan import make_plan
 from flowserve.graph.types import ModelKey
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import Statistics
-from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache, served_by
+from flowserve.runtime.admission.cache import DeploymentCache, LruCache, ResponseCache, served_by
+from flowserve.runtime.admission.controller import AdmissionController
 from flowserve.runtime.engine.accounting import record_late
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.call_graph import CalledFlow
@@ -61,15 +62,15 @@ class Server:
         batcher = Queue(BatchPolicy.simple(1))
         self.queue = ModelQueue(key, batcher, range(instances), statistics=self.statistics, keeps_order=is_ordered)
         self.scheduler.models.add(self.queue)
+        clock = lambda: self.now  # noqa: E731
         slots = {"X": self.plan.output_slots[0]}
         self.admission = AdmissionController(
             options,
-            cache,
-            served_by(key),
+            None if cache is None else DeploymentCache(cache, served_by(key), self.statistics, clock),
             slots,
             self.statistics,
             self.scheduler,
-            lambda: self.now,
+            clock,
             keeps_order=is_ordered,
             levels=levels,
         )
@@ -476,4 +477,4 @@ def _check(server: Server, options: AdmissionOptions) -> None:
     assert not admission._waiting or not admission._has_room(next(iter(admission._waiting.values()))), (
         "the first waiting request has room"
     )
-    assert all(not flow.done for flow in (*admission._sizes, *admission._missed, *admission._following))
+    assert all(not flow.done for flow in (*admission._sizes, *admission._missed))

@@ -233,7 +233,7 @@ def write_repository(folder: Path, files: Path) -> None:
     model("chain_ordered", ensemble("ordered", "second"))
     model("chain_waits", ensemble("plain", "second", more=parameters(max_requests=1, when_full="wait")))
     model("chain_calls", ensemble("second", "calls"))
-    model("streams", ensemble("repeats", "second", more=DECOUPLED))
+    model("streams", ensemble("repeats", "plain", more=DECOUPLED))  # one response in each batch
     out = f'input {{ name: "IN" {NUMBERS} }} output {{ name: "OUT" data_type: TYPE_FP32 dims: [ -1, 4 ] }}'
     model("each", EACH % f"max_batch_size: 8 {out}")
 

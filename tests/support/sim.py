@@ -300,13 +300,13 @@ class Sim(Agenda):
         if ticket.flow.done:
             return
         key = self._key_of(ticket)
-        made = self._cached.get(key) if self.scheduler.may_answer(queue) else None
+        made = self._cached.get(key) if queue.may_answer else None
         if made is not None:
             self._answer_step(ticket, made)
         else:
             self._keys[step_of(ticket)] = key
             self.scheduler.run_step(ticket, key, self.now_ns)
-            if queue.lookups is not None and ticket in queue.lookups.waiting:
+            if queue.flights is not None and ticket in queue.flights.waiting:
                 self._note("waits for an equal step", step_of(ticket))
 
     def _key_of(self, ticket: Ticket) -> StepKey:
@@ -323,7 +323,8 @@ class Sim(Agenda):
         key = self._keys.pop(step_of(ticket))
         if self._random.random() < 0.8:  # else there is no room
             self._cached[key] = made
-        for follower in self.scheduler.land(queue, ticket):
+        assert queue.flights is not None
+        for follower in queue.flights.land(ticket):
             if follower.flow.done:  # another step of its flow was answered before, and the next one was refused
                 continue
             if self._random.random() < 0.9:

@@ -27,7 +27,7 @@ from flowserve.errors import DeadlineExceeded, FlowserveError, Internal, ModelFa
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
 from flowserve.observe.log_fields import of_request
-from flowserve.observe.statistics import CANCELED, REJECTED
+from flowserve.observe.statistics import CANCELED, HIT, REJECTED
 from flowserve.runtime.admission.steps import look_up_all
 from flowserve.runtime.clock import running_clock, wall_clock_ms
 from flowserve.runtime.engine.accounting import (
@@ -342,13 +342,12 @@ class Engine:
                 if owner.opening_sequences:
                     owner.sequence_request_over(flow)
                 admission = owner.admission
-                is_counted = False
                 if admission is not None:
-                    is_counted = admission.leave(flow)
+                    admission.leave(flow)
                     # Cached responses that waited for this one come before whatever finished after it.
                     pending.extendleft(reversed(self.scheduler.take_finished()))
                 if flow.plan.graph.is_ensemble:
-                    if not is_counted:
+                    if flow.outcome != HIT:
                         uncounted.append(flow)
                 elif isinstance(flow.error, DeadlineExceeded):
                     record_late(flow, is_running=flow.error.is_running, now_ns=now_ns)
