@@ -586,13 +586,12 @@ class Order:
     of arrival; a failed batch that is retried in halves keeps its position.
     """
 
-    __slots__ = ("_holding", "_started")
+    __slots__ = ("_started",)
 
     def __init__(self) -> None:
         # Each with its outcome when it is held. A dict would be slow: the search for its first entry passes all removed
         # ones.
         self._started: OrderedDict[Ticket, HeldOutcome | None] = OrderedDict()
-        self._holding: set[Flow] = set()  # the flows of these outcomes
 
     def started(self, tickets: Sequence[Ticket]) -> None:
         """Append tickets that start, in this order. Those that started before keep their place."""
@@ -609,11 +608,6 @@ class Order:
         for m, ticket in enumerate(tickets):
             if not ticket.flow.done:
                 self._started[ticket] = (m, ticket, outputs, errors)
-                self._holding.add(ticket.flow)
-
-    def holds(self, flow: Flow) -> bool:
-        """Whether the outcome of `flow`, which has one ticket, is held."""
-        return flow in self._holding
 
     def pop(self) -> HeldOutcome | None:
         """Remove and return the next outcome in order; None if an earlier one is missing."""
@@ -623,7 +617,6 @@ class Order:
             if outcome is None and not ticket.flow.done:
                 return None
             del started[ticket]
-            self._holding.discard(ticket.flow)
             if outcome is not None:
                 return outcome
         return None

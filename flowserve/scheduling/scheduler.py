@@ -139,15 +139,14 @@ class Scheduler:
             self.calls.begin(batch, flow)
         self.submit(flow)
 
-    def cancel(self, flow: Flow) -> Sequence[ModelQueue]:
+    def cancel(self, flow: Flow) -> None:
         """The caller of this flow disconnected: remove its waiting tickets; running batches run to completion. A
-        repeated call has no effect. Returns the queue of each removed ticket; the next `schedule` may form a batch
-        without them.
+        repeated call has no effect. The next `schedule` may form a batch without its tickets.
         """
-        left = () if flow.done else self._end(flow)
+        if not flow.done:
+            self._end(flow)
         if isinstance(flow, StreamFlow):
             flow.answers.clear()  # no reader takes them, and each is in a reference cycle with the flow
-        return left
 
     def fail_all(self, reason: str) -> None:
         """The server stops: fail every waiting flow now, and every running flow that is not finished by its current
@@ -732,11 +731,7 @@ class Scheduler:
             if isinstance(flow, StreamFlow) and flow.is_over:  # its last response was sent before the deadline
                 self._finish(flow)
                 continue
-            late = _late(flow, now_ns)
-            if flow.open and not flow.plan.graph.is_ensemble and not isinstance(flow, StreamFlow):
-                flow.done = True  # queues remove only tickets of flows that are done
-                late.is_running = not self._withdraw(flow)
-            self._fail(flow, late)
+            self._fail(flow, _late(flow, now_ns))
         for queue in self.models.expired(now_ns):
             for ticket in queue.batcher.expire(now_ns):
                 if not ticket.flow.done:
@@ -775,8 +770,8 @@ class Scheduler:
             self._to_run += queue.flights.fail(ticket)
         self._fail(ticket.flow, error)
 
-    def _end(self, flow: Flow) -> Sequence[ModelQueue]:
-        """End a flow: remove its waiting tickets from their queues. Returns the queue of each such ticket."""
+    def _end(self, flow: Flow) -> None:
+        """End a flow: remove its waiting tickets from their queues."""
         flow.done = True
         self.in_flight -= 1
         if self._held:
@@ -784,46 +779,32 @@ class Scheduler:
         if self.due.entries:
             self.due.discard(flow)
         if not flow.open:
-            return ()
-        left = self._withdraw(flow)
-        if flow.plan.graph.is_ensemble:
-            for queue in left:
-                self._notify(Withdrawn(queue))
-        return left
-
-    def _withdraw(self, flow: Flow) -> list[ModelQueue]:
-        """Remove the waiting tickets of a flow that is over. Returns the queue of each."""
-        left: list[ModelQueue] = []
+            return
         if isinstance(flow, StreamFlow):
             own = (flow, *flow.live)
             self.streams.ended(flow)
             for one in dict.fromkeys(flow.queues):
-                left += self._withdraw_from(one, *own)
-            return left
+                self._withdraw(one, flow, *own)
+            return
         if isinstance(flow, SpaceFlow):
-            left += self._withdraw_parts(flow)
+            parts, flow.live = flow.live, {}
+            for part in parts:
+                part.done = True
+            for part in parts:
+                self._withdraw(flow.queues[part.step.node.index], flow, part)
+                self._drop_tensors(part)
         for node in flow.plan.nodes:
             if not flow.missing[node.index]:
-                left += self._withdraw_from(flow.queues[node.index], flow)
+                self._withdraw(flow.queues[node.index], flow, flow)
         flow.open = 0
         self._drop_tensors(flow)
-        return left
 
-    def _withdraw_parts(self, flow: SpaceFlow) -> list[ModelQueue]:
-        """As `_withdraw`, for the parts of a flow's steps."""
-        left: list[ModelQueue] = []
-        parts, flow.live = flow.live, {}
-        for part in parts:
-            part.done = True
-        for part in parts:
-            left += self._withdraw_from(flow.queues[part.step.node.index], part)
-            self._drop_tensors(part)
-        return left
-
-    def _withdraw_from(self, queue: ModelQueue, *flows: Flow) -> list[ModelQueue]:
+    def _withdraw(self, queue: ModelQueue, whole: Flow, *flows: Flow) -> None:
+        """Remove the tickets of these flows, which belong to the request of `whole`, from a queue."""
         count, to_run = queue.withdraw(*flows)
         self._to_run += to_run
-        return [queue] * count
+        if whole.plan.graph.is_ensemble:  # a request of the model itself is counted by the engine
+            self._notices += [Withdrawn(queue)] * count
 
     def _drop_tensors(self, flow: Flow) -> None:
         if self._to_start:

@@ -123,7 +123,7 @@ class Part(Flow):
         self.readers = whole.readers
         self.open = 1
         self.done = False
-        self.error = None
+        self.error = self.outcome = None
         self.arrived_ns = whole.arrived_ns
         self.stamp = whole.stamp
         self.priority = whole.priority

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -221,7 +221,7 @@ def test_cancelled_requests_grow_linearly(kind: str) -> None:
 def test_requests_that_are_cancelled_at_once_grow_linearly(kind: str) -> None:
     def prepare(n: int) -> Work:
         server, flows = queued(BATCHERS[kind](), n)
-        return lambda: [server.scheduler.cancel(flow) for flow in reversed(flows)]
+        return lambda: cancel_all(server, reversed(flows))
 
     assert growth(prepare, 60) < QUADRATIC_FROM
 
@@ -234,30 +234,14 @@ def test_cancelled_sequences_with_further_requests_grow_linearly() -> None:
         for flow in flows:
             server.submit(plain_graph(A), flow.request)
         server.scheduler.schedule(0)
-        return lambda: [server.scheduler.cancel(flow) for flow in flows]
+        return lambda: cancel_all(server, flows)
 
     assert growth(prepare, 60) < QUADRATIC_FROM
 
 
-def test_outcomes_held_for_their_order_grow_linearly() -> None:
-    """Whether a request that leaves waits for an earlier one is known without a search."""
-
-    def prepare(n: int) -> Work:
-        server = Recorder()
-        queue = server.serve(A, Queue(BatchPolicy.simple(1)), instances=2, keeps_order=True)
-        graph = plain_graph(A)
-        server.submit(graph, "runs")
-        server.turn()
-        flows = []
-        for number in range(n):
-            flows.append(server.submit(graph, number))
-            server.turn()
-            server.done(server.running[-1])
-        assert queue.order is not None
-        holds = queue.order.holds
-        return lambda: [holds(flow) for flow in flows]
-
-    assert growth(prepare, 60) < QUADRATIC_FROM
+def cancel_all(server: Recorder, flows: Iterable[Flow]) -> None:
+    for flow in flows:
+        server.scheduler.cancel(flow)
 
 
 # ------------------------------------------------------------------------------------------------------------ instances

@@ -406,8 +406,9 @@ def test_a_request_cancelled_before_its_retry_ends_its_sequence(server: Recorder
     server.turn()
     assert server.raised(server.running[0])
     server.turn()
-    assert list(server.scheduler.cancel(asked[2])) == [queue]
-    assert len(queue.batcher) == 1
+    before = len(queue.batcher)
+    server.scheduler.cancel(asked[2])
+    assert (before, len(queue.batcher)) == (3, 1)
     while server.running:
         server.done(server.running[0])
         server.turn()
@@ -421,7 +422,11 @@ def test_requests_cancelled_together_all_leave_the_queue(server: Recorder) -> No
     queue = server.serve(MODEL, oldest())
     asked = [ask(server, 1, n, start=n == 1) for n in range(1, 5)]
     server.turn()
-    assert [[*server.scheduler.cancel(flow)] for flow in asked] == [[], [queue], [queue], [queue]]
+    waiting = [len(queue.batcher)]
+    for flow in asked:
+        server.scheduler.cancel(flow)
+        waiting.append(len(queue.batcher))
+    assert waiting == [3, 3, 0, 0, 0]
     server.done(server.running[0])
     server.turn()
     assert (server.answers, server.scheduler.in_flight) == ([], 0)
@@ -440,7 +445,6 @@ def test_a_deadline_takes_a_request_out_of_its_sequence(
     server.turn(0)
     server.turn(100)
     assert isinstance(late.error, DeadlineExceeded)
-    assert not late.error.is_running
     server.done(server.running[0], at=100)
     assert server.turn(100) == []
     assert server.answers[0] is late

@@ -22,7 +22,7 @@ from typing import Any
 
 from flowserve.config.parameters import AdmissionOptions
 from flowserve.errors import FlowserveError, TooLarge, Unavailable
-from flowserve.observe.statistics import HIT, REJECTED, Statistics
+from flowserve.observe.statistics import HIT, Statistics
 from flowserve.runtime.admission.cache import CachedResponse, DeploymentCache, array_bytes
 from flowserve.scheduling.call_graph import Called
 from flowserve.scheduling.flow import Flow, Ticket
@@ -82,7 +82,6 @@ class AdmissionController:
         except FlowserveError:
             if self._keeps_order:
                 self._arrived.pop()  # it is the last: nothing has arrived since
-            self._statistics.failed(1, 0, REJECTED)
             self._leave_cache(flow, is_answered=False)
             raise
         finally:

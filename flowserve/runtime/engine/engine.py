@@ -27,16 +27,14 @@ from flowserve.errors import DeadlineExceeded, FlowserveError, Internal, ModelFa
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
 from flowserve.observe.log_fields import of_request
-from flowserve.observe.statistics import CANCELED, HIT, REJECTED
+from flowserve.observe.statistics import CANCELED, REJECTED
 from flowserve.runtime.admission.steps import look_up_all
 from flowserve.runtime.clock import running_clock, wall_clock_ms
 from flowserve.runtime.engine.accounting import (
     find_regathered,
-    leave_batch,
-    present_tickets,
     record_batch,
+    record_ended,
     record_finished,
-    record_late,
     record_refused,
     record_stages,
 )
@@ -223,8 +221,6 @@ class Engine:
             if self.observers:
                 self._observe("computed", batch, outcome, now_ns)
             if again:
-                # A flow whose caller left ends here: no later batch would remove it from the statistics.
-                present_tickets(batch.queue.statistics, again)
                 self.scheduler.reschedule(batch, again, now_ns)
             if isinstance(outcome, Returned):
                 self.streams.returned(batch, outcome)
@@ -273,11 +269,9 @@ class Engine:
         if made:
             self._account()
             stage.begin_at(made[-1].computed_ns)
-        statistics = stage.queue.statistics
-        if self.scheduler.complete(batch, made, error, now_ns):
-            present_tickets(statistics, stage.tickets)  # parts of it are retried
+        if self.scheduler.complete(batch, made, error, now_ns):  # parts of it are retried
             return
-        record_batch(statistics, stage, error, now_ns)
+        record_batch(stage.queue.statistics, stage, error, now_ns)
         log_unnoticed(error, stage)
 
     def _break_off(self, batch: Batch, error: Exception) -> None:
@@ -324,7 +318,7 @@ class Engine:
         queue the notification of their callers. Those that succeeded are counted at the end of the step (`_account`).
         """
         now_ns = self.clock()
-        uncounted: list[Flow] = []
+        ensembles: list[Flow] = []
         has_failed = False
         pending = deque(flows)
         while pending:
@@ -347,17 +341,16 @@ class Engine:
                     # Cached responses that waited for this one come before whatever finished after it.
                     pending.extendleft(reversed(self.scheduler.take_finished()))
                 if flow.plan.graph.is_ensemble:
-                    if flow.outcome != HIT:
-                        uncounted.append(flow)
+                    ensembles.append(flow)
                 elif isinstance(flow.error, DeadlineExceeded):
-                    record_late(flow, is_running=flow.error.is_running, now_ns=now_ns)
+                    record_ended(flow, REJECTED, now_ns - flow.arrived_ns)
             except Exception:  # it concerns one request; the others are accounted for and delivered
                 name = flow.plan.graph.name
                 log.exception(
                     "accounting for a request of '%s' failed", name, extra=of_request(flow.request, model=name)
                 )
-        if uncounted:
-            self._records.append(partial(record_finished, uncounted, now_ns))
+        if ensembles:
+            self._records.append(partial(record_finished, ensembles, now_ns))
         if has_failed and self.calls:  # running steps of these flows may have called other models
             self.calls.sweep()
 
@@ -488,7 +481,6 @@ class Engine:
         except FlowserveError:
             for one in made:  # it is valid, but too large to be admitted, or could never be answered
                 self.tracing.end(one)
-                one.owner.statistics.failed(1, 0, REJECTED)
             raise
         if flow.done:  # answered from the cache: it is not queued
             self.tracing.end(flow)
@@ -553,6 +545,7 @@ class Engine:
             else:
                 admission.call(flow, enqueue)  # type: ignore[arg-type]  # `make` made it for that
         except FlowserveError as error:
+            record_ended(flow, REJECTED, 0)
             if self._recent.is_open and not self.tracing.is_traced(flow):
                 self._recent.refused(ModelKey(deployment.name, deployment.version), request.id, str(error))
             raise
@@ -580,17 +573,12 @@ class Engine:
         """Cancel a flow: its caller is not notified, and its queued tickets leave their queues."""
         flow.waiter = None
         self.tracing.end(flow, has_left=True)
-        was_over, has_begun = flow.done, flow.open > 0
-        is_counted = was_over
-        if isinstance(flow, StreamFlow) and flow.is_over and not flow.plan.graph.is_ensemble:
-            is_counted = True  # its last response was just counted
-        left = self.scheduler.cancel(flow)
+        was_over = flow.done
+        self.scheduler.cancel(flow)
         if flow.owner.opening_sequences:
             flow.owner.sequence_request_over(flow)
-        if has_begun and not left and not flow.plan.graph.is_ensemble and not isinstance(flow, StreamFlow):
-            is_counted = leave_batch(flow, flow.owner.statistics)
-        if not is_counted:
-            flow.owner.statistics.failed(1, self.clock() - flow.arrived_ns, CANCELED)
+        if not was_over:
+            record_ended(flow, CANCELED, self.clock() - flow.arrived_ns)
         if flow.owner.admission is not None and not was_over:  # a finished one leaves by itself
             flow.owner.admission.leave(flow, is_answered=False)
         if self.calls:

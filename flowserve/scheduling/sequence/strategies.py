@@ -55,6 +55,7 @@ class FillerFlow(Flow):
     def __init__(self, request: Any) -> None:
         self.request = request
         self.done = True
+        self.outcome = None
         self.wanted = ()
         self.tensors = []
         self.open = 0
