@@ -115,7 +115,7 @@ def _scheduling_us(instances: int) -> float:
     queue = ModelQueue(node.model, Queue(policy), [number for number in range(instances) for _ in range(2)])
     tensor = SimulatedTensor(_SPEC, 1)
     scheduler = Scheduler()
-    scheduler.add(queue)
+    scheduler.models.add(queue)
     stamps = count(1)
     running: deque[Batch] = deque()
 

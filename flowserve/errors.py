@@ -69,10 +69,9 @@ class Overloaded(Unavailable):
 
 
 class DeadlineExceeded(Unavailable):
-    """The deadline of a request passed. `is_running`: the request was for one plain model, and was running there."""
+    """The deadline of a request passed."""
 
     kind = "deadline_exceeded"
-    is_running = False
 
 
 class Unsupported(FlowserveError):

@@ -45,6 +45,9 @@ REJECTED: Final = "REJECTED"
 CANCELED: Final = "CANCELED"
 BACKEND: Final = "BACKEND"
 OTHER: Final = "OTHER"
+# Outcomes of requests that are no failures: answered from the response cache, and computed.
+HIT: Final = "HIT"
+RAN: Final = "RAN"
 REASONS: Final = (REJECTED, CANCELED, BACKEND, OTHER)
 ERROR_CHARS: Final = 1000  # the kept length of an error's text
 _FIGURES: Final = 8  # of a record
@@ -181,8 +184,7 @@ class Statistics:
     each of its requests).
 
     `inference_count` counts rows (at least 1 per request), `execution_count` counts batches. `failures` counts requests
-    by reason, `last_error` is the last error's text. `left` are requests in running batches whose callers have left;
-    they are counted, and their batch counts only their rows. The histograms contain successful requests; `nodes` has
+    by reason, `last_error` is the last error's text. The histograms contain successful requests; `nodes` has
     the traffic of each node of the deployment's graph, by index. `load_s` is the load time of the current generation in
     seconds; 0 for an ensemble. `missing_outputs` counts requested outputs that the model left out of its responses. A
     reader calls `add_up` first, on the event loop.
@@ -215,7 +217,6 @@ class Statistics:
     spaces: tuple[SpaceTraffic, ...] = ()
     last_error: str = ""
     last_error_ms: int = 0
-    left: set[object] = field(default_factory=set)
     load_s: float = 0.0
     missing_outputs: int = 0
     _told: set[str] = field(default_factory=set)

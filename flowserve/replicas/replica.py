@@ -254,7 +254,8 @@ class Replica:
     async def _tell_ended_sequences(self) -> None:
         while True:
             await trio.sleep(_RELEASED_EVERY_S)
-            over = {one for one in self._here if not self._engine.scheduler.has_sequence(one)}
+            batchers = self._engine.scheduler.models.sequences
+            over = {one for one in self._here if not any(batcher.is_live(one) for batcher in batchers)}
             # Not live at two checks: the first request of a sequence may not be in its queue yet.
             ended, self._quiet = over & self._quiet, over
             if ended:

@@ -10,7 +10,7 @@ estimate of the other batches' run times is needed.
 
 The duration of a copy is computed from the bytes to copy (`CopyCost`), not measured. Does not know devices or tensors.
 
-Always true after every call (see `check`): the tickets of a queue leave in the order of arrival. After `take_for` was
+Always true after every call (see `check`): the tickets of a queue leave in the order of arrival. After `take` was
 called for each free instance until none returns a batch, no batch waits while an instance of its device is free, and
 none waits longer than its copy takes while another instance is free.
 """
@@ -123,7 +123,7 @@ class AffinityBatcher:
         """The device with most of the ticket's bytes, and the cost of copying them to another."""
         sizes: Counter[int] = Counter()
         for slot in {*ticket.node.inputs} - {NO_SLOT}:
-            handle = ticket.flow.tensors[slot]
+            handle = ticket.tensors[slot]
             if handle is not None:
                 device, nbytes = self._residence(handle)
                 sizes[device] += nbytes
@@ -133,8 +133,7 @@ class AffinityBatcher:
         home, nbytes = max(sizes.items(), key=lambda pair: (pair[1], -pair[0]))
         return (home, self._copy_cost.cost_ns(nbytes)) if self._available[home] else (NO_DEVICE, 0)
 
-    def take_for(self, instance: Any, now_ns: int) -> list[Ticket] | None:
-        """The next batch for an instance that is free, or None."""
+    def take(self, instance: Any, now_ns: int) -> list[Ticket] | None:
         self._now_ns = now_ns
         if not self._count:
             return None
@@ -144,7 +143,7 @@ class AffinityBatcher:
             return None
         taken = self._next_part(device) if self._retries else None
         for queue in self._open_to(device, now_ns) if taken is None else ():
-            taken = queue.batcher.take(now_ns)
+            taken = queue.batcher.take(instance, now_ns)
             if taken is not None:
                 break
         if taken is None:
@@ -204,8 +203,7 @@ class AffinityBatcher:
         self._retries += [(self._device_of(instance), part) for part in parts if part]
         self._count += sum(map(len, parts))
 
-    def take(self, now_ns: int) -> list[Ticket] | None:
-        """Remove and return all waiting tickets, to be refused. None: no ticket waits."""
+    def clear(self) -> list[Ticket]:
         everything = [ticket for _, part in self._retries for ticket in part]
         self._retries.clear()
         for queue in self._queues.values():
@@ -213,7 +211,7 @@ class AffinityBatcher:
             queue.batcher = self._make()
         self._count = 0
         self._forget()
-        return everything or None
+        return everything
 
     def orphans(self) -> Sequence[tuple[Ticket, FlowserveError]]:
         """Always empty: no ticket depends on one instance."""

@@ -1,10 +1,10 @@
 """The queue of one model: which waiting tickets leave together as a batch, and when.
 
 Decides when a batch is complete (`BatchPolicy.count`), in which order tickets leave (priority levels), which ticket is
-refused because its level is full, when a ticket's timeout passes, and in which order outcomes leave a model with
-`preserve_ordering` (`Order`). Does not know instances: `take` is called only
-when an instance is free, so a batch may grow until then. Does not read a clock: callers pass `now_ns`. Called by the
-scheduler only.
+refused because its level is full, when a ticket's timeout passes, that parts of a failed batch run before waiting
+tickets, and in which order outcomes leave a model with `preserve_ordering` (`Order`). `take` is called only when an
+instance is free, so a batch may grow until then. Does not read a clock: callers pass `now_ns`. Called by the scheduler
+only.
 
 A *level* is a priority, 1 the highest; 0 is the level of a queue without priorities. A *lane* is a FIFO list of
 tickets. Each level has two: its live tickets, and behind them the tickets whose timeout passed under the action DELAY.
@@ -25,7 +25,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from itertools import chain, count, pairwise, takewhile
+from itertools import chain, count, islice, pairwise, takewhile
 from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from flowserve.errors import FlowserveError, Unavailable
@@ -45,28 +45,29 @@ HeldOutcome = tuple[int, Ticket, Sequence[Sequence[Facts | None]], Mapping[int, 
 class Deadlines(Generic[T]):
     """A heap of items with at most one deadline each, in nanoseconds of the caller's clock. `add`, `discard` and
     `soonest` take amortised logarithmic time, and a discarded item is released immediately, not at its deadline.
+    `entries` has the items as its keys.
     """
 
-    __slots__ = ("_entries", "_heap", "_number")
+    __slots__ = ("_heap", "_number", "entries")
 
     def __init__(self) -> None:
         # (deadline, number, a list with the item, emptied by `discard`). Equal deadlines are ordered by number.
         self._heap: list[tuple[int, int, list[T]]] = []
-        self._entries: dict[T, list[T]] = {}
+        self.entries: dict[T, list[T]] = {}
         self._number = 0
 
     def add(self, item: T, at_ns: int) -> None:
         """Set the deadline of `item`, which has none."""
-        holder = self._entries[item] = [item]
+        holder = self.entries[item] = [item]
         self._number += 1
         heappush(self._heap, (at_ns, self._number, holder))
 
     def discard(self, item: T) -> None:
         """Remove the deadline of `item`. No effect if it has none."""
-        holder = self._entries.pop(item, None)
+        holder = self.entries.pop(item, None)
         if holder is not None:
             holder.clear()
-            if len(self._heap) > 2 * len(self._entries) + _SLACK:
+            if len(self._heap) > 2 * len(self.entries) + _SLACK:
                 self._heap = [entry for entry in self._heap if entry[2]]
                 heapify(self._heap)
 
@@ -84,15 +85,15 @@ class Deadlines(Generic[T]):
         while heap and heap[0][0] <= now_ns:
             holder = heappop(heap)[2]
             for item in holder:
-                del self._entries[item]
+                del self.entries[item]
                 found.append(item)
         return found
 
     def __contains__(self, item: T) -> bool:
-        return item in self._entries
+        return item in self.entries
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
 
 class Tickets:
@@ -281,11 +282,11 @@ PLAIN: Final = Levels()
 
 
 class Batcher(Protocol):
-    """The interface of a model's queue: the general one here, the sequence batcher, or device affinity.
+    """Where the tickets of a model wait: the general queue here, the sequence batcher, or device affinity.
 
-    `may_wait`: tickets may wait for more tickets while an instance is free. `may_expire`: tickets may time out.
-    `joins_max`: the largest number of requests of a batch on a route that passes this queue unchanged, if the queue is
-    empty; 0: none, because this queue decides about each request.
+    `may_wait`: tickets may wait for more tickets while an instance is free. `may_expire`: tickets may time out, and
+    `put` may refuse one. `joins_max`: the largest number of requests of a batch on a route that passes this queue
+    unchanged, if the queue is empty; 0: none, because this queue decides about each request.
     """
 
     may_wait: bool
@@ -297,10 +298,16 @@ class Batcher(Protocol):
         belongs to no sequence.
         """
 
-    def take(self, now_ns: int) -> list[Ticket] | None:
-        """Remove and return the next batch. None: the queue is empty, or its tickets wait for more. The caller has
-        called `expire` with `now_ns` before.
+    def take(self, instance: Any, now_ns: int) -> list[Ticket] | None:
+        """Remove and return the next batch for an instance that is free; only a `BoundBatcher` asks which. None: there
+        is none for it, or its tickets wait for more. The caller has called `expire` with `now_ns` before.
         """
+
+    def again(self, instance: Any, parts: Sequence[list[Ticket]]) -> None:
+        """A batch failed; run these parts of it, each as a batch, before tickets that have not run."""
+
+    def clear(self) -> list[Ticket]:
+        """Remove and return all waiting tickets, to be refused."""
 
     def deadline(self) -> int | None:
         """When time alone may change the result of `take`. None: never. An early or repeated `take` has no effect."""
@@ -323,21 +330,15 @@ class Batcher(Protocol):
 
 @runtime_checkable
 class BoundBatcher(Batcher, Protocol):
-    """A batcher whose tickets may be bound to one instance: the sequence batcher, and device affinity. `take_for` is
-    called for each free instance, and not again before the batch that it returned for that instance is complete.
-    `is_shared`: an instance may take tickets that another would take otherwise.
+    """A batcher whose tickets may be bound to one instance: the sequence batcher, and device affinity. `take` is called
+    for each free instance, and not again before the batch that it returned for that instance is complete. `is_shared`:
+    an instance may take tickets that another would take otherwise.
     """
 
     is_shared: bool
 
     def serve(self, instances: Sequence[Any], free: Collection[Any]) -> None:
         """Set the instances; `free` is a live view of those without a batch. Called once, before any other method."""
-
-    def take_for(self, instance: Any, now_ns: int) -> list[Ticket] | None:
-        """The next batch for an instance that is free, or None."""
-
-    def again(self, instance: Any, parts: Sequence[list[Ticket]]) -> None:
-        """A batch failed; run these parts of it, each as a batch."""
 
     def lost(self, instance: Any) -> None:
         """An instance without a batch became unavailable."""
@@ -375,6 +376,7 @@ class Queue:
         self._batches = 0
         self._orders = count()  # many tickets arrive in one loop iteration, at the same `queued_ns`
         self._expiries: Deadlines[Ticket] = Deadlines()
+        self._retries: deque[list[Ticket]] = deque()  # parts of failed batches
 
     def put(self, ticket: Ticket) -> None:
         if self._is_plain:
@@ -398,7 +400,9 @@ class Queue:
         ticket.lane = 2 * level
         ticket.order = next(self._orders)
 
-    def take(self, now_ns: int) -> list[Ticket] | None:
+    def take(self, instance: Any, now_ns: int) -> list[Ticket] | None:
+        if self._retries:
+            return self._retries.popleft()
         if not self._is_plain:
             return self._take_from_lanes(now_ns)
         waiting = self._waiting
@@ -448,8 +452,17 @@ class Queue:
                 self._expiries.discard(ticket)
         return batch
 
+    def again(self, instance: Any, parts: Sequence[list[Ticket]]) -> None:
+        self._retries.extend(part for part in parts if part)
+
+    def clear(self) -> list[Ticket]:
+        everything: list[Ticket] = []
+        while taken := self.take(None, 1 << 62):
+            everything += taken
+        return everything
+
     def deadline(self) -> int | None:
-        if not self.delay_ns or not len(self):
+        if not self.delay_ns or not (self._waiting or self._count):
             return None
         return self._oldest_ns() + self.delay_ns
 
@@ -470,8 +483,9 @@ class Queue:
         return refused
 
     def withdraw(self, *flows: Frame) -> int:
+        retried = self._withdraw_retries() if self._retries else 0
         if self._is_plain:
-            return sum(len(self._plain.withdraw(flow)) for flow in flows)
+            return retried + sum(len(self._plain.withdraw(flow)) for flow in flows)
         before = self._count
         for flow in flows:
             level = self._levels.of(flow.record.priority)
@@ -483,10 +497,17 @@ class Queue:
                 self._count -= len(gone)
                 if lane is not None and not lane:
                     self._close(number)
-        return before - self._count
+        return retried + before - self._count
+
+    def _withdraw_retries(self) -> int:
+        """Remove the tickets of flows that are over from the parts of failed batches."""
+        before = sum(map(len, self._retries))
+        parts = [[ticket for ticket in part if not ticket.flow.record.done] for part in self._retries]
+        self._retries = deque(part for part in parts if part)
+        return before - sum(map(len, self._retries))
 
     def tickets(self) -> Iterator[Ticket]:
-        """All waiting tickets, lane by lane."""
+        """All tickets that wait for their first run, lane by lane."""
         return iter(self._plain) if self._is_plain else chain.from_iterable(self._lanes.values())
 
     def _walk(self) -> list[int]:
@@ -526,13 +547,16 @@ class Queue:
         del self._numbers[bisect_left(self._numbers, number)]
 
     def __len__(self) -> int:
+        if self._retries:
+            return sum(map(len, self._retries)) + (len(self._waiting) or self._count)
         return len(self._waiting) if self._is_plain else self._count
 
     def check(self) -> None:
         for lane in (self._plain, *self._lanes.values()):
             lane.check()
         assert self._is_plain or self._count == sum(map(len, self._lanes.values())), "a ticket is lost or doubled"
-        assert not any(ticket.flow.record.done for ticket in self.tickets()), "a ticket of an answered flow still waits"
+        waiting = chain(self.tickets(), chain.from_iterable(self._retries))
+        assert not any(ticket.flow.record.done for ticket in waiting), "a ticket of an answered flow still waits"
         if self._is_plain:
             times = [ticket.queued_ns for ticket in self._plain]
             assert times == sorted(times), "(1) the queue is not in order of arrival"
@@ -552,20 +576,6 @@ class Queue:
         assert len(self._expiries) <= len(self), "(3) a ticket times out that does not wait"
 
 
-class ClosedQueue(Queue):
-    """Replaces the queue of a model that has no available instance and no restart under way: refuses every ticket with
-    the reason, and is always empty.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(BatchPolicy.single())
-        self.joins_max = 0
-        self._reason = reason
-
-    def put(self, ticket: Ticket) -> None:
-        raise Unavailable(self._reason)
-
-
 class Order:
     """The started tickets of a model with `preserve_ordering`, and the outcomes that wait for an earlier one: outcomes
     leave in the order in which their requests started.
@@ -576,16 +586,17 @@ class Order:
     of arrival; a failed batch that is retried in halves keeps its position.
     """
 
-    __slots__ = ("_held", "_holding", "_started")
+    __slots__ = ("_started",)
 
     def __init__(self) -> None:
-        self._started: deque[Ticket] = deque()
-        self._held: dict[Ticket, HeldOutcome] = {}
-        self._holding: set[Frame] = set()  # the flows of these
+        # Each with its outcome when it is held. A dict would be slow: the search for its first entry passes all removed
+        # ones.
+        self._started: OrderedDict[Ticket, HeldOutcome | None] = OrderedDict()
 
     def started(self, tickets: Sequence[Ticket]) -> None:
-        """Append tickets that left the queue, in this order."""
-        self._started.extend(tickets)
+        """Append tickets that start, in this order. Those that started before keep their place."""
+        for ticket in tickets:
+            self._started.setdefault(ticket, None)
 
     def hold(
         self,
@@ -596,21 +607,16 @@ class Order:
         """Hold the outcomes of a complete batch."""
         for m, ticket in enumerate(tickets):
             if not ticket.flow.record.done:
-                self._held[ticket] = (m, ticket, outputs, errors)
-                self._holding.add(ticket.flow)
-
-    def holds(self, flow: Frame) -> bool:
-        """Whether the outcome of `flow`, which has one ticket, is held."""
-        return flow in self._holding
+                self._started[ticket] = (m, ticket, outputs, errors)
 
     def pop(self) -> HeldOutcome | None:
         """Remove and return the next outcome in order; None if an earlier one is missing."""
         started = self._started
         while started:
-            outcome = self._held.pop(started[0], None)
-            if outcome is None and not started[0].flow.record.done:
+            ticket, outcome = next(iter(started.items()))
+            if outcome is None and not ticket.flow.record.done:
                 return None
-            self._holding.discard(started.popleft().flow)
+            del started[ticket]
             if outcome is not None:
                 return outcome
         return None
@@ -625,7 +631,7 @@ class Order:
 
     def check(self) -> None:
         """Assert that no outcome could leave. For tests and simulation, between two calls of `schedule`."""
-        assert not self._started or not (self._started[0] in self._held or self._started[0].flow.record.done), (
-            "an outcome that could leave is held"
-        )
-        assert self._held.keys() <= set(self._started), "an outcome is held whose ticket has not started"
+        is_next = [
+            outcome is not None or ticket.flow.record.done for ticket, outcome in islice(self._started.items(), 1)
+        ]
+        assert not any(is_next), "an outcome that could leave is held"

@@ -1,7 +1,7 @@
 """The routes of a graph: which stages a batch may pass before it returns to the scheduler.
 
 Decides which nodes a route contains (`find_route`), given the runs of nodes that the plan allows (graph/plan.py) and
-the properties of their queues. `Scheduler._choose_route` decides whether a batch takes its route: if returning could
+the properties of their queues. `Routes.choose` decides whether a batch takes its route: if returning could
 not change the batch. Does not know batches, or how a worker runs a route. Called by the scheduler.
 
 A worker may return a batch early, after any stage: if a member failed, if an output cannot be passed on as one tensor,

@@ -6,8 +6,9 @@ queue. Pure: it reads no clock and calls only its own parts. Its callers pass in
 decisions that `schedule` returns. Driven by the engine, and by the simulators in tests, with four verbs: `submit`,
 `schedule`, `complete`, `cancel`.
 
-Its parts: `streams` (decoupled steps and their credits), `calls` (executions that wait for BLS calls), `backpressure`
-(executions blocked in send()), `rate_limit` (None without a rate limiter).
+Its parts: `models` (their queues), `routes` (batches that pass several stages), `streams` (decoupled steps and their
+credits), `calls` (executions that wait for BLS calls), `backpressure` (executions blocked in send()), `rate_limit`
+(None without a rate limiter), `due` (the deadlines of flows).
 
 Always true between two calls of `schedule` (`check` asserts (2) and (3)):
   (1) every flow that was submitted is finished or cancelled, exactly once;
@@ -18,7 +19,6 @@ Always true between two calls of `schedule` (`check` asserts (2) and (3)):
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
@@ -36,7 +36,6 @@ from flowserve.errors import (
     Unavailable,
 )
 from flowserve.graph.plan import PlanNode
-from flowserve.graph.types import ModelKey
 from flowserve.scheduling.batch import (
     Batch,
     Decisions,
@@ -51,11 +50,11 @@ from flowserve.scheduling.call_graph import CallGraph
 from flowserve.scheduling.frames.borders import RegionFrame
 from flowserve.scheduling.frames.frame import OVER, Facts, Frame, Ticket
 from flowserve.scheduling.model_queue import ModelQueue
-from flowserve.scheduling.queue import BoundBatcher, ClosedQueue, Deadlines, Order, Queue
+from flowserve.scheduling.models import Models
+from flowserve.scheduling.queue import BoundBatcher, Deadlines, Order
 from flowserve.scheduling.rate_limit.limiter import Limiter
 from flowserve.scheduling.rate_limit.order import OVERTAKEN_MAX, RateLimit
-from flowserve.scheduling.route import RECALL_NS, Route, find_route
-from flowserve.scheduling.sequence.batcher import Sequences
+from flowserve.scheduling.routes import Routes
 from flowserve.scheduling.sequence.strategies import Iterative
 from flowserve.scheduling.streaming.backpressure import BackpressureWaits
 from flowserve.scheduling.streaming.credits import Streams
@@ -89,7 +88,10 @@ class Scheduler:
         )
         self.rate_limit: RateLimit | None = None
         if limiter is not None:
-            self.rate_limit = RateLimit(limiter, overtaken_max, self.calls, self._next_tickets, self._is_empty)
+            self.rate_limit = RateLimit(limiter, overtaken_max, self.calls)
+        self.models = Models(self.rate_limit)
+        self.due: Deadlines[Frame] = Deadlines()  # a flow that is not finished by then fails with DeadlineExceeded
+        self.routes = Routes(self._free, self.due)
         self._to_start: list[Batch] = []
         self._finished: list[Frame] = []
         self._lookups: list[Lookup] = []
@@ -97,77 +99,13 @@ class Scheduler:
         # `_releasable` by batches that the last one returned. Those have started before the next call.
         self._ended: list[Frame] = []
         self._releasable: list[Frame] = []
-        self._queues: list[ModelQueue] = []
         self._arrivals: list[Frame] = []
-        self._dirty: deque[ModelQueue] = deque()  # queues that `schedule` examines
-        self._timed: dict[ModelQueue, None] = {}  # queues whose tickets or sequences may time out or wait for a delay
-        self._retries: deque[tuple[ModelQueue, list[Ticket]]] = deque()  # parts of batches that failed
-        self._routed: dict[Batch, None] = {}  # batches on a route
+        self._changed = self.models.changed
         self._to_run: list[Ticket] = []  # steps that waited for the result of an equal step, which has none
-        self._ending_queues: set[ModelQueue] = set()  # queues that are removed when their batches are complete
-        self._ending = ""  # why no further step is started; "" until `fail_all`
+        self.ending = ""  # why no further step is started; "" until `fail_all`
         self.in_flight = 0  # flows submitted or held and not finished
         self._held: dict[Frame, None] = {}
-        self._due: Deadlines[Frame] | None = None  # deadlines of flows; None until a flow has one
         self._timer_ns: int | None = None  # when time alone changes which batches can start
-
-    # ------------------------------------------------------------------ models
-
-    def add(self, queue: ModelQueue) -> None:
-        """Add a model: flows may refer to this queue from now on."""
-        self._queues.append(queue)
-        if self.rate_limit is not None:
-            self.rate_limit.add(queue)
-
-    def remove(self, queue: ModelQueue) -> None:
-        """Remove a model whose queue no flow refers to any more."""
-        self._queues.remove(queue)
-        self._timed.pop(queue, None)
-        if self.rate_limit is not None:
-            self.rate_limit.remove(queue)
-
-    def remove_when_idle(self, queue: ModelQueue) -> None:
-        """Remove a model as soon as none of its instances runs a batch."""
-        if queue.running:
-            self._ending_queues.add(queue)
-        else:
-            self.remove(queue)
-
-    def take_away(self, queue: ModelQueue, instance: Any) -> None:
-        """An instance becomes unavailable: now, or when its batch is complete."""
-        if instance not in queue.free:
-            queue.leaving.append(instance)
-            return
-        queue.free.remove(instance)
-        self._make_unavailable(queue, instance)
-
-    def _make_unavailable(self, queue: ModelQueue, instance: Any) -> None:
-        queue.away.append(instance)
-        if queue.bound is not None:
-            queue.bound.lost(instance)
-            self._mark(queue)
-
-    def give_back(self, queue: ModelQueue, instance: Any) -> None:
-        """An instance is available again and takes waiting tickets; reopens a closed queue."""
-        if queue.closed is not None:
-            queue.batcher, queue.closed = queue.closed, None
-        if instance in queue.leaving:
-            queue.leaving.remove(instance)
-            return
-        queue.away.remove(instance)
-        queue.free.append(instance)
-        if queue.bound is not None:
-            queue.bound.found(instance)
-        self._mark(queue)
-
-    def close(self, queue: ModelQueue, reason: str) -> None:
-        """The model has no available instance and no restart under way: refuse all waiting and new tickets until
-        `give_back`.
-        """
-        if queue.closed is None:
-            self._refuse_waiting(queue, reason)
-            queue.closed = queue.batcher
-        queue.batcher = ClosedQueue(reason)
 
     # ------------------------------------------------------------------ requests
 
@@ -190,81 +128,43 @@ class Scheduler:
         """Finish a held flow whose outputs are set already (response cache)."""
         self._finish(flow)
 
-    def due_by(self, flow: Frame, at_ns: int) -> None:
-        """Set the flow's deadline: it fails with DeadlineExceeded if it is not finished by `at_ns`."""
-        if self._due is None:
-            self._due = Deadlines()
-        self._due.add(flow, at_ns)
-
     def call(self, batch: Batch | None, flow: Frame) -> None:
         """Add a BLS request, made during the execution of `batch` if that is not None. Raises Unavailable if the call
         would deadlock, and while the server stops. The caller calls `calls.over` when the request is over.
         """
-        if self._ending:
-            raise Unavailable(self._ending)
+        if self.ending:
+            raise Unavailable(self.ending)
         if batch is not None:
             self.calls.begin(batch, flow)
         self.submit(flow)
 
-    def cancel(self, flow: Frame) -> Sequence[ModelQueue]:
+    def cancel(self, flow: Frame) -> None:
         """The caller of this flow disconnected: remove its waiting tickets; running batches run to completion. A
-        repeated call has no effect. Returns the queue of each removed ticket; the next `schedule` may form a batch
-        without them.
+        repeated call has no effect. The next `schedule` may form a batch without its tickets.
         """
-        left = () if flow.record.done else self._end(flow)
+        if not flow.record.done:
+            self._end(flow)
         if isinstance(flow, RegionFrame):
             flow.stream.answers.clear()  # no reader takes them, and each is in a reference cycle with the flow
-        return left
 
     def fail_all(self, reason: str) -> None:
         """The server stops: fail every waiting flow now, and every running flow that is not finished by its current
         batch.
         """
-        self._ending = reason
+        self.ending = reason
         self.streams.stop(reason)
         arrivals, self._arrivals = self._arrivals, []
         for flow in [*arrivals, *self._held]:
             if not flow.record.done:
                 self._fail(flow, Unavailable(reason))
-        for queue in self._queues:
-            self._refuse_waiting(queue, reason)
+        for queue in self.models.queues:
+            self._refuse_each(queue, queue.clear(), reason)
 
-    @property
-    def is_ending(self) -> bool:
-        """Whether `fail_all` was called."""
-        return bool(self._ending)
-
-    def is_retried(self, flow: Frame) -> bool:
-        """Whether a flow waits for the retry of a failed batch."""
-        return any(ticket.flow is flow for _, tickets in self._retries for ticket in tickets)
-
-    def waiting(self) -> dict[ModelKey, int]:
-        """The number of waiting tickets of each model, in all of its queues: a reloaded model may still have its
-        previous queue.
+    def close(self, queue: ModelQueue, reason: str) -> None:
+        """The model has no available instance and no restart under way: refuse all waiting and new tickets until an
+        instance is given back.
         """
-        waiting: dict[ModelKey, int] = {}
-        for queue in self._queues:
-            looked_up = 0 if queue.lookups is None else len(queue.lookups)
-            waiting[queue.key] = waiting.get(queue.key, 0) + len(queue.batcher) + looked_up
-        return waiting
-
-    def occupied(self) -> dict[ModelKey, tuple[int, int]]:
-        """Of each model, in all of its queues, how many instances run a batch, and how many there are."""
-        found: dict[ModelKey, tuple[int, int]] = {}
-        for queue in self._queues:
-            busy, instances = found.get(queue.key, (0, 0))
-            here = len(queue.instances) - len(queue.away)
-            found[queue.key] = busy + max(here - len(queue.free), 0), instances + here
-        return found
-
-    @property
-    def open_sequences(self) -> int:
-        """The number of live sequences of all models."""
-        return sum(queue.bound.live for queue in self._queues if isinstance(queue.bound, Sequences))
-
-    def has_sequence(self, sequence_id: int | str) -> bool:
-        """Whether a sequence of any model with this id is live."""
-        return any(isinstance(queue.bound, Sequences) and queue.bound.is_live(sequence_id) for queue in self._queues)
+        self._refuse_each(queue, queue.close(reason), reason)
 
     # ------------------------------------------------------------------ scheduling
 
@@ -276,10 +176,10 @@ class Scheduler:
             for flow in self._releasable:
                 flow.tensors.clear()
             self._releasable = []
-        if self._timed or self._due is not None:
+        if self.models.timed or self.due.entries:
             self._expire(now_ns)
         if self._timer_ns is not None and now_ns >= self._timer_ns:
-            self._timer_passed(now_ns)
+            self.models.mark_due(now_ns)
         if self._arrivals:
             self._queue_arrivals(now_ns)
         while True:
@@ -287,15 +187,15 @@ class Scheduler:
                 self._queue_steps(now_ns)
             if self.rate_limit is not None:
                 self._assign_in_turn(self.rate_limit, now_ns)
-            elif self._dirty or self._retries:
-                self._assign_all(now_ns)
+            else:
+                while self._changed:
+                    self._assign(self._changed.popleft(), now_ns)
             if self.streams.is_due:
                 self.streams.settle(now_ns)
             elif not self._to_run:
                 break
-        for batch in self._routed:
-            if now_ns >= batch.started_ns + RECALL_NS and not batch.is_recalled and _blocks_tickets(batch):
-                batch.is_recalled = True
+        if self.routes.running:
+            for batch in self.routes.recalls(now_ns):
                 self._notify(Recall(batch))
         if not (self._to_start or self._finished or self._notices or self._lookups):
             self.next_deadline()
@@ -312,38 +212,17 @@ class Scheduler:
 
     def next_deadline(self) -> int | None:
         """When `schedule` must be called if no event occurs before: 0 if it has work now, None if never."""
-        if self._arrivals or self._dirty or self._finished or self._notices or self._releasable or self.streams.is_due:
+        if self._arrivals or self._changed or self._finished or self._notices or self._releasable:
             return 0
-        if self._to_run or self._lookups:
+        if self.streams.is_due or self._to_run or self._lookups:
             return 0
-        soonest = None if self._due is None else self._due.soonest()
-        for queue in [*self._timed]:
-            batcher = queue.batcher
-            expiry = batcher.expiry() if batcher.may_expire else None
-            if expiry is None and not len(batcher):
-                del self._timed[queue]
-                continue
-            if expiry is not None and (soonest is None or expiry < soonest):
-                soonest = expiry
-            # Time alone does not help a queue that waits for resources: the end of a batch does.
-            if batcher.may_wait and queue.free and (self.rate_limit is None or not self.rate_limit.is_waiting(queue)):
-                deadline = batcher.deadline()
-                if deadline is not None and (soonest is None or deadline < soonest):
-                    soonest = deadline
-        for batch in self._routed:
-            if not batch.is_recalled and _blocks_tickets(batch):
-                deadline = batch.started_ns + RECALL_NS
-                if soonest is None or deadline < soonest:
-                    soonest = deadline
+        soonest = self.due.soonest() if self.due.entries else None
+        if self.models.timed and (at_ns := self.models.soonest()) is not None:
+            soonest = at_ns if soonest is None else min(soonest, at_ns)
+        if self.routes.running and (at_ns := self.routes.soonest()) is not None:
+            soonest = at_ns if soonest is None else min(soonest, at_ns)
         self._timer_ns = soonest
         return soonest
-
-    def _timer_passed(self, now_ns: int) -> None:
-        """The deadline that `next_deadline` returned has passed: mark the queues that waited for it."""
-        for queue in self._timed:
-            deadline = queue.batcher.deadline()
-            if deadline is not None and deadline <= now_ns:
-                self._mark(queue)
 
     def _queue_arrivals(self, now_ns: int) -> None:
         arrivals = self._arrivals
@@ -376,39 +255,27 @@ class Scheduler:
         if ticket.flow.record.done:
             return
         try:
-            if self._ending:
-                raise Unavailable(self._ending)
+            if self.ending:
+                raise Unavailable(self.ending)
             self._put(ticket, now_ns, is_looked_up=True)
         except FlowserveError as error:
             if not ticket.flow.record.done:
                 self._fail(ticket.flow, error)
 
-    def _assign_all(self, now_ns: int) -> None:
-        while self._dirty or self._retries:
-            if self._retries:
-                self._start_retries(now_ns)
-            if self._dirty:
-                self._assign(self._dirty.popleft(), now_ns)
-            elif self._retries:
-                return  # their instances are busy; the next `complete` brings them back
-
     def _assign(self, queue: ModelQueue, now_ns: int) -> None:
         """Assign the ready batches of a queue to its free instances."""
-        queue.is_dirty = False
-        order = queue.order
-        if order is not None:
-            self._release_in_order(order, now_ns)
+        queue.is_changed = False
+        if queue.order is not None:
+            self._release_in_order(queue.order, now_ns)
         if queue.bound is not None:
             self._assign_bound(queue, queue.bound, now_ns)
             return
         free = queue.free
         take = queue.batcher.take
         while free:
-            tickets = take(now_ns)
+            tickets = take(None, now_ns)
             if tickets is None:
                 break
-            if order is not None:
-                order.started(tickets)
             self._start(queue, free.popleft(), tickets, now_ns)
         queue.may_have_tickets = len(queue.batcher) > 0
 
@@ -418,132 +285,65 @@ class Scheduler:
         for instance in [*queue.free]:
             if bound.is_shared and not len(bound):
                 break
-            tickets = bound.take_for(instance, now_ns)
+            tickets = bound.take(instance, now_ns)
             if tickets is not None:
                 queue.free.remove(instance)
                 if bound.is_shared:
-                    self._mark(queue)  # other instances may now take tickets that this one was expected to take
+                    queue.mark()  # other instances may now take tickets that this one was expected to take
                 self._start(queue, instance, tickets, now_ns)
 
     def _assign_in_turn(self, rate_limit: RateLimit, now_ns: int) -> None:
-        """As `_assign_all`, in the order of the rate limiter."""
-        while self._dirty:
-            self._wait_for_turn(rate_limit, self._dirty.popleft(), now_ns)
+        """As `_assign` for all changed queues, in the order of the rate limiter."""
+        while self._changed:
+            self._wait_for_turn(rate_limit, self._changed.popleft(), now_ns)
         while (found := rate_limit.next(now_ns)) is not None:
             queue, instance, tickets = found
             queue.free.remove(instance)
             self._start(queue, instance, tickets, now_ns)
-            while self._dirty:
-                self._wait_for_turn(rate_limit, self._dirty.popleft(), now_ns)
+            while self._changed:
+                self._wait_for_turn(rate_limit, self._changed.popleft(), now_ns)
 
     def _wait_for_turn(self, rate_limit: RateLimit, queue: ModelQueue, now_ns: int) -> None:
-        queue.is_dirty = False
+        queue.is_changed = False
         if queue.order is not None:
             self._release_in_order(queue.order, now_ns)
         if queue.bound is not None:
             self._refuse_orphans(queue, queue.bound)
         rate_limit.wait(queue)
 
-    def _next_tickets(self, queue: ModelQueue, instance: Any, now_ns: int) -> list[Ticket] | None:
-        """The next batch of a queue for that instance: a part of a failed batch, or a new batch."""
-        if queue.bound is not None:
-            return queue.bound.take_for(instance, now_ns)
-        for retry in [retry for retry in self._retries if retry[0] is queue]:
-            self._retries.remove(retry)
-            tickets = [ticket for ticket in retry[1] if not ticket.flow.record.done]
-            if tickets:
-                return tickets
-        taken = queue.batcher.take(now_ns)
-        if taken is not None and queue.order is not None:
-            queue.order.started(taken)
-        return taken
-
-    def _is_empty(self, queue: ModelQueue) -> bool:
-        return not len(queue.batcher) and not any(retry[0] is queue for retry in self._retries)
-
-    def _start_retries(self, now_ns: int) -> None:
-        for _ in range(len(self._retries)):
-            queue, tickets = self._retries.popleft()
-            tickets = [ticket for ticket in tickets if not ticket.flow.record.done]
-            if not tickets:
-                continue
-            if not queue.free:
-                self._retries.append((queue, tickets))
-                continue
-            self._start(queue, queue.free.popleft(), tickets, now_ns)
-
     def _start(self, queue: ModelQueue, instance: Any, tickets: list[Ticket], now_ns: int) -> None:
         """Decide to run these tickets as a batch on an instance that was free."""
         queue.running += 1
         batch = Batch(queue, instance, tickets, now_ns)
-        if queue.route_groups is not None and tickets[0].flow.plan.runs[tickets[0].node.index]:
-            self._choose_route(batch)
+        if queue.order is not None:
+            queue.order.started(tickets)
+        if (
+            queue.route_groups is not None
+            and tickets[0].flow.plan.runs[tickets[0].node.index]
+            and self.rate_limit is None
+            and not self.ending
+        ):
+            self.routes.choose(batch)
         self._to_start.append(batch)
-
-    def _choose_route(self, batch: Batch) -> None:
-        """Give a batch its route if returning between the stages could not change the batch: all members have the same
-        next nodes, the queues of the route are empty and their instances idle, no retry waits, and no member has a
-        deadline. If instances are in several groups, a route stays in the group of its first instance, and instances of
-        other groups need not be idle: a batch does not wait for others to join it while an instance is free.
-        """
-        tickets = batch.tickets
-        first = tickets[0]
-        node, plan, queues = first.node, first.flow.plan, first.flow.queues
-        try:
-            route: Route | None = plan.routes[node.index]
-        except KeyError:
-            route = plan.routes[node.index] = find_route(plan, node, queues)
-        if route is None:
-            return
-        if self.rate_limit is not None or self._retries or self._ending or batch.rows > route.rows_max:
-            return
-        queue, groups = batch.queue, route.groups
-        if len(tickets) > route.requests_max or len(queue.batcher):
-            return
-        if not queue.is_idle_in(groups[batch.instance], 1) if groups else queue.running > 1:
-            return
-        instances = [batch.instance]
-        for queue in route.queues[1:]:
-            if queue.may_have_tickets and len(queue.batcher):
-                return
-            if not groups:
-                if queue.running or not queue.free:
-                    return
-                instances.append(queue.free[0])
-            elif queue.is_idle_in(group := groups[batch.instance]):
-                instances.append(queue.members[group])
-            else:
-                return
-        for ticket in tickets:
-            flow = ticket.flow
-            if flow.plan is not plan or ticket.node is not node or flow.queues is not queues or not ticket.rows:
-                return
-            if self._due is not None and flow in self._due:
-                return
-        for queue, instance in zip(route.queues[1:], instances[1:], strict=True):
-            queue.free.remove(instance)  # with one group the first of `free`, as chosen above
-            queue.running += 1
-        batch.take(route, instances)
-        self._routed[batch] = None
 
     # ------------------------------------------------------------------ steps at a response cache
 
     def answer_step(
         self, ticket: Ticket, outputs: Sequence[Sequence[Facts | None]], error: FlowserveError | None, now_ns: int
     ) -> None:
-        """Finish the step of a `Lookup`, or one that `land` returned, with these outputs and without running it:
-        `outputs[j][0]` is the model's j-th output. If `error` is given, its flow fails with it instead.
+        """Finish the step of a `Lookup`, or one that waited for an equal step, with these outputs and without running
+        it: `outputs[j][0]` is the model's j-th output. If `error` is given, its flow fails with it instead.
         """
         queue: ModelQueue = ticket.flow.queues[ticket.node.index]
-        assert queue.lookups is not None
-        queue.lookups.waiting.discard(ticket)
+        assert queue.flights is not None
+        queue.flights.waiting.discard(ticket)
         errors = {} if error is None else {0: ticket.copy_located(error)}
         if queue.order is None:
             self._advance_each(((0, ticket),), outputs, errors, now_ns)
         elif not ticket.flow.record.done:
             queue.order.started((ticket,))
             queue.order.hold((ticket,), outputs, errors)
-            self._mark(queue)
+            queue.mark()
 
     def run_step(self, ticket: Ticket, key: Hashable, now_ns: int) -> None:
         """The step of a `Lookup` has no response in the cache: it runs, or waits for the result of an equal step that
@@ -556,24 +356,11 @@ class Scheduler:
         if ticket.flow.record.done:
             return
         queue: ModelQueue = ticket.flow.queues[ticket.node.index]
-        assert queue.lookups is not None
-        if queue.lookups.run(
+        assert queue.flights is not None
+        if queue.flights.run(
             ticket, key, may_follow=queue.order is None and not self.calls.includes(ticket.flow.whole)
         ):
             self._queue_step(ticket, now_ns)
-
-    def may_answer(self, queue: ModelQueue) -> bool:
-        """Whether a step of this queue may be answered without running: not if the model keeps order and an earlier
-        step waits in the queue.
-        """
-        return queue.order is None or not len(queue.batcher)
-
-    def land(self, queue: ModelQueue, ticket: Ticket) -> Sequence[Ticket]:
-        """A step that was looked up has run and has its outputs: returns the equal steps that wait for them, for
-        `answer_step`, or `run_step` with the key None. Called before `complete`.
-        """
-        assert queue.lookups is not None
-        return queue.lookups.land(ticket)
 
     # ------------------------------------------------------------------ results
 
@@ -588,7 +375,7 @@ class Scheduler:
         route = batch.route
         if route is not None:
             is_complete = error is None and len(made) == len(route.nodes)
-            self._release_all(batch)
+            self.routes.returned(batch)
             if not is_complete or made[-1].errors:
                 return self._complete_early(batch, made, error, now_ns)
             if self._finish_alike(batch.tickets, made[-1].outputs, route.nodes[-1]) == len(batch.tickets):
@@ -612,7 +399,7 @@ class Scheduler:
             batch.queue.order.hold(tickets, outputs, errors)
             return False
         members: Iterable[tuple[int, Ticket]] = enumerate(tickets)
-        if not errors and not self._ending:
+        if not errors and not self.ending:
             if tickets[0].node.goes_on is None:
                 advanced = self._finish_alike(tickets, outputs, tickets[0].node)
             else:
@@ -634,8 +421,8 @@ class Scheduler:
         j, slot, consumer = node.goes_on
         queue: ModelQueue = queues[consumer]
         put = queue.batcher.put
-        # Other queues may refuse a ticket, or its step may be answered by the response cache.
-        if type(queue.batcher) is not Queue or queue.batcher.may_expire or queue.lookups is not None:
+        # It may refuse a ticket, or its step may be answered by the response cache.
+        if queue.batcher.may_expire or queue.flights is not None or queue.closed:
             return 0
         following = first.flow.plan.nodes[consumer]
         read = node.inputs[0]
@@ -664,8 +451,8 @@ class Scheduler:
         if advanced:
             queue.may_have_tickets = True
             if queue.has_times:
-                self._timed[queue] = None
-            self._mark(queue)
+                self.models.timed[queue] = None
+            queue.mark()
         return advanced
 
     def _finish_alike(
@@ -688,7 +475,7 @@ class Scheduler:
                 flow.tensors[read] = None
             flow.open = 0
             flows.append(flow)
-        if self._held or self._due is not None:
+        if self._held or self.due.entries:
             for flow in flows:
                 if not flow.record.done:  # the failure of an earlier one may have ended it
                     self._finish(flow)
@@ -726,8 +513,8 @@ class Scheduler:
                 if passed:
                     following = [after for after in following if after.node.index not in passed]
                 if following:
-                    if self._ending:
-                        raise Unavailable(self._ending)
+                    if self.ending:
+                        raise Unavailable(self.ending)
                     for at_fault in following:
                         self._put(at_fault, now_ns)
             except FlowserveError as error:
@@ -761,19 +548,13 @@ class Scheduler:
     def _fail_batch(self, batch: Batch, error: FlowserveError, *, is_final: bool = False) -> bool:
         """A batch, or one stage of a route, failed as a whole. Returns whether it is retried; never if `is_final`."""
         tickets = [ticket for ticket in batch.tickets if not ticket.flow.record.done]
-        if isinstance(error, MachineLost) and not is_final and self._runs_once_more(batch.queue, tickets):
+        if isinstance(error, MachineLost) and not is_final and _may_run_once_more(batch.queue, tickets):
+            batch.queue.again(batch.instance, (tickets,))
             return True
         has_died = is_final or isinstance(error, (InstanceDied, MachineLost))
         if batch.queue.is_pure and len(batch.tickets) > 1 and tickets and not has_died:
             middle = (len(tickets) + 1) // 2
-            if batch.queue.bound is not None:
-                batch.queue.bound.again(batch.instance, (tickets[:middle], tickets[middle:]))
-                return True
-            for half in (tickets[:middle], tickets[middle:]):
-                if half:
-                    self._retries.append((batch.queue, half))
-            if self.rate_limit is not None:
-                self._mark(batch.queue)
+            batch.queue.again(batch.instance, (tickets[:middle], tickets[middle:]))
             return True
         if isinstance(error, Invalid) and len(batch.tickets) > 1:  # which of the requests is invalid is unknown
             text = f"model '{batch.queue.key.name}' refused a request of a batch of {len(batch.tickets)}"
@@ -789,28 +570,15 @@ class Scheduler:
                 self._fail_step(ticket, ticket.copy_located(error, batch.instance))
         return False
 
-    def _runs_once_more(self, queue: ModelQueue, tickets: Sequence[Ticket]) -> bool:
-        """Run these steps, whose machine was lost, again before all waiting ones. Returns False if one of them has been
-        run again before, or if the model is not pure.
-        """
-        if not queue.is_pure or not tickets or any(getattr(ticket, "was_lost", False) for ticket in tickets):
-            return False
-        for ticket in tickets:
-            ticket.was_lost = True
-        self._retries.append((queue, [*tickets]))
-        if self.rate_limit is not None:
-            self._mark(queue)
-        return True
-
     def reschedule(self, batch: Batch, tickets: Iterable[Ticket], now_ns: int) -> None:
-        """Run these steps of a batch again on the same instance instead of finishing them. Called before `complete`;
+        """Run these steps of a batch again on the same instance instead of finishing them. Frame before `complete`;
         the batch belongs to a queue of iterative sequences.
         """
         bound = batch.queue.bound
         assert isinstance(bound, Iterative)
         for ticket in tickets:
-            if self._ending and not ticket.flow.record.done:
-                self._fail(ticket.flow, Unavailable(self._ending))
+            if self.ending and not ticket.flow.record.done:
+                self._fail(ticket.flow, Unavailable(self.ending))
             else:
                 bound.reschedule(ticket, now_ns)
 
@@ -826,7 +594,7 @@ class Scheduler:
         self.backpressure.returned(batch)
         if not batch.is_back:
             if batch.route is not None:
-                self._release_all(batch)
+                self.routes.returned(batch)
             else:
                 self._set_free(batch)
         raised: Exception | None = None
@@ -839,45 +607,19 @@ class Scheduler:
         if raised is not None:
             raise raised
 
-    def release_stages(self, batch: Batch, stages: Iterable[int]) -> None:
-        """Free the instances of these stages of a route: the batch passed them, or will not reach them."""
-        assert batch.route is not None
-        for i in stages:
-            if i not in batch.released:
-                batch.released.add(i)
-                self._free(batch.route.queues[i], batch.instances[i])
-
-    def _release_all(self, batch: Batch) -> None:
-        assert batch.route is not None
-        batch.is_back = True
-        del self._routed[batch]
-        for i, queue in enumerate(batch.route.queues):
-            if i not in batch.released:
-                self._free(queue, batch.instances[i])
-        batch.released.update(range(len(batch.instances)))
-
     def _set_free(self, batch: Batch) -> None:
         batch.is_back = True
         if self.rate_limit is not None:
             self.rate_limit.ended(batch)
-            # Even if the queue is empty: retries may follow, and the limiter resets the turn of an idle model.
-            self._mark(batch.queue)
+            batch.queue.mark()  # even if the queue is empty: the limiter resets the turn of an idle model
         self._free(batch.queue, batch.instance)
 
     def _free(self, queue: ModelQueue, instance: Any) -> None:
-        queue.running -= 1
-        if self._ending_queues and queue in self._ending_queues and not queue.running:
-            self._ending_queues.remove(queue)
-            self.remove(queue)
-        if instance in queue.leaving:
-            queue.leaving.remove(instance)
-            self._make_unavailable(queue, instance)
-            return
-        queue.free.append(instance)
+        queue.freed(instance)
+        if not queue.running:
+            self.models.remove_idle()
         if self.backpressure.waiting:  # an execution may be blocked in send() until this instance is free
             self.streams.is_due = True
-        if queue.may_have_tickets or queue.order is not None or queue.bound is not None:
-            self._mark(queue)
 
     def _release_in_order(self, order: Order, now_ns: int) -> None:
         """Advance the flows of every outcome that is next in order."""
@@ -903,13 +645,16 @@ class Scheduler:
         """
         queue: ModelQueue = ticket.flow.queues[ticket.node.index]
         ticket.queued_ns = now_ns
-        if queue.lookups is not None and not is_looked_up and ticket.flow.plan.graph.is_ensemble:
-            queue.lookups.waiting.append(ticket)
+        if queue.flights is not None and not is_looked_up and ticket.flow.plan.graph.is_ensemble:
+            queue.flights.waiting.append(ticket)
             self._lookups.append(Lookup(queue, ticket))
             return
         is_full = False
         try:
-            queue.batcher.put(ticket)
+            if queue.closed:
+                is_full = True
+            else:
+                queue.batcher.put(ticket)
         except Unavailable:
             is_full = True
         except Invalid as error:  # the request belongs to no sequence
@@ -921,10 +666,10 @@ class Scheduler:
             self._put_into_full(queue, ticket, now_ns)
         queue.may_have_tickets = True
         if queue.has_times:
-            self._timed[queue] = None
-        if not queue.is_dirty:  # `_mark`, inlined: a call less per ticket
-            queue.is_dirty = True
-            self._dirty.append(queue)
+            self.models.timed[queue] = None
+        if not queue.is_changed:  # `mark`, inlined: a call less per ticket
+            queue.is_changed = True
+            self._changed.append(queue)
 
     def _put_into_full(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
         """The queue is full, perhaps of tickets whose timeout passed or that free instances can take now. If it stays
@@ -936,16 +681,16 @@ class Scheduler:
             if self.rate_limit is None:
                 self._assign(queue, now_ns)
             else:
-                self._mark(queue)
+                queue.mark()
                 self._assign_in_turn(self.rate_limit, now_ns)
         if ticket.flow.record.done:  # another of its steps has timed out
             raise Cancelled("its request is over")
         try:
-            queue.batcher.put(ticket)
+            queue.put(ticket)
         except Unavailable as error:
             if ticket.part is not None and self.streams.hold_back(ticket):
-                if queue.lookups is not None:
-                    self._to_run += queue.lookups.fail(ticket)
+                if queue.flights is not None:
+                    self._to_run += queue.flights.fail(ticket)
                 return
             error.is_refusal = True
             ticket.located(error)
@@ -955,8 +700,8 @@ class Scheduler:
     def _refuse(self, queue: ModelQueue, ticket: Ticket, error: FlowserveError) -> None:
         """A ticket that is in no queue will not run; the caller fails its flow."""
         self._notify(TicketRefused(queue, ticket, error))
-        if queue.lookups is not None:
-            self._to_run += queue.lookups.fail(ticket)
+        if queue.flights is not None:
+            self._to_run += queue.flights.fail(ticket)
         flow = ticket.flow
         self._drop_tensors(flow)
         if type(flow) is Frame:  # the frames of regions count their steps themselves
@@ -969,18 +714,8 @@ class Scheduler:
                 self._refuse(queue, ticket, own)
                 self._fail(ticket.flow, own)
 
-    def _refuse_waiting(self, queue: ModelQueue, reason: str) -> None:
-        """Refuse the tickets that wait in a queue, or for the retry of a failed batch."""
-        retries = [tickets for of, tickets in self._retries if of is queue]
-        self._retries = deque(retry for retry in self._retries if retry[0] is not queue)
-        for tickets in retries:
-            self._refuse_each(queue, tickets, reason)
-        while taken := queue.batcher.take(1 << 62):
-            self._refuse_each(queue, taken, reason)
-        if queue.lookups is not None:
-            self._refuse_each(queue, [*queue.lookups.waiting], reason)
-
     def _refuse_each(self, queue: ModelQueue, tickets: Sequence[Ticket], reason: str) -> None:
+        """Refuse tickets that waited in a queue."""
         for ticket in tickets:
             if not ticket.flow.record.done:
                 error = Unavailable(reason)
@@ -989,24 +724,14 @@ class Scheduler:
 
     def _expire(self, now_ns: int) -> None:
         """Refuse the tickets whose timeout passed, and fail the flows whose deadline passed."""
-        if self._due is not None:
-            for flow in self._due.due(now_ns):
-                if flow.record.done:  # ended by the failure of an earlier one
-                    continue
-                if (
-                    isinstance(flow, RegionFrame) and flow.stream.is_over
-                ):  # its last response was sent before the deadline
-                    self._finish(flow)
-                    continue
-                late = _late(flow, now_ns)
-                if flow.open and not flow.plan.graph.is_ensemble and type(flow) is Frame:
-                    flow.record.done = True  # queues remove only tickets of flows that are done
-                    late.is_running = not self._withdraw(flow)
-                self._fail(flow, late)
-        for queue in [*self._timed]:
-            at = queue.batcher.expiry()
-            if at is None or at > now_ns:
+        for flow in self.due.due(now_ns) if self.due.entries else ():
+            if flow.record.done:  # ended by the failure of an earlier one
                 continue
+            if isinstance(flow, RegionFrame) and flow.stream.is_over:  # its last response was sent before the deadline
+                self._finish(flow)
+                continue
+            self._fail(flow, _late(flow, now_ns))
+        for queue in self.models.expired(now_ns):
             for ticket in queue.batcher.expire(now_ns):
                 if not ticket.flow.record.done:
                     waited = f"it waited {(now_ns - ticket.queued_ns) // 1_000_000} ms in the queue of model"
@@ -1014,12 +739,7 @@ class Scheduler:
                     error = ticket.located(Unavailable(text))
                     self._refuse(queue, ticket, error)
                     self._fail(ticket.flow, error)
-            self._mark(queue)
-
-    def _mark(self, queue: ModelQueue) -> None:
-        if not queue.is_dirty:
-            queue.is_dirty = True
-            self._dirty.append(queue)
+            queue.mark()
 
     # ------------------------------------------------------------------ the end of a flow
 
@@ -1028,7 +748,7 @@ class Scheduler:
 
     def _finish(self, flow: Frame) -> None:
         self._finished.append(flow)
-        if flow.open or self._held or self._due is not None:
+        if flow.open or self._held or self.due.entries:
             self._end(flow)
         else:
             flow.record.done = True
@@ -1045,55 +765,38 @@ class Scheduler:
     def _fail_step(self, ticket: Ticket, error: FlowserveError) -> None:
         """A step failed, and its flow with it. Equal steps that waited for it run by themselves."""
         queue: ModelQueue = ticket.flow.queues[ticket.node.index]
-        if queue.lookups is not None:
-            self._to_run += queue.lookups.fail(ticket)
+        if queue.flights is not None:
+            self._to_run += queue.flights.fail(ticket)
         self._fail(ticket.flow, error)
 
-    def _end(self, flow: Frame) -> Sequence[ModelQueue]:
-        """End a flow: remove its waiting tickets from their queues. Returns the queue of each such ticket."""
+    def _end(self, flow: Frame) -> None:
+        """End a flow: remove its waiting tickets from their queues."""
         flow.record.done = True
         self.in_flight -= 1
         if self._held:
             self._held.pop(flow, None)
-        if self._due is not None:
-            self._due.discard(flow)
+        if self.due.entries:
+            self.due.discard(flow)
         if not flow.open:
-            return ()
-        left = self._withdraw(flow)
-        if flow.plan.graph.is_ensemble:
-            for queue in left:
-                self._notify(Withdrawn(queue))
-        return left
-
-    def _withdraw(self, flow: Frame) -> list[ModelQueue]:
-        left: list[ModelQueue] = []
+            return
         if isinstance(flow, RegionFrame):
             own = (flow, *flow.stream.live)
             self.streams.ended(flow)
             for one in dict.fromkeys(flow.queues):
-                left += [one] * one.batcher.withdraw(*own)
-                if one.lookups is not None:
-                    left += self._withdraw_lookups(one, *own)
-                self._mark(one)
-            return left
+                self._withdraw(one, flow, *own)
+            return
         for node in flow.plan.nodes:
             if not flow.missing[node.index]:
-                queue: ModelQueue = flow.queues[node.index]
-                left += [queue] * queue.batcher.withdraw(flow)
-                if queue.lookups is not None:
-                    left += self._withdraw_lookups(queue, flow)
-                self._mark(queue)  # tickets behind it may form a batch now, and ordered outcomes behind it may be next
+                self._withdraw(flow.queues[node.index], flow, flow)
         flow.open = 0
         self._drop_tensors(flow)
-        return left
 
-    def _withdraw_lookups(self, queue: ModelQueue, *flows: Frame) -> list[ModelQueue]:
-        """As `withdraw` of a batcher, for the steps at a response cache. If a step of these flows led others, the next
-        `schedule` runs one of those instead.
-        """
-        count, to_run = queue.lookups.withdraw(*flows) if queue.lookups is not None else (0, [])
+    def _withdraw(self, queue: ModelQueue, whole: Frame, *flows: Frame) -> None:
+        """Remove the tickets of these flows, which belong to the request of `whole`, from a queue."""
+        count, to_run = queue.withdraw(*flows)
         self._to_run += to_run
-        return [queue] * count
+        if whole.plan.graph.is_ensemble:  # a request of the model itself is counted by the engine
+            self._notices += [Withdrawn(queue)] * count
 
     def _drop_tensors(self, flow: Frame) -> None:
         if self._to_start:
@@ -1105,34 +808,29 @@ class Scheduler:
         """Assert the invariants (2) and (3), and those of the queues. For tests and simulation, between two calls of
         `schedule`. (1) and (4) are about the past: the simulator and the property tests assert them.
         """
-        for queue in self._queues:
+        for queue in self.models.queues:
             queue.batcher.check()
             assert len(queue.free) + queue.running + len(queue.away) == len(queue.instances), (
                 f"(2) {queue.key}: an instance is lost or doubled"
             )
-            assert not queue.is_dirty, f"(3) {queue.key} was not looked at"
+            assert not queue.is_changed, f"(3) {queue.key} was not looked at"
             assert queue.may_have_tickets or not len(queue.batcher), f"(3) tickets of {queue.key} are forgotten"
             if queue.order is not None:
                 queue.order.check()
-            if queue.lookups is not None:
-                queue.lookups.check()
+            if queue.flights is not None:
+                queue.flights.check()
         assert not self._to_run, f"{len(self._to_run)} steps are in no queue"
-        for queue, tickets in self._retries:
-            is_waiting = self.rate_limit is not None and self.rate_limit.is_waiting(queue)
-            assert not queue.free or is_waiting, (
-                f"(3) {queue.key}: {len(tickets)} tickets of a failed batch wait beside a free instance"
-            )
         if self.rate_limit is not None:
             self.rate_limit.check()
 
 
-def _blocks_tickets(batch: Batch) -> bool:
-    """Whether a ticket waits for an instance that a batch on a route holds."""
-    assert batch.route is not None
-    for i, queue in enumerate(batch.route.queues):
-        if queue.may_have_tickets and len(queue.batcher) and not queue.free and i not in batch.released:
-            return True
-    return False
+def _may_run_once_more(queue: ModelQueue, tickets: Sequence[Ticket]) -> bool:
+    """Whether steps whose machine was lost run again before all waiting ones: once, and if the model is pure."""
+    if not queue.is_pure or not tickets or any(getattr(ticket, "was_lost", False) for ticket in tickets):
+        return False
+    for ticket in tickets:
+        ticket.was_lost = True
+    return True
 
 
 def _late(flow: Frame, now_ns: int) -> DeadlineExceeded:

@@ -21,7 +21,7 @@ from flowserve.config.types import ModelConfig, instances_of
 from flowserve.errors import FlowserveError, Unsupported
 from flowserve.graph.types import Graph, ModelKey
 from flowserve.observe.statistics import Statistics
-from flowserve.runtime.admission.controller import AdmissionController, served_by
+from flowserve.runtime.admission.controller import AdmissionController
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.workers.policies import batcher_for, keeps_order, levels_of, needs_of
 from flowserve.scheduling.batch import Batch, Grant, Notice, Responses, Stop
@@ -80,7 +80,7 @@ class SimulatedDeployment(Agenda):
         for node in graph.nodes:
             if node.model not in queues:
                 queues[node.model] = _queue(node.model, configs[node.model.name])
-                self.scheduler.add(queues[node.model])
+                self.scheduler.models.add(queues[node.model])
         self._deployment = self._serve(tuple(queues[node.model] for node in graph.nodes))
 
     def live(self, requests: Sequence[Arrival], at_once: int) -> Simulation:
@@ -123,15 +123,13 @@ class SimulatedDeployment(Agenda):
         deployment = Deployment(config, graph, statistics, [graph.version], queues)
         options = admission_options(config.parameters)
         if not options.is_unlimited:
-            key, clock = ModelKey(graph.name, graph.version), lambda: self.now_ns
             deployment.admission = AdmissionController(
                 options,
                 None,
-                served_by(key),
                 deployment.output_slot,
                 statistics,
                 self.scheduler,
-                clock,
+                lambda: self.now_ns,
                 levels=levels_of(config),
             )
         return deployment

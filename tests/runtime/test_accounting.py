@@ -252,7 +252,6 @@ async def test_a_request_cancelled_in_a_running_batch_is_counted_once(
         assert reasons(engine, "m").get("CANCELED", 0) == 1 - there
         assert statistics["success"]["count"] + failed + (1 - there) == 4 + there, "each once"
         assert engine.deployments.statistics("m")[0]["inference_count"] == rows
-        assert not engine.deployments.find("m").statistics.left
 
 
 async def test_histograms_and_batch_sizes_agree_with_the_counters() -> None:

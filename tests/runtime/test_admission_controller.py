@@ -20,9 +20,10 @@ from flowserve.errors import DeadlineExceeded, FlowserveError, ModelFailed, TooL
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import ModelKey
 from flowserve.memory.tensor import Tensor
-from flowserve.observe.statistics import Statistics
-from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache, served_by
-from flowserve.runtime.engine.accounting import record_late
+from flowserve.observe.statistics import REJECTED, Statistics
+from flowserve.runtime.admission.cache import DeploymentCache, LruCache, ResponseCache, served_by
+from flowserve.runtime.admission.controller import AdmissionController
+from flowserve.runtime.engine.accounting import record_ended
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.frames.frame import Frame, request_frame
 from flowserve.scheduling.model_queue import ModelQueue
@@ -59,16 +60,16 @@ class Server:
         self.statistics = Statistics("a", 1)
         batcher = Queue(BatchPolicy.simple(1))
         self.queue = ModelQueue(key, batcher, range(instances), statistics=self.statistics, keeps_order=is_ordered)
-        self.scheduler.add(self.queue)
+        self.scheduler.models.add(self.queue)
+        clock = lambda: self.now  # noqa: E731
         slots = {"X": self.plan.output_slots[0]}
         self.admission = AdmissionController(
             options,
-            cache,
-            served_by(key),
+            None if cache is None else DeploymentCache(cache, served_by(key), self.statistics, clock),
             slots,
             self.statistics,
             self.scheduler,
-            lambda: self.now,
+            clock,
             keeps_order=is_ordered,
             levels=levels,
         )
@@ -107,9 +108,7 @@ class Server:
                 self.admission.leave(flow)
                 finished.extendleft(reversed(self.scheduler.take_finished()))
                 if isinstance(flow.record.error, DeadlineExceeded) and flow not in self.called:
-                    record_late(
-                        flow, is_running=flow.record.error.is_running, scheduler=self.scheduler, now_ns=self.now
-                    )
+                    record_ended(flow, REJECTED, self.now - flow.record.arrived_ns)
             self.runs += len(decisions.batches)
             self.running += decisions.batches
         self.scheduler.check()
@@ -190,7 +189,6 @@ def test_a_request_over_the_remaining_bytes_is_refused_and_one_over_the_limit_is
     small = Server(AdmissionOptions(max_request_bytes=4))
     with pytest.raises(TooLarge, match="a request of 8 bytes can never be let in"):
         small.ask(1)
-    assert server.statistics.failures["REJECTED"] == small.statistics.failures["REJECTED"] == 1
 
 
 def test_a_deadline_counts_from_arrival_while_a_request_waits_for_admission() -> None:
@@ -206,7 +204,7 @@ def test_a_deadline_counts_from_arrival_while_a_request_waits_for_admission() ->
     server.now = 10 * MS
     server.step()
     assert isinstance(runs.record.error, DeadlineExceeded)
-    assert server.statistics.left == {runs}
+    assert runs.record.outcome == REJECTED
     assert server.admission.inside == 0
     assert server.statistics.failures["REJECTED"] == 2
 
@@ -480,4 +478,4 @@ def _check(server: Server, options: AdmissionOptions) -> None:
     assert not admission._waiting or not admission._has_room(next(iter(admission._waiting.values()))), (
         "the first waiting request has room"
     )
-    assert all(not flow.record.done for flow in (*admission._sizes, *admission._missed, *admission._following))
+    assert all(not flow.record.done for flow in (*admission._sizes, *admission._missed))

@@ -15,14 +15,13 @@ from trio.testing import wait_all_tasks_blocked
 from flowserve.backends.base import ClockNs, Results, Work
 from flowserve.config.parameters import AdmissionOptions
 from flowserve.errors import FlowserveError, Internal, Invalid, ModelFailed, NotFound, Overloaded, Unavailable
-from flowserve.graph.types import ModelKey
-from flowserve.runtime.admission.controller import AdmissionController, served_by
+from flowserve.runtime.admission.controller import AdmissionController
 from flowserve.runtime.engine import engine as engine_module
 from flowserve.runtime.engine.engine import Engine, Observer, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.workers.local import LocalWorker, Placement
 from flowserve.scheduling.frames.frame import Frame
-from flowserve.scheduling.queue import BatchPolicy, Queue
+from flowserve.scheduling.queue import BatchPolicy, Order, Queue
 from flowserve.values import Array, Request
 from tests.support.engine import add_chain, add_function
 
@@ -470,7 +469,7 @@ async def test_an_internal_error_while_a_batch_completes_fails_only_that_batch(
         add_function(engine, "double", [double], inline=inline, keeps_order=keeps_order)
         deployment = engine.deployments.find("double")
         if where == "in the middle":
-            slips_once(monkeypatch, engine.scheduler, "_mark" if keeps_order else "_finish_alike")
+            slips_once(monkeypatch, *((Order, "hold") if keeps_order else (engine.scheduler, "_finish_alike")))
         else:
             slips_once(monkeypatch, engine.scheduler, "complete")
         with (
@@ -611,9 +610,8 @@ async def test_requests_waiting_for_admission_are_admitted_when_inline_models_co
         add_function(engine, "double", [double])
         deployment = engine.deployments.find("double")
         options = AdmissionOptions(max_requests=1, waits=True)
-        key = served_by(ModelKey("double", deployment.version))
         deployment.admission = AdmissionController(
-            options, None, key, deployment.output_slot, deployment.statistics, engine.scheduler, engine.clock
+            options, None, deployment.output_slot, deployment.statistics, engine.scheduler, engine.clock
         )
         with trio.fail_after(5):  # no other event wakes the engine
             async with trio.open_nursery() as nursery:
@@ -629,7 +627,6 @@ async def test_a_request_cancelled_after_its_unreported_deadline_is_counted_once
         deployment.admission = AdmissionController(
             AdmissionOptions(deadline_ms=1000, max_requests=1),
             None,
-            served_by(ModelKey("double", deployment.version)),
             deployment.output_slot,
             statistics,
             engine.scheduler,

@@ -35,7 +35,7 @@ from flowserve.runtime.workers.supervisor import Delays
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.frames.frame import Frame
 from flowserve.scheduling.model_queue import ModelQueue
-from flowserve.scheduling.scheduler import Scheduler
+from flowserve.scheduling.routes import Routes
 from flowserve.values import Array, DType, Request
 from tests.support.engine import add_chain
 from tests.support.processes import OUT, ServedInProcesses, all_at_once, no_more_descriptors
@@ -161,7 +161,7 @@ class Routed:
 
     def queue(self, name: str) -> ModelQueue:
         worker = self.served.workers[name]
-        return next(queue for queue in self.engine.scheduler._queues if worker in queue.instances)
+        return next(queue for queue in self.engine.scheduler.models.queues if worker in queue.instances)
 
     def channel(self, name: str) -> Channel:
         channel = self.served.workers[name].channel
@@ -209,7 +209,7 @@ class Routed:
         assert {*self.over.values()} <= {1}, "each request is over once"
         self.over.clear()
         assert not scheduler.in_flight
-        assert not scheduler._routed
+        assert not scheduler.routes.running
         assert not engine.processes.runs
         assert not engine.completions.waiting
         for name in workers:
@@ -241,7 +241,7 @@ async def routed(tmp_path: Path) -> AsyncIterator[Routed]:
 def without_routes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Batches return to the scheduler after each stage, as if no plan had a run of nodes."""
     with monkeypatch.context() as patch:
-        patch.setattr(Scheduler, "_choose_route", lambda *_: None)
+        patch.setattr(Routes, "choose", lambda *_: None)
         yield
 
 
@@ -386,7 +386,7 @@ async def test_direct_request_does_not_wait_for_slow_stage_of_route(routed: Rout
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask, "chain", row(2, acts, SLEEP))
             await trio.sleep(0.05)
-            assert routed.engine.scheduler._routed
+            assert routed.engine.scheduler.routes.running
             nursery.start_soon(ask, direct, row(3))
     assert over == [direct, "chain"], "it is answered while the slow model still runs"
     assert routed.counts("chain") == (1, 1, 1)

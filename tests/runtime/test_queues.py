@@ -71,7 +71,7 @@ def test_requests_are_batched_only_with_dynamic_batching_and_a_batch_dimension(
     batcher = batcher_for(config(folder, batching, limit))
     for _ in range(3):
         batcher.put(ticket())
-    assert len(batcher.take(0) or ()) == (3 if batching and limit else 1)
+    assert len(batcher.take(None, 0) or ()) == (3 if batching and limit else 1)
 
 
 def test_preserve_ordering_keeps_the_order_of_responses(folder: Path) -> None:
@@ -98,7 +98,7 @@ def test_delays_and_timeouts_in_microseconds_become_nanoseconds(folder: Path) ->
     batcher = batcher_for(config(folder, text))
     for one in (ticket(rows=2), ticket(rows=6)):
         batcher.put(one)
-    assert [len(batcher.take(0) or ()), len(batcher.take(0) or ())] == [1, 1]  # 2 is preferred, and 6
+    assert [len(batcher.take(None, 0) or ()), len(batcher.take(None, 0) or ())] == [1, 1]  # 2 is preferred, and 6
 
 
 def test_each_level_gets_its_own_policy_and_the_others_the_default(folder: Path) -> None:
@@ -119,7 +119,7 @@ def test_each_level_gets_its_own_policy_and_the_others_the_default(folder: Path)
     assert batcher.expire(1000) == []  # behind new ones of their level
     later = ticket(at=2000, priority=1)
     batcher.put(later)
-    assert (batcher.take(1_000_000) or [])[:3] == [later, *urgent]
+    assert (batcher.take(None, 1_000_000) or [])[:3] == [later, *urgent]
 
 
 def test_a_model_without_a_batch_dimension_runs_single_requests_by_priority(folder: Path) -> None:
@@ -128,8 +128,8 @@ def test_a_model_without_a_batch_dimension_runs_single_requests_by_priority(fold
     low, high = ticket(), ticket(priority=1)
     batcher.put(low)
     batcher.put(high)
-    assert batcher.take(0) == [high]
-    assert batcher.take(0) == [low]
+    assert batcher.take(None, 0) == [high]
+    assert batcher.take(None, 0) == [low]
 
 
 def test_the_examples_of_the_page_on_batching_work(root: Path, folder: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flowserve.memory.raw import EncodedBytes
 from flowserve.memory.tensor import Tensor
-from flowserve.runtime.admission.controller import ENTRY_BYTES, LruCache, cache_key, cached_copy
+from flowserve.runtime.admission.cache import ENTRY_BYTES, LruCache, cache_key, cached_copy
 from flowserve.values import Array, Request
 
 SERVED = ("m", 1, 1)

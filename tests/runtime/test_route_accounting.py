@@ -72,7 +72,7 @@ class Counted:
     def figures(statistics: Statistics) -> list[Any]:
         found: list[Any] = []
         for name in Statistics.__dataclass_fields__:
-            if not name.startswith("_") and name not in ("left", "nodes", "responses"):
+            if not name.startswith("_") and name not in ("nodes", "responses"):
                 value = getattr(statistics, name)
                 found.append((name, list(value.counts) if hasattr(value, "counts") else value))
         return found
@@ -98,12 +98,6 @@ def test_properties_stages_of_a_route_count_as_batches_of_their_own(data: st.Dat
     if not has_failed:
         failed = data.draw(st.sets(st.integers(0, len(queued_ns) - 1)))
         made[-1].errors = {m: Internal("failed") for m in failed}
-    gone = [data.draw(st.booleans()) for _ in made]
-    for each in (one, other):
-        for statistics, is_there in zip(each.statistics, gone, strict=False):
-            if is_there:
-                statistics.left.add(object())  # a request of another batch
-
     record_stages(one.batch, made, has_failed, now_ns, ())
     since_ns = 10
     for i, results in enumerate(made):

@@ -24,7 +24,7 @@ from flowserve.runtime.workers.local import LocalWorker
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.frames.frame import Frame
 from flowserve.scheduling.queue import BatchPolicy, Queue
-from flowserve.scheduling.scheduler import Scheduler
+from flowserve.scheduling.routes import Routes
 from flowserve.values import Array, DType, Request, TensorSpec
 from tests.support.engine import FunctionModel
 
@@ -156,7 +156,7 @@ async def served(shape: Shape, asked: Sequence[Sequence[tuple[int, int]]]) -> tu
             told += [answers[number] for number in range(len(group))]
         engine.scheduler.check()
         assert not engine.scheduler.in_flight
-        assert not engine.scheduler._routed
+        assert not engine.scheduler.routes.running
         statistics = [engine.deployments.statistics_of(node.model) for node in nodes]
         for one, instance in zip(statistics, instances, strict=True):
             one.add_up()
@@ -171,7 +171,7 @@ def test_property_routes_change_no_response_and_add_no_executions(
 ) -> None:
     told, executions, _ = trio.run(served, shape, asked)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scheduler, "_choose_route", lambda *_: None)
+        patch.setattr(Routes, "choose", lambda *_: None)
         without, most, routes = trio.run(served, shape, asked)
     assert not routes
     assert told == without

@@ -23,7 +23,7 @@ from flowserve.runtime.workers.process import ProcessWorker
 from flowserve.runtime.workers.supervisor import DELAYS, Supervisor, WarmUp
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.model_queue import ModelQueue
-from flowserve.scheduling.queue import BatchPolicy, ClosedQueue, Queue
+from flowserve.scheduling.queue import BatchPolicy, Queue
 from flowserve.scheduling.scheduler import Scheduler
 from tests.support.recorder import simple_model
 
@@ -76,7 +76,7 @@ class Stage:
 
     @property
     def is_closed(self) -> bool:
-        return isinstance(self.queue.batcher, ClosedQueue)
+        return bool(self.queue.closed)
 
 
 @asynccontextmanager
@@ -85,7 +85,7 @@ async def stage(instances: int = 1, timeout_s: float = 0, warm_up: WarmUp | None
     scheduler = Scheduler()
     actors = [Actor(f"a_{number}", clock) for number in range(instances)]
     queue = ModelQueue(simple_model(0).key, Queue(BatchPolicy.single()), actors)
-    scheduler.add(queue)
+    scheduler.models.add(queue)
     scene: Stage
 
     def step() -> None:

@@ -34,7 +34,8 @@ from flowserve.observe.trace import (
     Wait,
     by_reason,
 )
-from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache, served_by
+from flowserve.runtime.admission.cache import DeploymentCache, LruCache, ResponseCache, served_by
+from flowserve.runtime.admission.controller import AdmissionController
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.tracing.tracing import waits_in_queue
@@ -363,7 +364,8 @@ async def test_a_trace_lists_a_bounded_number_of_steps_and_counts_the_rest(monke
 
 def _limit(engine: Engine, name: str, options: AdmissionOptions, cache: ResponseCache | None = None) -> None:
     deployment = engine.deployments.find(name)
-    key = served_by(deployment.graph.nodes[0].model)
+    served, statistics = served_by(deployment.graph.nodes[0].model), deployment.statistics
+    responses = None if cache is None else DeploymentCache(cache, served, statistics, engine.clock)
     deployment.admission = AdmissionController(
-        options, cache, key, deployment.output_slot, deployment.statistics, engine.scheduler, engine.clock
+        options, responses, deployment.output_slot, statistics, engine.scheduler, engine.clock
     )

@@ -20,7 +20,7 @@ def sizes(batch: list[Ticket] | None) -> list[int] | None:
 def everything(batcher: Queue, at: int = 0) -> list[int]:
     """The rows of each batch that leaves at this time."""
     batches = []
-    while batch := batcher.take(at):
+    while batch := batcher.take(None, at):
         batches.append(sum(ticket.rows for ticket in batch))
         batcher.check()
     return batches
@@ -34,22 +34,22 @@ def test_the_oldest_ticket_determines_the_start_of_a_short_batch(ticket: MakeTic
     first, second = ticket(at=0), ticket(at=60)
 
     batcher.put(first)
-    assert batcher.take(0) is None
+    assert batcher.take(None, 0) is None
     batcher.put(second)
-    assert batcher.take(60) is None
+    assert batcher.take(None, 60) is None
     assert batcher.deadline() == 100
-    assert batcher.take(99) is None  # early calls have no effect
-    assert batcher.take(100) == [first, second]
+    assert batcher.take(None, 99) is None  # early calls have no effect
+    assert batcher.take(None, 100) == [first, second]
     assert batcher.deadline() is None
-    assert batcher.take(100) is None
+    assert batcher.take(None, 100) is None
 
 
 def test_the_delay_of_the_remaining_requests_counts_from_their_own_arrival(ticket: MakeTicket) -> None:
     batcher = Queue(BatchPolicy.simple(4, max_queue_delay_ns=100))
     batcher.put(ticket(rows=3, at=0))
     batcher.put(ticket(rows=3, at=80))
-    assert sizes(batcher.take(80)) == [3]  # the second does not fit: no reason to wait for it
-    assert batcher.take(80) is None
+    assert sizes(batcher.take(None, 80)) == [3]  # the second does not fit: no reason to wait for it
+    assert batcher.take(None, 80) is None
     assert batcher.deadline() == 180
 
 
@@ -90,8 +90,8 @@ def test_a_request_without_rows_counts_towards_the_batch_size(ticket: MakeTicket
     batcher = Queue(BatchPolicy.simple(2))
     for _ in range(3):
         batcher.put(ticket(rows=0))
-    assert sizes(batcher.take(0)) == [0, 0]
-    assert sizes(batcher.take(0)) == [0]
+    assert sizes(batcher.take(None, 0)) == [0, 0]
+    assert sizes(batcher.take(None, 0)) == [0]
 
 
 def test_a_batch_is_filled_after_a_withdrawal(ticket: MakeTicket) -> None:
@@ -104,7 +104,7 @@ def test_a_batch_is_filled_after_a_withdrawal(ticket: MakeTicket) -> None:
     assert batcher.withdraw(cancelled.flow) == 2
     assert batcher.withdraw(cancelled.flow) == 0
     assert batcher.deadline() == 150
-    assert batcher.take(150) == [stayer]
+    assert batcher.take(None, 150) == [stayer]
 
 
 def test_the_default_scheduler_runs_every_request_in_its_own_batch_without_delay(ticket: MakeTicket) -> None:
@@ -113,9 +113,9 @@ def test_the_default_scheduler_runs_every_request_in_its_own_batch_without_delay
     batcher.put(first)
     batcher.put(second)
     assert batcher.deadline() is None
-    assert batcher.take(0) == [first]
-    assert batcher.take(0) == [second]
-    assert batcher.take(0) is None
+    assert batcher.take(None, 0) == [first]
+    assert batcher.take(None, 0) == [second]
+    assert batcher.take(None, 0) is None
 
 
 # --------------------------------------------------------------------------------- Triton's numbers (L0_batcher, 3.3)
@@ -208,4 +208,4 @@ def test_withdrawing_an_unknown_request_changes_nothing(ticket: MakeTicket) -> N
     batcher.put(kept)
     unknown: Frame = ticket().flow
     assert batcher.withdraw(unknown) == 0
-    assert batcher.take(0) == [kept]
+    assert batcher.take(None, 0) == [kept]

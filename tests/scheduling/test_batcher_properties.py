@@ -54,7 +54,7 @@ class History:
             self.batcher.put(ticket)
 
     def take(self) -> list[Ticket] | None:
-        batch = self.batcher.take(self.now)
+        batch = self.batcher.take(None, self.now)
         if batch is not None:
             assert batch, "nothing left, and it was called a batch"
             assert batch == self.waiting[: len(batch)], "out of order, lost, doubled, or withdrawn before"
@@ -114,7 +114,7 @@ def test_property_with_time_and_free_instances_every_request_is_taken(
             assert deadline is not None
             assert deadline > history.now, "not yet, says take; the deadline is over, says deadline"
             history.now = deadline
-    assert history.batcher.take(FOREVER_NS) is None
+    assert history.batcher.take(None, FOREVER_NS) is None
     assert history.batcher.deadline() is None
 
 
@@ -215,7 +215,7 @@ class DynamicBatcherMachine(RuleBasedStateMachine):
     def instances_take(self) -> None:
         while self.free:
             expected = batch_by_the_book([*self.waiting], self.policy, self.now) if self.waiting else 0
-            batch = self.batcher.take(self.now)
+            batch = self.batcher.take(None, self.now)
             assert len(batch or ()) == expected
             if batch is None:
                 return

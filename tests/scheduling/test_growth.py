@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -220,7 +220,7 @@ def test_cancelled_requests_grow_linearly(kind: str) -> None:
 def test_requests_that_are_cancelled_at_once_grow_linearly(kind: str) -> None:
     def prepare(n: int) -> Work:
         server, flows = queued(BATCHERS[kind](), n)
-        return lambda: [server.scheduler.cancel(flow) for flow in reversed(flows)]
+        return lambda: cancel_all(server, reversed(flows))
 
     assert growth(prepare, 60) < QUADRATIC_FROM
 
@@ -233,30 +233,14 @@ def test_cancelled_sequences_with_further_requests_grow_linearly() -> None:
         for flow in flows:
             server.submit(plain_graph(A), flow.request)
         server.scheduler.schedule(0)
-        return lambda: [server.scheduler.cancel(flow) for flow in flows]
+        return lambda: cancel_all(server, flows)
 
     assert growth(prepare, 60) < QUADRATIC_FROM
 
 
-def test_outcomes_held_for_their_order_grow_linearly() -> None:
-    """Whether a request that leaves waits for an earlier one is known without a search."""
-
-    def prepare(n: int) -> Work:
-        server = Recorder()
-        queue = server.serve(A, Queue(BatchPolicy.simple(1)), instances=2, keeps_order=True)
-        graph = plain_graph(A)
-        server.submit(graph, "runs")
-        server.turn()
-        flows = []
-        for number in range(n):
-            flows.append(server.submit(graph, number))
-            server.turn()
-            server.done(server.running[-1])
-        assert queue.order is not None
-        holds = queue.order.holds
-        return lambda: [holds(flow) for flow in flows]
-
-    assert growth(prepare, 60) < QUADRATIC_FROM
+def cancel_all(server: Recorder, flows: Iterable[Frame]) -> None:
+    for flow in flows:
+        server.scheduler.cancel(flow)
 
 
 # ------------------------------------------------------------------------------------------------------------ instances
@@ -297,7 +281,7 @@ def test_a_request_costs_the_same_beside_more_idle_deployments(kind: str) -> Non
         server.serve(A)
         for version in range(n):
             batcher = Queue(delayed) if kind == "delay" else BATCHERS[kind]()
-            server.scheduler.add(ModelQueue(ModelKey("idle", version), batcher, range(1)))
+            server.scheduler.models.add(ModelQueue(ModelKey("idle", version), batcher, range(1)))
 
         def work() -> None:
             server.submit(plain_graph(A), "client")

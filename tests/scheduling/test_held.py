@@ -58,7 +58,7 @@ def test_a_deadline_withdraws_every_step_of_its_request(server: Recorder) -> Non
     other = server.submit(plain_graph(simple_model(1)), "other")
     server.turn()
     flow = server.submit(graph(FORK, 2, 1), "late")
-    server.scheduler.due_by(flow, 5 * MS)
+    server.scheduler.due.add(flow, 5 * MS)
     server.turn()
     assert (len(queues[0].batcher), len(queues[1].batcher)) == (0, 1)
     assert server.scheduler.next_deadline() == 5 * MS
@@ -81,7 +81,7 @@ def test_a_deadline_error_names_the_step_that_is_not_complete(server: Recorder) 
     for number in (0, 1):
         server.serve(simple_model(number))
     flow = server.submit(graph(CHAIN), "late")
-    server.scheduler.due_by(flow, 5 * MS)
+    server.scheduler.due.add(flow, 5 * MS)
     server.turn()
     server.done(server.running[0])
     server.turn()
@@ -94,7 +94,7 @@ def test_a_deadline_error_names_the_step_that_is_not_complete(server: Recorder) 
 def test_a_request_completed_in_time_has_no_deadline_any_more(server: Recorder) -> None:
     server.serve(simple_model(0))
     flow = server.submit(plain_graph(simple_model(0)), "quick")
-    server.scheduler.due_by(flow, 5 * MS)
+    server.scheduler.due.add(flow, 5 * MS)
     server.turn()
     server.done(server.running[0])
     server.turn()
@@ -124,7 +124,7 @@ def test_property_no_request_outlives_its_deadline_and_each_is_answered_once(
                 waiting.append(flow)
             if kind:
                 due[flow] = now + 10
-                server.scheduler.due_by(flow, now + 10)
+                server.scheduler.due.add(flow, now + 10)
         elif kind == 3 and server.running:
             server.done(server.running[0], at=now)
         elif kind == 4 and waiting:
@@ -145,4 +145,4 @@ def test_property_no_request_outlives_its_deadline_and_each_is_answered_once(
     assert all(flow.record.done for flow in flows)
     assert len(set(server.answers)) == len(server.answers)
     assert server.scheduler.in_flight == 0
-    assert not any(server.scheduler.waiting().values())
+    assert not any(server.waiting().values())

@@ -300,13 +300,13 @@ class IterativeMachine(RuleBasedStateMachine):
         batch = data.draw(st.sampled_from(self.server.running))
         self.server.running.remove(batch)
         self.server.scheduler.complete(batch, [], InstanceDied("it died"), 0)
-        self.server.scheduler.take_away(self.queue, batch.instance)
+        self.queue.take_away(batch.instance)
         self.look()
 
     @precondition(lambda self: self.queue.away)
     @rule()
     def it_runs_again(self) -> None:
-        self.server.scheduler.give_back(self.queue, self.queue.away[0])
+        self.queue.give_back(self.queue.away[0])
         self.look()
 
     @precondition(lambda self: self.flows)

@@ -399,7 +399,7 @@ def test_a_removed_model_leaves_no_demand_even_in_the_step_of_its_last_batch() -
     ask(server, A, 1)
     server.turn()
     server.done(server.running[0])
-    server.scheduler.remove(queue)
+    server.scheduler.models.remove(queue)
     ask(server, B, 2)
     assert server.turn() == [("b", [2])]
     assert server.limiter is not None

@@ -28,7 +28,7 @@ def lose(server: Recorder, machine: int, instances: range, *, depth: int = 1) ->
         server.scheduler.complete(batch, [], MachineLost(f"machine {machine} is lost"), 0)
     for instance in instances:
         for _ in range(depth):
-            server.scheduler.take_away(server.queues[A.key], instance)
+            server.queues[A.key].take_away(instance)
 
 
 def test_a_batch_of_a_pure_model_runs_once_more_before_all_that_wait() -> None:
@@ -45,7 +45,7 @@ def test_a_batch_of_a_pure_model_runs_once_more_before_all_that_wait() -> None:
     assert server.turn() == []
     lost = "machine 1 is lost"
     assert server.answered() == [5, 6, 7, 8, (1, lost), (2, lost), (3, lost), (4, lost)]
-    server.scheduler.give_back(server.queues[A.key], 0)
+    server.queues[A.key].give_back(0)
     assert server.turn() == [("a", [9])]
 
 
@@ -132,14 +132,14 @@ class Machines:
                 self.lost.update(ticket.flow.request for ticket in batch.tickets)
                 self.server.scheduler.complete(batch, [], MachineLost("lost"), self.now)
             for _ in range(2):
-                self.server.scheduler.take_away(self.queue, instance)
+                self.queue.take_away(instance)
         self._at(self.now + self._random.randint(1, 50), partial(self._back, machine))
 
     def _back(self, machine: int) -> None:
         self._away.remove(machine)
         for instance in range(2 * machine, 2 * machine + 2):
             for _ in range(2):
-                self.server.scheduler.give_back(self.queue, instance)
+                self.queue.give_back(instance)
 
 
 def check_laws(world: Machines, requests: int) -> None:

@@ -20,7 +20,7 @@ def died(server: Recorder, batch: Batch) -> None:
     """The instance that runs a batch dies."""
     server.running.remove(batch)
     assert not server.scheduler.complete(batch, [], InstanceDied("died"), 0)
-    server.scheduler.take_away(batch.queue, batch.instance)
+    batch.queue.take_away(batch.instance)
 
 
 def test_the_running_batch_fails_and_waiting_ones_wait_for_the_instance() -> None:
@@ -33,7 +33,7 @@ def test_the_running_batch_fails_and_waiting_ones_wait_for_the_instance() -> Non
     assert server.turn() == []
     assert server.answered() == [(1, "died")]
     assert not queue.is_served
-    server.scheduler.give_back(queue, 0)
+    queue.give_back(0)
     assert server.turn() == [("a", [2])]
 
 
@@ -51,7 +51,7 @@ def test_a_batch_whose_instance_died_is_not_retried() -> None:
 def test_batches_go_to_the_remaining_instances() -> None:
     server = Recorder()
     queue = server.serve(A, instances=2)
-    server.scheduler.take_away(queue, 0)
+    queue.take_away(0)
     assert queue.is_served
     server.submit(plain_graph(A), 1)
     server.turn()
@@ -77,12 +77,12 @@ def test_a_closed_queue_refuses_waiting_and_new_requests() -> None:
     refused = [(one.ticket.flow.request, str(one.error)) for one in server.notices if isinstance(one, TicketRefused)]
     assert refused == [(2, "down"), (3, "down"), (4, "down")]
     assert all(isinstance(flow.record.error, Unavailable) for flow in server.answers[1:])
-    assert server.scheduler.waiting()[A.key] == 0
+    assert server.waiting()[A.key] == 0
     server.scheduler.close(queue, "still down")
     server.submit(plain_graph(A), 5)
     server.turn()
     assert server.answered()[-1] == (5, "still down")
-    server.scheduler.give_back(queue, 0)
+    queue.give_back(0)
     server.submit(plain_graph(A), 6)
     assert server.turn() == [("a", [6])]
 
@@ -126,9 +126,9 @@ def test_property_every_request_is_answered_once_under_any_order_of_deaths_and_r
         elif what == "die" and which < 4 and server.running:
             died(server, server.running[which % len(server.running)])
         elif what == "die" and idle:
-            server.scheduler.take_away(queue, idle[which % len(idle)])
+            queue.take_away(idle[which % len(idle)])
         elif what == "back" and queue.away:
-            server.scheduler.give_back(queue, queue.away[0])
+            queue.give_back(queue.away[0])
         elif what == "close" and not queue.is_served:
             server.scheduler.close(queue, "down")
     end(server, queues)
@@ -140,7 +140,7 @@ def end(server: Recorder, queues: list[ModelQueue]) -> None:
     """Every instance returns, and every batch completes."""
     for queue in queues:
         while queue.away:
-            server.scheduler.give_back(queue, queue.away[0])
+            queue.give_back(queue.away[0])
     server.turn()
     while server.running:
         server.done(server.running[0])

@@ -38,7 +38,7 @@ def put(batcher: Queue, *tickets: Ticket) -> list[Ticket]:
 def everything(batcher: Queue, at: int) -> list[list[Ticket]]:
     """The batches that leave at this time."""
     batches = []
-    while batch := batcher.take(at):
+    while batch := batcher.take(None, at):
         batches.append(batch)
         batcher.check()
     return batches
@@ -59,10 +59,10 @@ def test_a_queue_of_eight_refuses_two_of_ten_requests() -> None:
 def test_a_delayed_request_waits_for_the_whole_queue_delay_while_later_ones_leave() -> None:
     batcher = queue_of(LevelPolicy(timeout_ns=100 * MS, is_delayed=True), delay=10 * SECOND)
     (first,) = put(batcher, ticket())
-    assert batcher.take(0) is None
+    assert batcher.take(None, 0) is None
     assert batcher.expiry() == 100 * MS
     assert not batcher.expire(100 * MS)
-    assert batcher.take(100 * MS) is None
+    assert batcher.take(None, 100 * MS) is None
     assert batcher.expiry() is None  # it has no second timeout
     later = put(batcher, ticket(rows=2, at=200 * MS), ticket(rows=2, at=200 * MS))
     assert everything(batcher, 200 * MS) == [later]
@@ -99,7 +99,7 @@ def test_a_timeout_of_a_request_is_ignored_without_override() -> None:
 def test_two_levels_share_a_batch_and_the_higher_comes_first() -> None:
     batcher = Queue(BatchPolicy(8, (4, 8), 10 * SECOND), Levels(2, 2))
     low = put(batcher, *(ticket() for _ in range(3)))
-    assert batcher.take(0) is None
+    assert batcher.take(None, 0) is None
     (high,) = put(batcher, ticket(priority=1))
     assert everything(batcher, 0) == [[high, *low]]
 
@@ -129,13 +129,13 @@ def test_a_priority_that_is_no_level_means_the_default_level(priority: int, leve
 def test_without_levels_priorities_mean_nothing() -> None:
     batcher = queue_of(LevelPolicy(max_size=9), preferred=(8,))
     in_order = put(batcher, ticket(priority=2), ticket(priority=1), ticket())
-    assert batcher.take(0) == in_order
+    assert batcher.take(None, 0) == in_order
 
 
 def test_billions_of_levels_use_no_memory() -> None:
     batcher = Queue(BatchPolicy.simple(2), Levels(1 << 62, 1 << 61))
     low, high = put(batcher, ticket(priority=1 << 62), ticket(priority=1))
-    assert batcher.take(0) == [high, low]
+    assert batcher.take(None, 0) == [high, low]
 
 
 def test_a_request_of_higher_priority_with_another_key_leaves_first() -> None:
@@ -218,7 +218,7 @@ def test_a_lower_level_is_overtaken_a_bounded_number_of_times() -> None:
     led = []
     for _ in range(2 * OVERTAKEN_MAX + 3):
         put(batcher, ticket(priority=1), ticket(priority=1))
-        batch = batcher.take(0)
+        batch = batcher.take(None, 0)
         assert batch is not None
         led.append(batch[0] in low)
     assert [n for n, is_low in enumerate(led) if is_low] == [OVERTAKEN_MAX, 2 * OVERTAKEN_MAX + 1]
@@ -231,7 +231,7 @@ def test_every_level_leads_a_batch_after_a_bounded_wait() -> None:
     order = []
     for _ in range(OVERTAKEN_MAX + 3):
         put(batcher, ticket(priority=1))
-        (one,) = batcher.take(0) or []
+        (one,) = batcher.take(None, 0) or []
         order.append(one.flow.record.priority)
     assert order == [1] * OVERTAKEN_MAX + [2, 3, 4]
 

@@ -84,7 +84,7 @@ class QueueMachine(RuleBasedStateMachine):
     def an_instance_takes(self) -> None:
         walk = sorted(self.waiting, key=lambda one: one.place)
         expected = self.count_by_a_plain_queue([one.ticket for one in walk])
-        batch = self.batcher.take(self.now)
+        batch = self.batcher.take(None, self.now)
         assert (batch or []) == [one.ticket for one in walk[:expected]]
         self.waiting = [one for one in self.waiting if one.ticket not in (batch or ())]
         self.batches += batch is not None
@@ -99,7 +99,7 @@ class QueueMachine(RuleBasedStateMachine):
         for ticket in stand_ins:
             ticket.queued_ns = oldest
             plain.put(ticket)
-        return len(plain.take(self.now) or ())
+        return len(plain.take(None, self.now) or ())
 
     @precondition(lambda self: self.waiting)
     @rule(which=st.randoms(use_true_random=False))
@@ -146,7 +146,7 @@ def test_property_with_time_and_free_instances_every_request_is_taken_or_refused
         waiting.add(ticket)
         now += rows
     while waiting:
-        gone = [*batcher.expire(now), *(batcher.take(now) or ())]
+        gone = [*batcher.expire(now), *(batcher.take(None, now) or ())]
         if not gone:
             soonest = [at for at in (batcher.deadline(), batcher.expiry()) if at is not None]
             assert soonest, "a request waits although nothing is pending"
@@ -176,7 +176,7 @@ def test_property_no_level_is_overtaken_without_bound(limit: int, stream: list[l
                 since[priority] = taken
             lanes[priority].append((ticket, taken))
             batcher.put(ticket)
-        for ticket in batcher.take(0) or ():
+        for ticket in batcher.take(None, 0) or ():
             level = ticket.flow.record.priority
             assert lanes[level].popleft()[0] is ticket
             since[level] = taken + 1

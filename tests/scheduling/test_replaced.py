@@ -26,25 +26,16 @@ def test_a_request_stays_with_the_queue_it_was_routed_to(server: Recorder) -> No
     assert [batch.queue for batch in server.running] == [old, new]
 
 
-def test_waiting_requests_of_both_queues_are_counted(server: Recorder) -> None:
-    server.serve(A, instances=0)
-    server.submit(GRAPH_A, "before")
-    server.serve(A, instances=0)
-    server.submit(GRAPH_A, "after")
-    server.turn()
-    assert server.scheduler.waiting() == {A.key: 2}
-
-
 def test_a_queue_can_be_removed_in_the_step_in_which_its_last_batch_completes(server: Recorder) -> None:
     old = server.serve(A)
     server.submit(GRAPH_A, "last")
     server.turn()
     server.done(server.running[0])
-    server.scheduler.remove(old)
+    server.scheduler.models.remove(old)
     server.serve(A)
     server.submit(GRAPH_A, "next")
     assert server.turn() == [("a", ["next"])]
-    assert server.scheduler.waiting() == {A.key: 0}
+    assert server.waiting() == {A.key: 0}
 
 
 def test_a_queue_can_be_removed_in_the_step_in_which_its_last_request_is_cancelled(server: Recorder) -> None:
@@ -54,13 +45,13 @@ def test_a_queue_can_be_removed_in_the_step_in_which_its_last_request_is_cancell
     server.turn()
     server.done(server.running[0])
     server.scheduler.cancel(flow)
-    server.scheduler.remove(step)
+    server.scheduler.models.remove(step)
     assert server.turn() == []
 
 
 def test_a_removed_queue_sets_no_deadline(server: Recorder) -> None:
     old = server.serve(A)
     server.turn()
-    server.scheduler.remove(old)
+    server.scheduler.models.remove(old)
     assert server.scheduler.next_deadline() is None
     assert server.turn(at=10**12) == []

@@ -247,10 +247,10 @@ def test_a_request_that_fails_in_one_branch_leaves_the_queues_of_the_others(serv
     )
     server.submit(Graph("fork", 1, PORT, PORT * 2, 16, nodes, edges, is_ensemble=True), "x")
     assert server.turn() == [("a", ["x"])]
-    assert server.scheduler.waiting()[B.key] == 1
+    assert server.waiting()[B.key] == 1
     server.raised(server.running[0])
     assert server.answered() == [("x", "boom")]
-    assert server.scheduler.waiting()[B.key] == 0
+    assert server.waiting()[B.key] == 0
     assert server.turn(at=5000) == []
 
 
@@ -407,7 +407,7 @@ def test_scheduling_again_at_the_same_time_changes_nothing(server: Recorder, wai
         server.submit(ALONE, request)
     server.turn(at=1)
     assert server.turn(at=1) == []
-    assert server.scheduler.waiting() == {A.key: waiting}
+    assert server.waiting() == {A.key: waiting}
 
 
 # --------------------------------------------------------------------------------------------------------- broken off

@@ -86,7 +86,7 @@ def test_a_batch_takes_no_route_in_an_actor_that_has_another_one() -> None:
 def test_a_batch_takes_no_route_in_an_actor_that_lacks_a_model(actors: int) -> None:
     server = segment(actors)
     for _ in range(DEPTH):
-        server.scheduler.take_away(server.queues[MODELS[2].key], 0)
+        server.queues[MODELS[2].key].take_away(0)
     for request in range(actors):
         server.submit(CHAIN, request)
         server.turn()
@@ -189,7 +189,7 @@ class Actors:
         for model in MODELS:
             self._away.add((actor, model.key.name))
             for _ in range(DEPTH):
-                self.server.scheduler.take_away(self.server.queues[model.key], actor)
+                self.server.queues[model.key].take_away(actor)
             back = partial(self._back, actor, model.key.name, self.server.queues[model.key])
             self._at(self.now + self._random.randint(1, 50), back)
         with_machine = self._random.random() < 0.6
@@ -207,7 +207,7 @@ class Actors:
     def _back(self, actor: int, name: str, queue: ModelQueue) -> None:
         self._away.remove((actor, name))
         for _ in range(DEPTH):
-            self.server.scheduler.give_back(queue, actor)
+            queue.give_back(actor)
 
     def _at(self, time: int, event: Callable[[], object]) -> None:
         heapq.heappush(self._events, (time, next(self._order), event))

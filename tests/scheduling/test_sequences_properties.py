@@ -80,7 +80,7 @@ class SequenceMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def an_instance_takes(self, data: st.DataObject) -> None:
         instance = data.draw(st.sampled_from(self.free))
-        batch = self.batcher.take_for(instance, self.now)
+        batch = self.batcher.take(instance, self.now)
         if batch is None:
             mine = [ticket for ticket in self.waiting.values() if self.seat(ticket) == instance]
             due = self.batcher.deadline()
@@ -153,9 +153,9 @@ class SequenceMachine(RuleBasedStateMachine):
 
     @rule()
     def every_request_is_refused(self) -> None:
-        taken = self.batcher.take(self.now) or []
+        taken = self.batcher.clear()
         assert sorted(ticket.flow.request.number for ticket in taken) == sorted(self.waiting)
-        assert self.batcher.take(self.now) is None
+        assert not self.batcher.clear()
         assert (self.batcher.live, slots_taken(self.batcher)) == (0, 0)
         self.waiting.clear()
         self.queued.clear()

@@ -333,7 +333,7 @@ def test_a_stream_that_completes_at_its_deadline_is_not_late() -> None:
 
         def _arrive(self, request: StreamRequest) -> None:
             super()._arrive(request)
-            self.scheduler.due_by(self.flows[request.number], self.due_ns)
+            self.scheduler.due.add(self.flows[request.number], self.due_ns)
 
     for due_ns, text in ((last_ns - 1, "Request timeout expired"), (last_ns, "")):
         sim = Sim(graph, models, [StreamRequest(0)])

@@ -110,7 +110,7 @@ class ServedInProcesses:
 
     def leave_out_routes(self) -> None:
         """Disable routes: batches return to the engine after every added model, from the first request on."""
-        for queue in self.engine.scheduler._queues:
+        for queue in self.engine.scheduler.models.queues:
             queue.route_groups = None
 
     async def ask(self, name: str, array: Array, **facts: Any) -> Array:

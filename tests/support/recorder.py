@@ -116,7 +116,7 @@ class Recorder:
             cache=cache,
         )
         self.queues[model.key] = queue
-        self.scheduler.add(queue)
+        self.scheduler.models.add(queue)
         return queue
 
     def submit(
@@ -191,6 +191,15 @@ class Recorder:
         """Fail a batch; returns whether it is retried."""
         self.running.remove(batch)
         return self.scheduler.complete(batch, [], ModelFailed("boom"), 0)
+
+    def waiting(self) -> dict[ModelKey, int]:
+        """The number of waiting tickets of each model."""
+        return {key: queue.waiting for key, queue in self.queues.items()}
+
+    @property
+    def live(self) -> int:
+        """The number of live sequences."""
+        return sum(one.live for one in self.scheduler.models.sequences)
 
     @property
     def answers(self) -> list[Frame]:

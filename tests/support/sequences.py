@@ -93,7 +93,7 @@ class SequenceSim:
         self.time = 0
         self.answers = 0
         self.queue = ModelQueue(PLAN.nodes[0].model, self.batcher, ["one", "two"], is_pure=self._random.random() < 0.5)
-        self.scheduler.add(self.queue)
+        self.scheduler.models.add(self.queue)
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._tie = count()
         self._flows: dict[Asked, Frame] = {}
@@ -228,9 +228,9 @@ class SequenceSim:
             if ticket.sequence is not None:
                 self._excuse(ticket.sequence)
         self.scheduler.complete(batch, [], InstanceDied("it died"), self.time)
-        self.scheduler.take_away(self.queue, batch.instance)
+        self.queue.take_away(batch.instance)
         after_ns = self._random.randint(1, 5_000)
-        self._at(self.time + after_ns, lambda: self.scheduler.give_back(self.queue, batch.instance))
+        self._at(self.time + after_ns, lambda: self.queue.give_back(batch.instance))
 
     def _excuse(self, line: RequestSequence) -> None:
         assert isinstance(line.id, int)

@@ -140,7 +140,7 @@ class Sim(Agenda):
             self._ordered[model.key] = OrderedModel()
         self.queues[model.key] = queue
         self.batch_rows[model.key] = []
-        self.scheduler.add(queue)
+        self.scheduler.models.add(queue)
 
     def _arrive(self, request: SimRequest) -> None:
         if self._has_ended:
@@ -162,7 +162,7 @@ class Sim(Agenda):
         self._note("arrives", request.number)
         self.scheduler.submit(flow)
         if request.due_after_ns is not None:
-            self.scheduler.due_by(flow, self.now_ns + request.due_after_ns)
+            self.scheduler.due.add(flow, self.now_ns + request.due_after_ns)
         if request.leaves_after_ns is not None:
             self.at(self.now_ns + request.leaves_after_ns, partial(self._leave, request))
 
@@ -300,13 +300,13 @@ class Sim(Agenda):
         if ticket.flow.record.done:
             return
         key = self._key_of(ticket)
-        made = self._cached.get(key) if self.scheduler.may_answer(queue) else None
+        made = self._cached.get(key) if queue.may_answer else None
         if made is not None:
             self._answer_step(ticket, made)
         else:
             self._keys[step_of(ticket)] = key
             self.scheduler.run_step(ticket, key, self.now_ns)
-            if queue.lookups is not None and ticket in queue.lookups.waiting:
+            if queue.flights is not None and ticket in queue.flights.waiting:
                 self._note("waits for an equal step", step_of(ticket))
 
     def _key_of(self, ticket: Ticket) -> StepKey:
@@ -323,7 +323,8 @@ class Sim(Agenda):
         key = self._keys.pop(step_of(ticket))
         if self._random.random() < 0.8:  # else there is no room
             self._cached[key] = made
-        for follower in self.scheduler.land(queue, ticket):
+        assert queue.flights is not None
+        for follower in queue.flights.land(ticket):
             if follower.flow.record.done:  # another step of its flow was answered before, and the next one was refused
                 continue
             if self._random.random() < 0.9:
@@ -481,19 +482,19 @@ class Sim(Agenda):
         instance, queue = batch.instances[i], batch.stage(i).queue
         is_known_first = self._random.random() < 0.5
         if is_known_first:  # before its batch completes
-            self.scheduler.take_away(queue, instance)
+            queue.take_away(instance)
         self._release(run, [one for one in range(len(batch.instances)) if one not in batch.released])
         is_retried = self.scheduler.complete(batch, [], InstanceDied("died"), self.now_ns)
         assert not is_retried
         if not is_known_first:
-            self.scheduler.take_away(queue, instance)
+            queue.take_away(instance)
         self._away.add((queue.key, instance))
         self.at(self.now_ns + self._random.randint(0, 100), partial(self._worker_is_back, queue.key, instance))
 
     def _worker_is_back(self, key: ModelKey, instance: int) -> None:
         self._note("is back", key.name, instance)
         self._away.remove((key, instance))
-        self.scheduler.give_back(self.queues[key], instance)
+        self.queues[key].give_back(instance)
 
     def _route_returns(self, run: RouteRun) -> None:
         if run.is_over:
@@ -529,7 +530,7 @@ class Sim(Agenda):
             stage = run.batch.stage(i)
             self._busy.remove((stage.queue.key, stage.instance))
         if run.is_over or len(stages) == 1:
-            self.scheduler.release_stages(run.batch, stages)
+            self.scheduler.routes.release(run.batch, stages)
 
     def _over_with(self, run: RouteRun) -> None:
         run.is_over = True
@@ -739,7 +740,7 @@ class Sim(Agenda):
             limiter = self.scheduler.rate_limit.limiter
             assert limiter.total == self.most_needed()
             assert not limiter.held(), "a resource was never freed"
-        assert not any(self.scheduler.waiting().values()), "a ticket still waits"
+        assert not any(queue.waiting for queue in self.scheduler.models.queues), "a ticket still waits"
         assert not len(self.handles), f"{len(self.handles)} tensors are held after everything is over"
 
 

@@ -477,7 +477,7 @@ class World:
                     is_pure=fails > 0 and rng.random() < 0.5,
                     keeps_order=keeps_order,
                 )
-                self.scheduler.add(queues[node.model])
+                self.scheduler.models.add(queues[node.model])
         self.queues = [queues[node.model] for node in self.graph.nodes]
 
     def submit(self, array: Array) -> Frame:

@@ -68,7 +68,7 @@ class StreamSim:
             for model in self.models
         }
         for queue in self.queues.values():
-            self.scheduler.add(queue)
+            self.scheduler.models.add(queue)
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._tie = count()
         self.plan = make_plan(self.graph)

@@ -1,9 +1,10 @@
 """The statistics of executed batches and finished requests.
 
-Decides which durations and failures belong to which model. A batch is recorded in its model's statistics and in the
-traffic of the nodes its tickets belong to; a finished request of an ensemble in the ensemble's, with the sums over its
-steps. This runs for every batch on the event loop, so facts about the batch as a whole are not computed per ticket.
-Called by the engine.
+Decides which durations and failures belong to which model, and that each request is counted once. A batch is recorded
+in its model's statistics and in the traffic of the nodes its tickets belong to; a finished request of an ensemble in
+the ensemble's, with the sums over its steps. A request that ends before its response (refused, cancelled, late) has its
+`outcome` from then on: a batch that it is still in counts its rows only. This runs for every batch on the event loop,
+so facts about the batch as a whole are not computed per ticket. Called by the engine.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ from flowserve.errors import Cancelled, DeadlineExceeded, FlowserveError, Instan
 from flowserve.graph.plan import Plan
 from flowserve.memory.recipe import RECIPES
 from flowserve.memory.tensor import Tensor
-from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, REJECTED, Statistics
+from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, RAN, REJECTED, Statistics
 from flowserve.observe.traffic import REQUEST, EdgeTraffic, NodeTraffic, share
 from flowserve.runtime.clock import wall_clock_ms
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.frames.borders import RegionFrame, skipped
 from flowserve.scheduling.frames.frame import Frame, Ticket
 from flowserve.scheduling.frames.request import TOOK_NOTHING
-from flowserve.scheduling.scheduler import Scheduler
 
 # Why a queue refused or dropped a ticket: no room or no time, the instance with its sequence died, or an earlier
 # request of its sequence was cancelled. Other errors: the request was invalid, such as one that belongs to no sequence.
@@ -44,7 +44,11 @@ def record_batch(
     output) of later stages of its route, which are added to the flows' as well.
     """
     tickets = batch.tickets
-    present = present_tickets(statistics, tickets) if statistics.left else tickets
+    present = _undecided(statistics, tickets)
+    if batch.queue.order is not None:  # the responses may be held for long, while their callers leave
+        for ticket in present:
+            if not ticket.flow.plan.graph.is_ensemble:
+                ticket.flow.record.outcome = RAN
     if not isinstance(outcome, Results):
         statistics.failed(len(present), _waited(present, now_ns), BACKEND)
         statistics.note_error(str(outcome), wall_clock_ms())
@@ -115,7 +119,7 @@ def record_stages(
             sizes = []
             for of, j in route.reads[i - 1]:
                 sizes.append(made[of].placed[j])  # a comprehension is one more call
-        if statistics.left or results.errors:
+        if results.errors:
             stage = batch.stage(i)
             stage.begin_at(since_ns)
             record_batch(statistics, stage, results, is_over_ns, sizes, range(len(sizes)))
@@ -134,13 +138,17 @@ def record_stages(
 
 
 def record_finished(flows: Sequence[Frame], now_ns: int) -> None:
-    """Record requests of ensembles that are over. Requests that stayed in the same batches are recorded together."""
+    """Record requests of ensembles that are over, except those that were counted before. Requests that stayed in the
+    same batches are recorded together.
+    """
     owner: Any = None
     took = TOOK_NOTHING
     rows = 0
     spread: dict[tuple[Any, ...], int] = {}  # requests by the rows of their spaces
     totals: list[int] = []
     for flow in flows:
+        if flow.record.outcome is not None:
+            continue
         total_ns = now_ns - flow.record.arrived_ns
         statistics: Statistics = flow.record.owner.statistics
         if isinstance(flow, RegionFrame):
@@ -183,11 +191,11 @@ def _record_totals(owner: Any, rows: int, totals: Sequence[int], took: Sequence[
         owner.statistics.ran_apart(rows, totals, *took, now_ns)
 
 
-def record_late(flow: Frame, *, is_running: bool, scheduler: Scheduler, now_ns: int) -> None:
-    """Record a request of a plain model whose deadline passed; if it `is_running`, its batch does not count it."""
-    statistics: Statistics = flow.record.owner.statistics
-    if not (is_running and leave_batch(flow, statistics, scheduler)):
-        statistics.failed(1, now_ns - flow.record.arrived_ns, REJECTED)
+def record_ended(flow: Frame, reason: str, total_ns: int) -> None:
+    """Record a request that ended before its response, unless it has been counted: as refused, late or cancelled."""
+    if flow.record.outcome is None:
+        flow.record.outcome = reason
+        flow.record.owner.statistics.failed(1, total_ns, reason)
 
 
 def record_refused(statistics: Statistics, ticket: Ticket, error: FlowserveError, now_ns: int) -> None:
@@ -196,24 +204,14 @@ def record_refused(statistics: Statistics, ticket: Ticket, error: FlowserveError
     statistics.failed(1, now_ns - ticket.queued_ns, reason)
 
 
-def leave_batch(flow: Frame, statistics: Statistics, scheduler: Scheduler) -> bool:
-    """The caller of a model's request left after the request had left its queue. `statistics`: the model's. Returns
-    whether the request is counted already; if it is running, its batch does not count it.
-    """
-    queue = flow.queues[0]
-    if queue.order is not None and queue.order.holds(flow):
-        return True
-    if not scheduler.is_retried(flow):
-        statistics.left.add(flow)
-    return False
-
-
-def present_tickets(statistics: Statistics, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
-    """The tickets of a completed batch whose callers still wait. The others are counted already."""
-    left = statistics.left
-    gone = left.intersection([ticket.flow for ticket in tickets])
-    left -= gone
-    return [ticket for ticket in tickets if ticket.flow not in gone] if gone else tickets
+def _undecided(statistics: Statistics, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+    """The tickets of a batch without those whose request has been counted, if it is a request of this model itself."""
+    if [ticket.flow.record.outcome for ticket in tickets].count(None) == len(tickets):
+        return tickets
+    left = [
+        one for one in tickets if one.flow.record.outcome is not None and one.flow.record.owner.statistics is statistics
+    ]
+    return [ticket for ticket in tickets if ticket not in left] if left else tickets
 
 
 def _record_each(

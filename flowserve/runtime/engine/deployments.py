@@ -31,7 +31,8 @@ from flowserve.memory.devices import lost
 from flowserve.observe.combined import THERE
 from flowserve.observe.statistics import OTHER, Queued, Statistics, summarising
 from flowserve.observe.traffic import NodeTraffic, SpaceTraffic, node_traffics
-from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache, served_by
+from flowserve.runtime.admission.cache import DeploymentCache, LruCache, ResponseCache, served_by
+from flowserve.runtime.admission.controller import AdmissionController
 from flowserve.runtime.admission.steps import StepCache
 from flowserve.runtime.clock import ClockNs, wall_clock_ms, wall_clock_ns
 from flowserve.runtime.engine.generations import Generations
@@ -218,11 +219,16 @@ class Deployments:
         """Every deployment version's counters, and the state of its model's queue. An ensemble has none; its load is
         the largest of its models.
         """
-        waiting = self._scheduler.waiting()
-        loads = {
-            key: _load(waiting[key], *occupied, self._rows_of(key))
-            for key, occupied in self._scheduler.occupied().items()
-        }
+        # A reloaded model may still have its previous queue.
+        waiting: dict[ModelKey, int] = {}
+        occupied: dict[ModelKey, tuple[int, int]] = {}  # instances that run a batch, and all that are available
+        for queue in self._scheduler.models.queues:
+            key = queue.key
+            busy, available = occupied.get(key, (0, 0))
+            here = len(queue.instances) - len(queue.away)
+            occupied[key] = busy + max(here - len(queue.free), 0), available + here
+            waiting[key] = waiting.get(key, 0) + queue.waiting
+        loads = {key: _load(waiting[key], *occupied[key], self._rows_of(key)) for key in waiting}
         for entry in self.entries.values():
             for version, deployment in entry.ready.items():
                 if deployment.graph.is_ensemble:
@@ -251,7 +257,8 @@ class Deployments:
         """The response cache of a model that is about to be added, for its steps; None on a server without a cache."""
         if self._cache is None:
             return None
-        return StepCache(self._cache, served_by(key), self.statistics_of(key), self._scheduler, self._clock)
+        responses = DeploymentCache(self._cache, served_by(key), self.statistics_of(key), self._clock)
+        return StepCache(responses, self._scheduler, self._clock)
 
     def announce(
         self,
@@ -307,12 +314,16 @@ class Deployments:
         options = admission_options(config.parameters, answers_at_timeout=self._options.answers_at_timeout)
         # A response of a sequence depends on earlier requests.
         may_cache = not _is_repeated(deployment.plan) and not deployment.sequences
-        cache = self._cache if config.response_cache and may_cache else None
+        cache: DeploymentCache | None = None
+        if self._cache is not None and config.response_cache and may_cache:
+            if graph.is_ensemble or queues[0].cache is None:
+                cache = DeploymentCache(self._cache, served_by(key), statistics, self._clock)
+            else:
+                cache = queues[0].cache.responses
         if cache is not None or not options.is_unlimited:
             deployment.admission = AdmissionController(
                 options,
                 cache,
-                served_by(key) if graph.is_ensemble or queues[0].cache is None else queues[0].cache.served,
                 deployment.output_slot,
                 statistics,
                 self._scheduler,

@@ -32,11 +32,9 @@ from flowserve.runtime.admission.steps import look_up_all
 from flowserve.runtime.clock import running_clock, wall_clock_ms
 from flowserve.runtime.engine.accounting import (
     find_regathered,
-    leave_batch,
-    present_tickets,
     record_batch,
+    record_ended,
     record_finished,
-    record_late,
     record_refused,
     record_stages,
 )
@@ -93,7 +91,7 @@ _DELIVERED_AT_ONCE: Final = 4  # callers that are notified before the time is re
 
 
 class Observer(Protocol):
-    """Called on the event loop during a step; tracing is one. Neither an observer nor its exception, which is logged,
+    """Frame on the event loop during a step; tracing is one. Neither an observer nor its exception, which is logged,
     changes the result of a batch. The engine's list of observers is empty without tracing.
     """
 
@@ -128,7 +126,7 @@ class Engine:
         self.limiter = None if options.rate_limit is None else Limiter(options.rate_limit)
         self.scheduler = Scheduler(self.limiter)
         self.loop = StepLoop(self.step, self.clock)
-        # Called around events that are processed together, without waiting.
+        # Frame around events that are processed together, without waiting.
         self.begin_events, self.end_events = self.loop.begin_events, self.loop.end_events
         token = trio.lowlevel.current_trio_token()
         self.completions = Completions(token, self._step_now)
@@ -222,8 +220,6 @@ class Engine:
             if self.observers:
                 self._observe("computed", batch, outcome, now_ns)
             if again:
-                # A flow whose caller left ends here: no later batch would remove it from the statistics.
-                present_tickets(batch.queue.statistics, again)
                 self.scheduler.reschedule(batch, again, now_ns)
             if isinstance(outcome, Returned):
                 self.streams.returned(batch, outcome)
@@ -272,11 +268,9 @@ class Engine:
         if made:
             self._account()
             stage.begin_at(made[-1].computed_ns)
-        statistics = stage.queue.statistics
-        if self.scheduler.complete(batch, made, error, now_ns):
-            present_tickets(statistics, stage.tickets)  # parts of it are retried
+        if self.scheduler.complete(batch, made, error, now_ns):  # parts of it are retried
             return
-        record_batch(statistics, stage, error, now_ns)
+        record_batch(stage.queue.statistics, stage, error, now_ns)
         log_unnoticed(error, stage)
 
     def _break_off(self, batch: Batch, error: Exception) -> None:
@@ -323,7 +317,7 @@ class Engine:
         queue the notification of their callers. Those that succeeded are counted at the end of the step (`_account`).
         """
         now_ns = self.clock()
-        uncounted: list[Frame] = []
+        ensembles: list[Frame] = []
         has_failed = False
         pending = deque(flows)
         while pending:
@@ -341,23 +335,21 @@ class Engine:
                 if owner.opening_sequences:
                     owner.sequence_request_over(flow)
                 admission = owner.admission
-                is_counted = False
                 if admission is not None:
-                    is_counted = admission.leave(flow)
+                    admission.leave(flow)
                     # Cached responses that waited for this one come before whatever finished after it.
                     pending.extendleft(reversed(self.scheduler.take_finished()))
                 if flow.plan.graph.is_ensemble:
-                    if not is_counted:
-                        uncounted.append(flow)
+                    ensembles.append(flow)
                 elif isinstance(flow.record.error, DeadlineExceeded):
-                    record_late(flow, is_running=flow.record.error.is_running, scheduler=self.scheduler, now_ns=now_ns)
+                    record_ended(flow, REJECTED, now_ns - flow.record.arrived_ns)
             except Exception:  # it concerns one request; the others are accounted for and delivered
                 name = flow.plan.graph.name
                 log.exception(
                     "accounting for a request of '%s' failed", name, extra=of_request(flow.request, model=name)
                 )
-        if uncounted:
-            self._records.append(partial(record_finished, uncounted, now_ns))
+        if ensembles:
+            self._records.append(partial(record_finished, ensembles, now_ns))
         if has_failed and self.calls:  # running steps of these flows may have called other models
             self.calls.sweep()
 
@@ -398,7 +390,7 @@ class Engine:
                 log.exception("an observer failed at '%s'", point)
 
     def _release_stages(self, batch: Batch, stages: Sequence[int]) -> None:
-        self.scheduler.release_stages(batch, stages)
+        self.scheduler.routes.release(batch, stages)
         self.loop.wake()
 
     # ------------------------------------------------------------------ serving
@@ -488,7 +480,6 @@ class Engine:
         except FlowserveError:
             for one in made:  # it is valid, but too large to be admitted, or could never be answered
                 self.tracing.end(one)
-                one.record.owner.statistics.failed(1, 0, REJECTED)
             raise
         if flow.record.done:  # answered from the cache: it is not queued
             self.tracing.end(flow)
@@ -517,7 +508,7 @@ class Engine:
         if (
             self.deployments.is_draining
             and enqueue is None
-            and not (is_accepted and not self.scheduler.is_ending)
+            and not (is_accepted and not self.scheduler.ending)
             and not deployment.continues_sequence(request)
         ):
             deployment.statistics.failed(1, 0, REJECTED)
@@ -553,6 +544,7 @@ class Engine:
             else:
                 admission.call(flow, enqueue)
         except FlowserveError as error:
+            record_ended(flow, REJECTED, 0)
             if self._recent.is_open and not self.tracing.is_traced(flow):
                 self._recent.refused(ModelKey(deployment.name, deployment.version), request.id, str(error))
             raise
@@ -580,17 +572,12 @@ class Engine:
         """Cancel a flow: its caller is not notified, and its queued tickets leave their queues."""
         flow.record.waiter = None
         self.tracing.end(flow, has_left=True)
-        was_over, has_begun = flow.record.done, flow.open > 0
-        is_counted = was_over
-        if isinstance(flow, RegionFrame) and flow.stream.is_over and not flow.plan.graph.is_ensemble:
-            is_counted = True  # its last response was just counted
-        left = self.scheduler.cancel(flow)
+        was_over = flow.record.done
+        self.scheduler.cancel(flow)
         if flow.record.owner.opening_sequences:
             flow.record.owner.sequence_request_over(flow)
-        if has_begun and not left and not flow.plan.graph.is_ensemble and not isinstance(flow, RegionFrame):
-            is_counted = leave_batch(flow, flow.record.owner.statistics, self.scheduler)
-        if not is_counted:
-            flow.record.owner.statistics.failed(1, self.clock() - flow.record.arrived_ns, CANCELED)
+        if not was_over:
+            record_ended(flow, CANCELED, self.clock() - flow.record.arrived_ns)
         if flow.record.owner.admission is not None and not was_over:  # a finished one leaves by itself
             flow.record.owner.admission.leave(flow, is_answered=False)
         if self.calls:
@@ -667,14 +654,14 @@ class Engine:
             computes_apart=all(worker.computes_apart for worker in workers),
             cache=self.deployments.step_cache(key) if is_cached else None,
         )
-        self.scheduler.add(queue)
+        self.scheduler.models.add(queue)
         self.generations.add(Generation(queue, [*workers, *passive], model, files))
         elsewhere = [worker for worker in workers if isinstance(worker, RunsElsewhere)]
         self.supervisor.watch(queue, elsewhere, execution_timeout_ns, warm_up)
 
     def _forget(self, queue: ModelQueue) -> None:
         """Remove a queue that gets no more work; its instances are about to be closed."""
-        self.scheduler.remove(queue)
+        self.scheduler.models.remove(queue)
         self.supervisor.release(queue)
 
     async def unready(self, deployment: Deployment) -> str:
@@ -712,7 +699,7 @@ class Engine:
 
     async def sequences_over(self, deadline: float) -> None:
         """Wait until no sequence is open, or the loop's time reaches `deadline`. After `refuse_new`."""
-        await _poll(lambda: not self.scheduler.open_sequences, deadline)
+        await _poll(lambda: not any(one.live for one in self.scheduler.models.sequences), deadline)
 
     async def drain(self, deadline: float) -> list[str]:
         """Refuse new requests, wait until none is in flight or the loop's time reaches `deadline`. Shortly before the

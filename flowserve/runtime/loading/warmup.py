@@ -100,7 +100,7 @@ async def _run_once(
             errors.append(error)
             nursery.cancel_scope.cancel()
 
-    engine.scheduler.add(queue)
+    engine.scheduler.models.add(queue)
     try:
         async with trio.open_nursery() as watch:
             if execution_timeout_ns and isinstance(worker, RunsElsewhere):
@@ -110,7 +110,7 @@ async def _run_once(
                     nursery.start_soon(run_request)
             watch.cancel_scope.cancel()
     finally:
-        engine.scheduler.remove_when_idle(queue)
+        engine.scheduler.models.remove_when_idle(queue)
     if errors:
         raise type(errors[0])(f"failed to run warmup sample '{settings.name}': {errors[0]}")
 

@@ -29,7 +29,7 @@ from flowserve.backends.worker.protocol import ANSWER_OUTPUTS_AT, Garbled, decod
 from flowserve.errors import FlowserveError, Internal
 from flowserve.memory.devices import check_for_loss
 from flowserve.observe.log_fields import of_request
-from flowserve.observe.statistics import BACKEND, Statistics
+from flowserve.observe.statistics import BACKEND, CANCELED, RAN, Statistics
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.ipc.channel import Channel, Unseen
 from flowserve.runtime.ipc.tensors import ANY_ROWS, OutputReader
@@ -150,7 +150,7 @@ class ResponseStreams:
         else:
             if self.observer is not None:
                 self.observer.over(source, error, now_ns)
-            source.is_counted = True
+            _decide(source, BACKEND)
             statistics.failed(1, now_ns - source.queued_ns, BACKEND)
             statistics.responses.failed(source.count, now_ns - source.last_ns)
             self._streams.failed(source, source.copy_located(error, source.instance))
@@ -161,7 +161,7 @@ class ResponseStreams:
         """Record that a step ended without an error. The scheduler is notified afterwards."""
         if self.observer is not None:
             self.observer.over(source, None, now_ns)
-        source.is_counted = True
+        _decide(source, RAN)
         took_ns = now_ns - source.started_ns
         _statistics(source).succeeded([source.queued_ns], source.started_ns, 0, took_ns, 0)
         record = source.flow.record
@@ -169,8 +169,8 @@ class ResponseStreams:
 
     def cancelled(self, source: Source) -> None:
         """The responses of a step are no longer needed. No effect if it is over."""
-        if not source.is_counted:
-            source.is_counted = True
+        if not source.outcome:
+            source.outcome = CANCELED
             _statistics(source).responses.cancelled(source.count, self._clock() - source.last_ns)
 
     def returned(self, batch: Batch, outcome: Returned) -> None:
@@ -400,6 +400,14 @@ def is_wanted(ticket: Ticket) -> TypeGuard[Source]:
     """Whether a member of a decoupled model's batch has a caller that takes responses."""
     is_padding = getattr(ticket, "sequence", ticket) is None
     return not is_padding and isinstance(ticket, Source) and not ticket.is_over
+
+
+def _decide(source: Source, outcome: str) -> None:
+    """Write the outcome of a step; it is the outcome of a request to the model itself."""
+    source.outcome = outcome
+    stream = source.flow.stream
+    if not stream.plan.graph.is_ensemble:
+        stream.outcome = outcome
 
 
 def _statistics(source: Source) -> Statistics:

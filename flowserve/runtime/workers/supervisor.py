@@ -142,7 +142,7 @@ class Supervisor:
         charge.is_away = True
         worker = charge.worker
         for _ in range(worker.depth):
-            self._scheduler.take_away(charge.queue, worker)
+            charge.queue.take_away(worker)
         lived_ns = self._clock() - charge.since_ns
         delay_ns = self._wait_for_next(charge, worker.ended, lived_ns, has_answered=worker.has_answered)
         self._start(charge, partial(self._restart, charge, delay_ns))
@@ -161,7 +161,7 @@ class Supervisor:
         worker.has_answered = False  # batches of the warm-up do not count
         self._down.pop(charge.queue, None)
         for _ in range(worker.depth):
-            self._scheduler.give_back(charge.queue, worker)
+            charge.queue.give_back(worker)
         self._context.wake()
 
     async def _open(self, worker: RunsElsewhere) -> str:

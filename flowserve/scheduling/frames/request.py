@@ -20,10 +20,22 @@ class RequestRecord:
     """`arrived_ns` and `stamp`: when it arrived, and its place among requests that are queued together. `priority` (1
     is the highest, 0 none) and `timeout_ns` (0 none) apply to each of its steps. `done`: it is over; `error`: why it
     failed. `took`: the duration of its steps, for the statistics of the graph; members that stay in one batch share
-    one object. `owner` and `waiter` belong to the runtime; scheduling does not read them.
+    one object. `owner`, `waiter` and `outcome`
+    (as what it is counted) belong to the runtime; scheduling does not read them.
     """
 
-    __slots__ = ("arrived_ns", "done", "error", "owner", "priority", "stamp", "timeout_ns", "took", "waiter")
+    __slots__ = (
+        "arrived_ns",
+        "done",
+        "error",
+        "outcome",
+        "owner",
+        "priority",
+        "stamp",
+        "timeout_ns",
+        "took",
+        "waiter",
+    )
 
     def __init__(
         self, arrived_ns: int = 0, stamp: int = 0, owner: Any = None, priority: int = 0, timeout_ns: int = 0
@@ -36,4 +48,5 @@ class RequestRecord:
         self.done = False
         self.error: FlowserveError | None = None
         self.took = TOOK_NOTHING
+        self.outcome: Any = None
         self.waiter: Any = None

@@ -32,8 +32,8 @@ class StreamSender(Protocol):
 class Source(Ticket):
     """The ticket of a decoupled step. `credit`: the responses it may send now. `is_waiting`: its model is blocked in
     send(); `holder` is the batch whose instance it keeps meanwhile, None if it keeps none. `instance`, `count`,
-    `last_ns` and `is_counted` are the runtime's: its instance, its number of responses, the time of its start or last
-    response, and whether its end is in the statistics.
+    `last_ns` and `outcome` are the runtime's: its instance, its number of responses, the time of its start or last
+    response, and as what its end is counted, "" before.
     """
 
     __slots__ = (
@@ -41,10 +41,10 @@ class Source(Ticket):
         "credit",
         "holder",
         "instance",
-        "is_counted",
         "is_over",
         "is_waiting",
         "last_ns",
+        "outcome",
         "sender",
         "started_ns",
     )
@@ -62,7 +62,7 @@ class Source(Ticket):
         self.instance: Any = None
         self.count = 0
         self.last_ns = 0
-        self.is_counted = False
+        self.outcome = ""
 
 
 class Stream:

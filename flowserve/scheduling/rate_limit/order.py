@@ -14,7 +14,7 @@ Always true between two calls of `Scheduler.schedule` (see `check`):
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Final
@@ -47,17 +47,11 @@ class _Contender:
 
 @dataclass(eq=False)
 class RateLimit:
-    """The queues of a server at its limiter.
-
-    `take(queue, instance, now_ns)` removes and returns a queue's next tickets for an instance, `is_empty(queue)`
-    returns whether none wait; both are the scheduler's. `calls`: the executions that wait for others.
-    """
+    """The queues of a server at its limiter. `calls`: the executions that wait for others."""
 
     limiter: Limiter
     _overtaken_max: int
     _calls: CallGraph
-    _take: Callable[[ModelQueue, Any, int], list[Ticket] | None]
-    _is_empty: Callable[[ModelQueue], bool]
     _contenders: dict[ModelQueue, _Contender] = field(default_factory=dict)
     # Queues to consider, in the order in which they began to wait.
     _waiting: dict[ModelQueue, None] = field(default_factory=dict)
@@ -93,7 +87,7 @@ class RateLimit:
         while isinstance(found := self._next(now_ns), _Contender):
             # Stop considering a queue without a ready batch until an arrival, a complete batch or its deadline.
             del self._waiting[found.queue]
-            found.is_idle = self._is_empty(found.queue)
+            found.is_idle = not len(found.queue.batcher)
             found.overtaken = 0
         return found
 
@@ -114,11 +108,11 @@ class RateLimit:
         unready: list[_Contender] = []  # contenders whose tickets, if any, are bound to other instances
         for _, contender, account, instance in candidates:
             if not self.limiter.has_room(account.needs, self._reserved(skipped, contender)):
-                if self._is_empty(contender.queue):
+                if not len(contender.queue.batcher):
                     return contender
                 skipped.setdefault(contender, account)
                 continue
-            tickets = self._take(contender.queue, instance, now_ns)
+            tickets = contender.queue.batcher.take(instance, now_ns)
             if tickets is None and contender.queue.bound is not None:
                 unready.append(contender)
                 continue

@@ -6,8 +6,8 @@ that ended early, waiting or late: each gets one, with the reason. strategies.py
 batch, slots.py which sequence gets a slot, sequence.py which request may begin a sequence. Does not know states. Called
 by the scheduler.
 
-Tickets of sequences are bound to an instance: the scheduler calls `take_for` for each free instance, and not again
-before the batch that it returned is complete. `take` removes all tickets, to be refused.
+Tickets of sequences are bound to an instance: the scheduler calls `take` for each free instance, and not again before
+the batch that it returned is complete.
 
 Always true after every call (see `check`):
   (1) a live sequence is in exactly one place: a slot, or the backlog;
@@ -126,8 +126,7 @@ class Sequences:
 
     # ------------------------------------------------------------------ batches
 
-    def take_for(self, instance: Any, now_ns: int) -> list[Ticket] | None:
-        """The next batch for an instance that is free, or None."""
+    def take(self, instance: Any, now_ns: int) -> list[Ticket] | None:
         self._now_ns = now_ns
         self._is_back(instance)
         again = self._retries[instance]
@@ -181,8 +180,8 @@ class Sequences:
     def _head_removed(self, sequence: RequestSequence) -> None:
         """The first request of a sequence in a slot is about to be removed or replaced."""
 
-    def take(self, now_ns: int) -> list[Ticket] | None:
-        """End every sequence and return all waiting tickets, to be refused. None: no ticket waits."""
+    def clear(self) -> list[Ticket]:
+        """End every sequence and return all waiting tickets, to be refused."""
         everything = [ticket for sequence in self._sequences for ticket in sequence.waiting]
         everything += [ticket for parts in self._retries.values() for part in parts for ticket in part]
         for parts in self._retries.values():
@@ -195,7 +194,7 @@ class Sequences:
         self._allocator.backlog.clear()  # before the slots are freed, which would assign them to the backlog
         for sequence in [*self._sequences]:
             self._end(sequence, "")
-        return everything or None
+        return everything
 
     # ------------------------------------------------------------------ ends of sequences
 

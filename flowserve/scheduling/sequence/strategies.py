@@ -168,7 +168,7 @@ class Iterative(Sequences):
         self._numbers = count(1)
 
     def reschedule(self, ticket: Ticket, now_ns: int) -> None:
-        """Queue a request again that ran. Called before `take_for` of its instance; no effect if it is over."""
+        """Queue a request again that ran. Called before `take` of its instance; no effect if it is over."""
         if ticket.flow.record.done:
             return
         self._now_ns = ticket.queued_ns = now_ns
