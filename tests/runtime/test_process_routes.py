@@ -82,10 +82,10 @@ BODY = """
                 raise ValueError(response.error().message())
             made[:, 0] += pb_utils.get_output_tensor_by_name(response, 'OUT').as_numpy()[:, 0]
         if what == 11:
-            from flowserve.backends.worker import driver
-            make = driver.stage_words
+            from flowserve.backends.worker import shm
+            make = shm.stage_words
             lie = [1, int(given[0, 5]), int(given[0, 6]), given.ndim, *given.shape]
-            driver.stage_words = lambda *facts: make(*facts)[:5] + lie
+            shm.stage_words = lambda *facts: make(*facts)[:5] + lie
 """
 
 

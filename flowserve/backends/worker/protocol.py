@@ -111,6 +111,7 @@ WITHDRAW: Final = 17
 # GOES_ON number (member earlier-number earlier-member)...: these members of the next batch were rescheduled earlier and
 #   keep their senders; a member whose sender does not exist any more is treated as cancelled
 GOES_ON: Final = 18
+OF_STREAMS: Final = frozenset((GRANT, WITHDRAW, GOES_ON))
 
 # ---- worker process to server
 # READY, or BROKEN TEXT [kind, text]: the instance is open, or could not be opened
@@ -200,10 +201,13 @@ request_facts: Final = attrgetter(*FACTS)
 PLAIN_FACTS: Final = request_facts(Request({}))
 
 
+_NO_REMOTE: Final = Remote("", ())
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The job of a worker process, pickled to the process at its start: `remote` makes the instance, the other fields
-    describe its tensors and its process. `number` is unique among the processes of a server.
+    """The job of an instance: its names and its tensors. For a worker process, to which it is pickled at its start,
+    `remote` makes the instance, and `number` is unique among the processes of a server.
     """
 
     model: str
@@ -211,8 +215,8 @@ class Job:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     batches: bool
-    remote: Remote
     decoupled: bool = False
+    remote: Remote = _NO_REMOTE
     number: int = 0
 
 

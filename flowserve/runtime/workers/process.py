@@ -105,7 +105,7 @@ class ProcessWorker:
         self.reader = OutputReader(config.name, config.outputs, batches=batches)
         self.packer = packer
         self._model = config.name
-        self._job = Job(config.name, name, config.inputs, config.outputs, batches, remote, config.decoupled)
+        self._job = Job(config.name, name, config.inputs, config.outputs, batches, config.decoupled, remote)
         self._pool = pool
         self._streams = streams
         self._sink: ProcessSink | None = None  # the process's sink, if the model is decoupled
