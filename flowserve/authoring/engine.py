@@ -20,7 +20,7 @@ from flowserve.memory.devices import devices
 from flowserve.runtime.embedding.embedded import ArrayLike, AsyncEngine, Embedding, RequestOptions, is_on_trio
 from flowserve.runtime.embedding.engine_thread import AsyncioEngine, BlockingEngine, open_on_asyncio
 from flowserve.runtime.engine.options import EngineOptions
-from flowserve.runtime.workers.factory import PYTHON_EXECUTION
+from flowserve.runtime.factory import PYTHON_EXECUTION
 from flowserve.values import Array
 
 EngineSource = PythonGraph | str | Path

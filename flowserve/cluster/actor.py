@@ -15,24 +15,24 @@ Does not know an engine: `python -m flowserve.cluster.actor` is a process of the
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from time import perf_counter_ns
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final
+from weakref import ref
 
 from flowserve.backends import registry
-from flowserve.backends.base import NO_FILES, Answer, BlsCall, Cells, Instance, RunsInProcess
+from flowserve.backends.base import Instance, KnowsReadiness, RunsInProcess
 from flowserve.backends.worker import protocol
+from flowserve.backends.worker.bls_client import WorkerBlsClient
 from flowserve.backends.worker.main import open_instance
 from flowserve.backends.worker.protocol import Garbled, Job, encode_error, pack, unpack
+from flowserve.backends.worker.readiness import answer_on_thread
 from flowserve.backends.worker.streaming import drive
 from flowserve.cluster import frames
 from flowserve.cluster.agents import FAILED, STARTED
@@ -42,7 +42,8 @@ from flowserve.cluster.frames import Buffer
 from flowserve.cluster.link import ActorLink, greet_server, server_context
 from flowserve.cluster.pipes import read_pickled, standard_pipes
 from flowserve.cluster.port import ActorPort, Routed
-from flowserve.errors import FlowserveError, Unavailable, Unsupported
+from flowserve.cluster.relay import Relay
+from flowserve.errors import FlowserveError, Unavailable
 from flowserve.memory.heap import tune_malloc
 from flowserve.memory.pool import HOST
 from flowserve.values import Array
@@ -115,6 +116,7 @@ class _Session:
         end_process: Callable[[], None] | None,
     ) -> None:
         self.routed = Routed(self.tell)
+        self.relay = Relay(self.tell)
         self._link = link
         self._name = name
         self._jobs = jobs
@@ -125,6 +127,15 @@ class _Session:
         self._lock = threading.Lock()  # held while an instance is added or removed
         self._silences = 0
         self._reader = threading.Thread(target=self._read, name="frames", daemon=True)
+        this = ref(self)
+
+        def forked() -> None:
+            session = this()
+            if session is not None:
+                session._link.disown()
+                session.relay.disown()
+
+        os.register_at_fork(after_in_child=forked)
 
     def run(self) -> None:
         """Open and run instances until the server, or the connection, ends."""
@@ -156,6 +167,7 @@ class _Session:
         """End the connection and the reading thread."""
         self._link.close()
         self._reader.join()
+        self.relay.close()
         self._link.discard()
 
     # ------------------------------------------------------------------ for instances, on their threads
@@ -215,6 +227,10 @@ class _Session:
                     self._given_up.add(number)
                 else:
                     ending.end()
+        elif number >= frames.CALLS_FROM:
+            self.relay.take(number - frames.CALLS_FROM, kind, words, text, block)
+        elif kind == frames.ASK:
+            self.relay.ask(number)
         elif (port := self.routed.ports.get(number)) is None:
             raise Garbled(f"a message of kind {kind} to instance {number}")
         else:
@@ -235,6 +251,7 @@ class _Instance:
         self._session = session
         self._close_model: Callable[[], None] = _nothing  # of the model, once it is loaded
         self._is_pure = False
+        self._socket: socket.socket | None = None
         batches = config.max_batch_size > 0
         self._facts = Job(config.name, job.name, config.inputs, config.outputs, batches, config.decoupled)
         self.port = ActorPort(job.number, self._facts, session.routed)
@@ -243,9 +260,12 @@ class _Instance:
         """Load the model, open the instance and run its batches until its port ends."""
         session, number = self._session, self._job.number
         try:
-            instance = open_instance(self._make, self._facts, partial(_NoCalls, self._job.config.name))
+            instance = open_instance(self._make, self._facts, self._connect)
+            if isinstance(instance, KnowsReadiness) and (objection := instance.readiness()) is not None:
+                answer_on_thread(self._line(), objection)
         except FlowserveError as error:
             self._close_model()
+            self._disconnect()
             session.tell(number, pack(protocol.BROKEN, (), encode_error(error)))
             return
         try:
@@ -262,6 +282,7 @@ class _Instance:
                 self._close_model()
             except Exception:
                 log.exception("closing instance %s failed", self._job.name)
+            self._disconnect()
             session.tell(number, pack(frames.CLOSED, ()))
 
     def _make(self) -> Instance:
@@ -276,45 +297,21 @@ class _Instance:
             return made
         return model.instance(job.name, job.group)
 
+    def _connect(self) -> WorkerBlsClient:
+        """The connection of a model that calls others."""
+        return WorkerBlsClient(self._facts.model, self._line(), perf_counter_ns, self.port.end_route)
 
-class _NoCalls:
-    """The `BlsClient` of a model on another machine, whose only connection to the server is its batches."""
+    def _line(self) -> socket.socket:
+        """The instance's socket to the relay, made when it is needed."""
+        if self._socket is None:
+            self._socket = self._session.relay.connect(self._job.number)
+        return self._socket
 
-    clock = staticmethod(perf_counter_ns)
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-
-    def begin(self, call: BlsCall, answered: Callable[[Answer], None]) -> Callable[[bool], None]:
-        raise self._refusal(f"call model '{call.model}'")
-
-    def wait(self, is_there: Callable[[], bool]) -> None:
-        raise self._refusal("wait for a call")
-
-    def awaited_on(self, loop: asyncio.AbstractEventLoop) -> AbstractContextManager[None]:
-        raise self._refusal("wait for a call")
-
-    def ask(self, what: str, arguments: Sequence[Any], files: Mapping[str, bytes] = NO_FILES) -> Any:
-        raise self._refusal("load models, or have metrics of its own")
-
-    def metric(self, family: int, labels: Mapping[str, str], buckets: Sequence[float] | None, count: int) -> Cells:
-        raise self._refusal("have metrics of its own")
-
-    def drop(self, family: int) -> None:
-        """No effect: there are no metrics."""
-
-    def is_withdrawn(self, member: int) -> bool:
-        """Always False: this is unknown here."""
-        return False
-
-    def close(self) -> None:
-        """No effect: there is nothing to release."""
-
-    def _refusal(self, what: str) -> Unsupported:
-        return Unsupported(
-            f"model '{self._model}' runs on another machine, from where it cannot {what}; remove it from the placement "
-            "file"
-        )
+    def _disconnect(self) -> None:
+        """End the calls of the model."""
+        if self._socket is not None:
+            self._session.relay.disconnect(self._job.number)
+            self._socket.close()
 
 
 def _nothing() -> None:

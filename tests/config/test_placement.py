@@ -133,11 +133,8 @@ PLAIN = ModelConfig("m", "python", "", 8, (), (), SourceMap("m"))
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (replace(PLAIN, decoupled=True), "is decoupled"),
-        (replace(PLAIN, sequence=SequenceBatching(0, is_direct=True)), "is one of sequences"),
         (replace(PLAIN, backend="callable"), "is a function, which has no files"),
         (replace(PLAIN, backend="remote"), "runs on another server already"),
-        (replace(PLAIN, inputs=(TensorSpec("X", DType.FP32, (-1,), ragged=True),)), "has the ragged input 'X'"),
         (
             replace(
                 PLAIN,

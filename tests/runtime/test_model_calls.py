@@ -24,9 +24,9 @@ from flowserve.memory.segment import Segment
 from flowserve.runtime.admission import controller
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.factory import worker_maker
 from flowserve.runtime.model_calls.calls import PendingCall
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.runtime.workers.factory import worker_maker
 from flowserve.runtime.workers.policies import batcher_for
 from flowserve.scheduling.rate_limit.limiter import Needs
 from flowserve.values import Array, Request

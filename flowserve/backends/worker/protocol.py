@@ -62,6 +62,10 @@ LOST_GPU: Final = 86
 MESSAGE_BYTES_MAX: Final = 32 * 1024
 # Characters of one error's text; at six bytes each, they still fit into a message.
 ERROR_CHARACTERS_MAX: Final = 4096
+# Outputs of a called model up to this size are sent in the message.
+INLINE_BYTES_MAX: Final = 8 * 1024
+# Blocks of inputs of calls that one message gives back: each call takes one, so that their number does not grow.
+HOME_BLOCKS_MAX: Final = 64
 # Room for the one descriptor that a message may carry.
 ANCILLARY_BYTES: Final = 64
 # A descriptor that is received is closed on exec. A number: an operation on the enumeration's member costs 0.5 us.
@@ -264,6 +268,11 @@ def pack(kind: int, words: Sequence[int], text: Any = None) -> bytes:
     count = len(words) + 1
     packed = _FORMS[count].pack(kind | count << 8, *words)
     return packed if text is None else packed + json.dumps(text).encode()
+
+
+def repack(kind: int, words: Sequence[int], text: bytes) -> bytes:
+    """A message whose text is encoded already."""
+    return pack(kind, words) + text
 
 
 def unpack(message: bytes) -> tuple[int, tuple[int, ...], bytes]:
