@@ -14,11 +14,9 @@ from flowserve.config.types import (
     LimitedResource,
     ModelConfig,
     RateLimiter,
-    SequenceBatching,
     SourceMap,
 )
 from flowserve.errors import Problems
-from flowserve.values import DType, TensorSpec
 
 GOOD = """
 cluster { address: "10.0.0.1:6379" }   # the head node
