@@ -196,9 +196,8 @@ async def test_a_model_calls_models_of_the_server_and_of_other_machines(tmp_path
 
             # A process that ends withdraws its calls.
             await served.add("gated", served.gated, place="thread")
-            await served.add(
-                "ends", "threading.Timer(0.2, os._exit, (3,)).start()\nreturn value(request('gated', given).exec())"
-            )
+            ends = "threading.Timer(0.2, os._exit, (3,)).start()\nreturn value(request('gated', given).exec())"
+            await served.add("ends", ends)
             with pytest.raises(InstanceDied, match="exit status 3"):
                 await served.ask("ends", 1)
             await until(lambda: not engine.calls)
