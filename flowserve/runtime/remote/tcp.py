@@ -553,10 +553,10 @@ class ActorConnection:
         if number is not None:
             return number, True
         number = self._routes[route] = next(self._route_numbers)
-        for i, read in enumerate(route.reads):
+        for i, inputs in enumerate(route.reads):
             following = workers[i + 1].port
             wanted = tuple([following.names[name] for name in route.nodes[i + 1].wanted])
-            message = encode_route(number, RouteHop(following.number, wanted, read))
+            message = encode_route(number, RouteHop(following.number, wanted, inputs))
             self.later(partial(self.link.send, workers[i].port.number, message))
         return number, False
 
@@ -808,7 +808,8 @@ class CallFrames:
         if kind == frames.CALLS_ENDED:
             self.calls.close()
         elif kind == frames.CELLS:
-            cells = self._cells.get(*read(frames.KINDS, kind, words))
+            (number,) = read(frames.KINDS, kind, words)
+            cells = self._cells.get(number)
             if cells is not None and block is not None:  # None if the metric was dropped, or refused
                 cells.take(block.view(np.float64).tolist(), self._clock())
         else:
