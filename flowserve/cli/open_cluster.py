@@ -17,7 +17,7 @@ from flowserve.cluster.agents import LocalCluster, RayCluster
 from flowserve.cluster.link import client_context
 from flowserve.config.placement import ModelPlace, PlacementFile, read_placement
 from flowserve.errors import Invalid, Place, Problem, Problems
-from flowserve.runtime.workers.cluster import ClusterOptions
+from flowserve.runtime.remote.actors import ClusterOptions
 
 log = logging.getLogger("flowserve.cli")
 

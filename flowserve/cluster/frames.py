@@ -1,7 +1,7 @@
 """Frames: the wire format of the connection between the server and an actor on another machine.
 
 Decides their form: a header of fixed size with the number of an instance and the lengths of the two parts, a message of
-worker processes (backends/worker/protocol.py), and a block of bytes; the message states where each tensor is in the
+worker processes (backends/worker/messages.py), and a block of bytes; the message states where each tensor is in the
 block. A message is sent to that instance of the actor, or by it; 0 is the actor itself. The segment of every tensor
 with bytes is `BLOCK`. For a tensor that a stage of a route computed and that is not sent, PASSED has its size in bytes
 and no shape. Every length is checked before memory is allocated for it, and every position before a view is made.
@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import hmac
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from flowserve.backends.base import Work
-from flowserve.backends.worker.protocol import ColumnPlace, Garbled
+from flowserve.backends.worker.messages import CALLS, READINESS, ColumnPlace, Form, Garbled
 from flowserve.errors import Invalid
 from flowserve.memory import raw
 from flowserve.memory.arena import aligned
@@ -39,16 +39,36 @@ MESSAGE_BYTES_MAX: Final = 1 << 24
 BLOCK_BYTES_MAX: Final = 1 << 34
 BLOCK: Final = 1  # the segment of tensors that have bytes
 
-# Messages that only connections have, in addition to those of protocol.py. HELLO TEXT [version of flowserve, of Python,
-# of numpy]: the first message of the server
+# Kinds of messages that only connections have, in addition to those of messages.py.
 HELLO: Final = 32
-# PING, PONG: a liveness check, and its answer
 PING: Final = 33
 PONG: Final = 34
-# CLOSED: the instance has ended, as requested by END to it; END to the actor itself ends all
 CLOSED: Final = 35
-# RECALLED number stage: the reply to CANCEL if the batch has not returned: it returns after that stage of its route
 RECALLED: Final = 36
+ASK: Final = 37
+OBJECTION: Final = 38
+CALLS_ENDED: Final = 39
+CELLS: Final = 40
+CALLS_FROM: Final = 1 << 31
+
+KINDS: Final[Mapping[int, Form]] = {
+    HELLO: Form("HELLO", "", "[version of flowserve, of Python, of numpy]"),  # the first message of the server
+    PING: Form("PING"),  # a liveness check
+    PONG: Form("PONG"),  # ... and its answer
+    CLOSED: Form("CLOSED"),  # the instance has ended, as requested by END to it; END to the actor itself ends all
+    # The reply to CANCEL if the batch has not returned: it returns after that stage of its route.
+    RECALLED: Form("RECALLED", "number stage"),
+    # Of an instance: a process of its model calls others under that number. Messages of the numbers from CALLS_FROM on
+    # are those of messages.py about calls, with their tensors in the block.
+    CALLS: Form("CALLS", "channel is_fork"),
+    # Of an instance: its model has code that says whether it is ready. ASK is the question, OBJECTION the answer.
+    READINESS: Form("READINESS"),
+    ASK: Form("ASK"),
+    OBJECTION: Form("OBJECTION", "", "empty if it is ready"),
+    CALLS_ENDED: Form("CALLS_ENDED"),  # of a number for calls: its process has ended, or its instance
+    # The numbers of the metric that this SERVER_REQUEST has shown are in the block.
+    CELLS: Form("CELLS", "number"),
+}
 
 SECRET_BYTES: Final = 32
 GREETING_BYTES: Final = 32
@@ -152,20 +172,30 @@ def add_inputs(work: Work, specs: Sequence[TensorSpec], block: Outgoing) -> tupl
     """
     places: list[ColumnPlace] = []
     taken: list[int] = []
-    for i, _ in enumerate(specs):
+    for i, spec in enumerate(specs):
         column = work.inputs[i]
+        if spec.ragged and len(column) > 1:
+            apart = [None if one is None else _add(block, [one.array]) for one in column]
+            places.append(apart)
+            taken.append(sum([one[2] for one in apart if one is not None]))
+            continue
         if column.block is None and column.lacks_some:  # no member has it: all have the same inputs
             places.append(None)
             taken.append(0)
             continue
-        arrays = column.pieces
-        shape: tuple[int, ...] = arrays[0].shape
-        if len(arrays) > 1:
-            shape = (sum([len(array) for array in arrays]), *shape[1:])
-        start, nbytes = block.add(arrays)
-        places.append((BLOCK, start, nbytes, shape) if nbytes else (0, 0, 0, shape))
-        taken.append(nbytes)
+        place = _add(block, column.pieces)
+        places.append(place)
+        taken.append(place[2])
     return places, taken
+
+
+def _add(block: Outgoing, arrays: Sequence[Array]) -> tuple[int, int, int, tuple[int, ...]]:
+    """Put one tensor into a block. Returns its place."""
+    shape: tuple[int, ...] = arrays[0].shape
+    if len(arrays) > 1:
+        shape = (sum([len(array) for array in arrays]), *shape[1:])
+    start, nbytes = block.add(arrays)
+    return (BLOCK, start, nbytes, shape) if nbytes else (0, 0, 0, shape)
 
 
 def inputs_of_block(
@@ -184,8 +214,13 @@ def inputs_of_block(
         if place is None:
             inputs.append(Column.of([None] * len(rows), rows))
             continue
-        if type(place) is not tuple:
-            raise Garbled(f"input '{spec.name}' is in pieces")
+        if type(place) is list:
+            if not (spec.ragged and batches):
+                raise Garbled(f"input '{spec.name}' is in pieces")
+            inputs.append(
+                Column.of([_member(spec, one, n, block, model) for one, n in zip(place, rows, strict=True)], rows)
+            )
+            continue
         array = _view(spec, place, block, model)
         if not batches:
             if len(rows) != 1:
@@ -196,6 +231,16 @@ def inputs_of_block(
         else:
             raise Garbled(f"input '{spec.name}' has another number of rows than its members")
     return inputs
+
+
+def _member(spec: TensorSpec, place: Any, rows: int, block: Array, model: str) -> Tensor | None:
+    """The input of one member of a batch with a batch dimension."""
+    if place is None:
+        return None
+    array = _view(spec, place, block, model)
+    if array.shape[:1] != (rows,):
+        raise Garbled(f"input '{spec.name}' has another number of rows than its member")
+    return Tensor(array, 0, rows)
 
 
 def _view(spec: TensorSpec, place: tuple[int, int, int, Sequence[int]], block: Array, model: str) -> Array:

@@ -15,7 +15,8 @@ import trio
 from flowserve.config.placement import ModelPlace
 from flowserve.errors import FlowserveError, InstanceDied, MachineLost, ModelFailed, Unavailable
 from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.workers.cluster import ClusterOptions, ClusterWorker
+from flowserve.runtime.remote.actors import ClusterOptions
+from flowserve.runtime.remote.worker import RemoteWorker
 from tests.support.clusters import (
     DOUBLE,
     DOUBLE_CODE,
@@ -64,11 +65,11 @@ ensemble_scheduling {
 """
 
 
-def worker_of(engine: Engine, model: str, number: int = 0) -> ClusterWorker:
+def worker_of(engine: Engine, model: str, number: int = 0) -> RemoteWorker:
     (queue,) = engine.deployments.find(model).queues
     workers = [*dict.fromkeys(queue.instances)]
     worker = workers[number]
-    assert isinstance(worker, ClusterWorker)
+    assert isinstance(worker, RemoteWorker)
     return worker
 
 
@@ -147,7 +148,7 @@ async def test_two_batches_are_under_way_to_one_instance(tmp_path: Path) -> None
                     nursery.start_soon(ask, engine, "m", row(*[-100.0] * size))
                 with trio.move_on_after(0.25):
                     while True:
-                        connection = worker._connection
+                        connection = worker.port.connection
                         assert connection is not None
                         most = max(most, len(connection.runs))
                         await trio.sleep(0.005)
@@ -158,11 +159,11 @@ async def test_an_actor_that_ends_fails_its_batches_only_and_is_started_again(tm
     write_python(tmp_path, "m")
     with local_cluster(2) as cluster:
         async with serving(tmp_path, cluster, {"m": ModelPlace("m", count=2)}) as (engine, _):
-            assert {worker_of(engine, "m", i).machine for i in (0, 1)} == {"local-1", "local-2"}
+            assert {worker_of(engine, "m", i).port.machine for i in (0, 1)} == {"local-1", "local-2"}
             with pytest.raises(InstanceDied, match=r"instance 'm_[01]'.*exit status 7.*machine 'local-[12]'"):
                 await ask(engine, "m", row(-3.0))
             assert (await ask(engine, "m", row(1.0)))["OUT"][0, 0] == 2  # of the other instance
-            await until(lambda: all(worker_of(engine, "m", i)._connection for i in (0, 1)))
+            await until(lambda: all(worker_of(engine, "m", i).port.connection for i in (0, 1)))
             answers = await ask_all(engine, "m", [row(float(i)) for i in range(20)])
             assert [one["OUT"][0, 0] for one in answers] == [2 * i for i in range(20)]
 
@@ -183,8 +184,8 @@ async def test_batches_of_a_pure_model_run_once_more_when_a_machine_is_lost(tmp_
                 os.kill(cluster.processes()["local-1"], signal.SIGKILL)
             assert [one["OUT"][0, 1] for one in answers] == [2 * i for i in range(12)]
             assert cluster.machines() == ["local-2"]
-            await until(lambda: all(worker_of(engine, "m", i)._connection for i in (0, 1)))
-            assert {worker_of(engine, "m", i).machine for i in (0, 1)} == {"local-2"}
+            await until(lambda: all(worker_of(engine, "m", i).port.connection for i in (0, 1)))
+            assert {worker_of(engine, "m", i).port.machine for i in (0, 1)} == {"local-2"}
 
 
 async def test_batches_of_any_other_model_fail_with_the_name_of_the_lost_machine(tmp_path: Path) -> None:
@@ -289,7 +290,7 @@ async def test_other_versions_on_the_machine_are_the_reason_of_a_load_that_fails
     with local_cluster(1) as cluster:
         async with serving(tmp_path, cluster, {"there": ModelPlace("there")}) as (_, control):
             write_python(tmp_path, "there")
-            monkeypatch.setattr("flowserve.runtime.workers.actor_connection.versions", lambda: ["9.9", "3.99", "7"])
+            monkeypatch.setattr("flowserve.runtime.remote.tcp.versions", lambda: ["9.9", "3.99", "7"])
             with pytest.raises(
                 FlowserveError, match=r"numpy 9\.9, 3\.99, 7, the machine of .* install the same versions"
             ):
@@ -353,23 +354,6 @@ async def test_a_restarted_instance_is_warmed_up_before_it_serves(tmp_path: Path
             assert (await ask(engine, "m", row(0.0)))["OUT"][0, 0] == 2
 
 
-async def test_a_model_says_why_it_cannot_call_others_from_there(tmp_path: Path) -> None:
-    code = """
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        request = pb_utils.InferenceRequest(model_name="other", requested_output_names=["OUT"], inputs=[])
-        request.exec()
-"""
-    write_python(tmp_path, "m", code=code)
-    with local_cluster(1) as cluster:
-        async with serving(tmp_path, cluster, {"m": ModelPlace("m")}) as (engine, _):
-            with pytest.raises(ModelFailed, match="runs on another machine, from where it cannot call model 'other'"):
-                await ask(engine, "m", row(1.0))
-
-
 async def test_a_request_that_is_cancelled_while_its_batch_is_away_leaves_nothing(tmp_path: Path) -> None:
     write_python(tmp_path, "m")
     with local_cluster(1) as cluster:
@@ -377,7 +361,7 @@ async def test_a_request_that_is_cancelled_while_its_batch_is_away_leaves_nothin
             with trio.move_on_after(0.1):
                 await ask(engine, "m", row(-300.0))
             assert (await ask(engine, "m", row(1.0)))["OUT"][0, 0] == 2
-            connection = worker_of(engine, "m")._connection
+            connection = worker_of(engine, "m").port.connection
             assert connection is not None
             await until(lambda: not connection.runs)
             assert not engine.scheduler.in_flight

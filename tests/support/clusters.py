@@ -19,7 +19,7 @@ from flowserve.config.placement import ModelPlace
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import Control, ControlOptions, open_control
-from flowserve.runtime.workers.cluster import ClusterOptions
+from flowserve.runtime.remote.actors import ClusterOptions
 from flowserve.values import Array, Request
 
 DOUBLE = """

@@ -33,7 +33,7 @@ from flowserve.runtime.clock import SECOND_NS, wall_clock_ms
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.group import Group
-from flowserve.runtime.workers.cluster import ClusterWorker
+from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.values import Array
@@ -413,7 +413,7 @@ def _now(queue: ModelQueue) -> dict[str, Any]:
     waiting = len(queue.batcher)
     running: list[Batch | None] = []
     for worker in dict.fromkeys(queue.instances):  # each once, though it may take several batches
-        running += worker.batches if isinstance(worker, ClusterWorker) else [worker.running]
+        running += worker.batches if isinstance(worker, RemoteWorker) else [worker.running]
     return {
         "waiting": waiting,
         "in_flight": waiting + sum(len(batch.tickets) for batch in running if batch is not None),

@@ -38,10 +38,9 @@ from flowserve.runtime.clock import ClockNs, wall_clock_ms, wall_clock_ns
 from flowserve.runtime.engine.generations import Generations
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.engine.validation import Validator
-from flowserve.runtime.workers.cluster import ClusterWorker
+from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.runtime.workers.local import LocalWorker
 from flowserve.runtime.workers.policies import keeps_order, levels_of
-from flowserve.runtime.workers.process import ProcessWorker
 from flowserve.runtime.workers.supervisor import Supervisor
 from flowserve.scheduling.frames.borders import region_frame
 from flowserve.scheduling.frames.frame import Frame, request_frame
@@ -361,12 +360,12 @@ def _share_outputs(graph: Graph, queues: Sequence[ModelQueue]) -> None:
     for edge in graph.edges:
         if GRAPH in (edge.producer, edge.consumer):
             continue
-        if any(isinstance(worker, ProcessWorker) for worker in queues[edge.consumer].instances):
+        if any(_arena_read_by(worker) is not None for worker in queues[edge.consumer].instances):
             for worker in queues[edge.producer].instances:
                 if isinstance(worker, LocalWorker):
                     worker.share(edge.output, graph.nodes[edge.producer].outputs[edge.output])
-                elif isinstance(worker, ClusterWorker):
-                    worker.share()
+                elif isinstance(worker, RemoteWorker):
+                    worker.port.share()
 
 
 def _arena_of(graph: Graph, queues: Sequence[ModelQueue]) -> Arena | None:
@@ -377,7 +376,13 @@ def _arena_of(graph: Graph, queues: Sequence[ModelQueue]) -> Arena | None:
     if len(readers) != 1 or GRAPH in readers:
         return None
     workers = queues[readers.pop()].instances
-    return workers[0].packer.arena if workers and isinstance(workers[0], ProcessWorker) else None
+    return _arena_read_by(workers[0]) if workers else None
+
+
+def _arena_read_by(worker: Any) -> Arena | None:
+    """The memory of this machine that the process of a worker reads; None for any other worker."""
+    found: Arena | None = worker.port.arena if isinstance(worker, RemoteWorker) else None
+    return found
 
 
 class Deployment:

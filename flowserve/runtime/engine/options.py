@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from flowserve.config.placement import ModelPlace
 from flowserve.config.types import NO_GPUS, Gpus
+from flowserve.runtime.factory import PYTHON_EXECUTION
+from flowserve.runtime.remote.actors import ClusterOptions
 from flowserve.runtime.tracing.traces import TraceOptions
-from flowserve.runtime.workers.cluster import ClusterOptions
-from flowserve.runtime.workers.factory import PYTHON_EXECUTION
 from flowserve.runtime.workers.supervisor import DELAYS, Delays
 from flowserve.scheduling.rate_limit.limiter import Available
 from flowserve.version import SERVER_NAME

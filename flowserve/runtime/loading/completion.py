@@ -14,17 +14,17 @@ from typing import Any, Final
 
 from flowserve.backends import registry
 from flowserve.backends.base import Backend, CompletesInProcess, ModelFiles, Remote, UsesGpus, Verifies
-from flowserve.backends.worker.protocol import RUN_TASK
+from flowserve.backends.worker.messages import RUN_TASK
 from flowserve.config.complete import AUTHORS
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import Completion, ModelConfig
 from flowserve.errors import FlowserveError, Problem, Problems, Unsupported
 from flowserve.repository.layout import ModelFolder
 from flowserve.repository.read import backend_refusals, environment_of
+from flowserve.runtime.factory import PROCESS, execution_of
 from flowserve.runtime.processes.children import Child, SpawnChild, task_result
 from flowserve.runtime.processes.environments import Environment
-from flowserve.runtime.workers.factory import PROCESS, execution_of
-from flowserve.runtime.workers.process import ProcessPool
+from flowserve.runtime.remote.shm import ProcessPool
 
 NO_SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {}
 DEFAULT_BATCH: Final = "default-max-batch-size"

@@ -32,19 +32,21 @@ from flowserve.graph.types import ModelKey
 from flowserve.repository.layout import ModelFolder
 from flowserve.repository.read import ReadModel, examine, read_steps
 from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.loading.completion import Completer
-from flowserve.runtime.loading.warmup import read_samples, warm_up
-from flowserve.runtime.processes.environments import Environment
-from flowserve.runtime.workers import policies
-from flowserve.runtime.workers.base import RunsElsewhere, Worker
-from flowserve.runtime.workers.cluster import DEPTH, ClusterActor, ClusterModel, ClusterWorker
-from flowserve.runtime.workers.factory import (
+from flowserve.runtime.factory import (
     PROCESS,
     MakeWorker,
     execution_of,
     execution_timeout_ns,
     worker_maker,
 )
+from flowserve.runtime.loading.completion import Completer
+from flowserve.runtime.loading.warmup import read_samples, warm_up
+from flowserve.runtime.processes.environments import Environment
+from flowserve.runtime.remote.actors import ClusterActor, ClusterModel
+from flowserve.runtime.remote.tcp import ActorPort
+from flowserve.runtime.remote.worker import RemoteWorker
+from flowserve.runtime.workers import policies
+from flowserve.runtime.workers.base import RunsElsewhere, StateAdapter, Worker
 from flowserve.runtime.workers.state import IterativeAdapter, SequenceAdapter
 
 log = logging.getLogger("flowserve.load")
@@ -226,7 +228,7 @@ class Loader:
             inner = state.inner
         place = self._engine.options.places.get(config.name)
         if place is not None:
-            return await self._load_elsewhere(read, files, options, place)
+            return await self._load_elsewhere(read, files, options, place, inner, state)
         loaded = Loaded(await self._in_thread(lambda: backend.load(inner, files, options)), environment=environment)
         try:
             engine = self._engine
@@ -241,15 +243,23 @@ class Loader:
         return loaded
 
     async def _load_elsewhere(
-        self, read: ReadModel, files: ModelFiles, options: Mapping[str, str], place: ModelPlace
+        self,
+        read: ReadModel,
+        files: ModelFiles,
+        options: Mapping[str, str],
+        place: ModelPlace,
+        inner: ModelConfig,
+        state: StateAdapter | None,
     ) -> Loaded:
-        """Start the instances of a model on other machines, which load it there."""
+        """Start the instances of a model on other machines, which load it there. `inner` and `state` are as for
+        `worker_maker`.
+        """
         config, cluster = read.config, self._engine.options.cluster
         assert cluster is not None
         if why := why_not_placed(config):
             raise Invalid(why)
         there = {**options, "execution": "thread", "runs_at_once": "1"}
-        model = await self._in_thread(lambda: ClusterModel(config, files, there, is_alone=not place.segment))
+        model = await self._in_thread(lambda: ClusterModel(inner, files, there, is_alone=not place.segment))
         loaded = Loaded(model)
         instances = instances_of(config)
         if place.count:
@@ -263,7 +273,12 @@ class Loader:
         following = iter(actors)
 
         def make(name: str, group: InstanceGroup) -> Worker:
-            return ClusterWorker(name, model, group, next(following), depth=1 if self._engine.limiter else DEPTH)
+            engine = self._engine
+            depth = model.depth(is_limited=engine.limiter is not None)
+            is_plain = state is None and not config.decoupled
+            port = ActorPort(name, model, group, next(following), depth=depth, is_plain=is_plain)
+            streams = engine.streams if config.decoupled else None
+            return RemoteWorker(name, inner, port, engine.clock, state=state, streams=streams)
 
         try:
             await self._open_all(read, files.version, loaded, instances, make)
