@@ -43,9 +43,8 @@ from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.workers.base import Outcome, Passed
 from flowserve.runtime.workers.streaming import ResponseStreams
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.frames.borders import RegionFrame
+from flowserve.scheduling.frames.borders import RegionFrame, Source
 from flowserve.scheduling.frames.frame import Frame, Ticket
-from flowserve.scheduling.frames.stream import Source
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import Queue
 from flowserve.scheduling.scheduler import Scheduler
