@@ -58,11 +58,12 @@ class Routes:
                 instances.append(queue.members[group])
             else:
                 return
+        due = self._due.entries
         for ticket in tickets:
             flow = ticket.flow
             if flow.plan is not plan or ticket.node is not node or flow.queues is not queues or not ticket.rows:
                 return
-            if flow in self._due:
+            if flow in due:
                 return
         for queue, instance in zip(route.queues[1:], instances[1:], strict=True):
             queue.free.remove(instance)  # with one group the first of `free`, as chosen above
@@ -82,17 +83,19 @@ class Routes:
         """A batch is complete, and frees the instances that it still holds."""
         batch.is_back = True
         del self.running[batch]
-        self.release(batch, range(len(batch.instances)))
+        assert batch.route is not None
+        for i, queue in enumerate(batch.route.queues):
+            if i not in batch.released:
+                self._free(queue, batch.instances[i])
+        batch.released.update(range(len(batch.instances)))
 
     def recalls(self, now_ns: int) -> list[Batch]:
         """The batches that must return at the next stage; each is returned once."""
-        found = [
-            batch
-            for batch in self.running
-            if now_ns >= batch.started_ns + RECALL_NS and not batch.is_recalled and _blocks_tickets(batch)
-        ]
-        for batch in found:
-            batch.is_recalled = True
+        found = []
+        for batch in self.running:
+            if now_ns >= batch.started_ns + RECALL_NS and not batch.is_recalled and _blocks_tickets(batch):
+                batch.is_recalled = True
+                found.append(batch)
         return found
 
     def soonest(self) -> int | None:

@@ -389,9 +389,13 @@ class Scheduler:
             return False
         if self.rate_limit is not None:
             self._set_free(batch)
-        else:  # `_set_free` without a rate limiter, inlined: a call less per batch
+        else:  # `_set_free` without a rate limiter, inlined: two calls less per batch
             batch.is_back = True
-            self._free(batch.queue, batch.instance)
+            batch.queue.freed(batch.instance)
+            if self.models.ending:
+                self.models.remove_idle()
+            if self.backpressure.waiting:
+                self.streams.is_due = True
         if error is not None:
             return self._fail_batch(batch, error)
         tickets, outputs, errors = batch.tickets, made[0].outputs, made[0].errors
@@ -617,7 +621,7 @@ class Scheduler:
 
     def _free(self, queue: ModelQueue, instance: Any) -> None:
         queue.freed(instance)
-        if not queue.running:
+        if self.models.ending:
             self.models.remove_idle()
         if self.backpressure.waiting:  # an execution may be blocked in send() until this instance is free
             self.streams.is_due = True

@@ -99,7 +99,9 @@ def record_batch(
     output) of later stages of its route, which are added to the flows' as well.
     """
     tickets = batch.tickets
-    present = _undecided(statistics, tickets)
+    present: Sequence[Ticket] = tickets
+    if [ticket.flow.outcome for ticket in tickets].count(None) != len(tickets):
+        present = _undecided(statistics, tickets)
     if batch.queue.order is not None:  # the responses may be held for long, while their callers leave
         for ticket in present:
             if not ticket.flow.plan.graph.is_ensemble:
@@ -253,8 +255,6 @@ def record_ended(flow: Flow, reason: str, total_ns: int) -> None:
 
 def _undecided(statistics: Statistics, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
     """The tickets of a batch without those whose request has been counted, if it is a request of this model itself."""
-    if [ticket.flow.outcome for ticket in tickets].count(None) == len(tickets):
-        return tickets
     left = [one for one in tickets if one.flow.outcome is not None and one.flow.owner.statistics is statistics]
     return [ticket for ticket in tickets if ticket not in left] if left else tickets
 

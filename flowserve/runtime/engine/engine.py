@@ -301,12 +301,10 @@ class Engine:
         queue the notification of their callers.
         """
         now_ns = self.clock()
-        over: list[Flow] = []
         has_failed = False
-        pending = deque(flows)
+        over, pending = [*flows], deque(flows)
         while pending:
             flow = pending.popleft()
-            over.append(flow)
             if flow.waiter is not None:
                 self._to_notify.append(flow)
             try:
@@ -323,7 +321,9 @@ class Engine:
                 if admission is not None:
                     admission.leave(flow)
                     # Cached responses that waited for this one come before whatever finished after it.
-                    pending.extendleft(reversed(self.scheduler.take_finished()))
+                    answered = self.scheduler.take_finished()
+                    pending.extendleft(reversed(answered))
+                    over += answered
             except Exception:  # it concerns one request; the others are accounted for and delivered
                 name = flow.plan.graph.name
                 log.exception(
