@@ -9,20 +9,18 @@ passed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
-from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import Deadlines
 from flowserve.scheduling.route import RECALL_NS, Route, find_route
 
 
 class Routes:
-    """`free` frees an instance of a queue; `due` are the deadlines of flows."""
+    """`freed` is called after instances were freed; `due` are the deadlines of flows."""
 
-    def __init__(self, free: Callable[[ModelQueue, Any], None], due: Deadlines[Flow]) -> None:
-        self._free = free
+    def __init__(self, freed: Callable[[], None], due: Deadlines[Flow]) -> None:
+        self._freed = freed
         self._due = due
         self.running: dict[Batch, None] = {}
 
@@ -77,7 +75,8 @@ class Routes:
         for i in stages:
             if i not in batch.released:
                 batch.released.add(i)
-                self._free(batch.route.queues[i], batch.instances[i])
+                batch.route.queues[i].freed(batch.instances[i])
+        self._freed()
 
     def returned(self, batch: Batch) -> None:
         """A batch is complete, and frees the instances that it still holds."""
@@ -86,8 +85,9 @@ class Routes:
         assert batch.route is not None
         for i, queue in enumerate(batch.route.queues):
             if i not in batch.released:
-                self._free(queue, batch.instances[i])
+                queue.freed(batch.instances[i])
         batch.released.update(range(len(batch.instances)))
+        self._freed()
 
     def recalls(self, now_ns: int) -> list[Batch]:
         """The batches that must return at the next stage; each is returned once."""

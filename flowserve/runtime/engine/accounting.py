@@ -99,8 +99,10 @@ def record_batch(
     output) of later stages of its route, which are added to the flows' as well.
     """
     tickets = batch.tickets
+    count = len(tickets)
+    first = tickets[0]
     present: Sequence[Ticket] = tickets
-    if [ticket.flow.outcome for ticket in tickets].count(None) != len(tickets):
+    if first.flow.outcome or (count > 1 and [ticket.flow.outcome for ticket in tickets].count(None) != count):
         present = _undecided(statistics, tickets)
     if batch.queue.order is not None:  # the responses may be held for long, while their callers leave
         for ticket in present:
@@ -114,8 +116,6 @@ def record_batch(
     input_ns = outcome.gathered_ns - started_ns
     infer_ns = outcome.computed_ns - outcome.gathered_ns
     output_ns = now_ns - outcome.computed_ns
-    count = len(tickets)
-    first = tickets[0]
     queued_ns = first.queued_ns
     if (
         outcome.errors
