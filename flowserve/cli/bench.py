@@ -48,15 +48,9 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     FlowserveError.
     """
     target = arguments.target
-    if len(target) != (1 if arguments.sweep else 2):
-        parser.error(f"say {'MODEL' if arguments.sweep else 'URL MODEL'}, got {' '.join(target) or 'nothing'}")
+    _check_usage(arguments, parser)
     if arguments.sweep:
-        for name in ("input", "parameter"):
-            if getattr(arguments, name):
-                parser.error(f"--{name} has no effect with --sweep, which generates its requests")
         return _sweep(arguments, target[0])
-    if arguments.p99_ms:
-        parser.error("--p99-ms is the bound of a recommendation, which --sweep makes")
     address, model, parameters = Address.of(target[0]), target[1], dict(arguments.parameter)
     described, is_decoupled = describe(address, model)
     inputs = read_inputs(arguments.input, described) if arguments.input else generated_inputs(described)
@@ -88,6 +82,22 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         print(json.dumps({**asked, "levels": [asdict(one) for one in measured]}))
     else:
         output().print(table)
+    return _status(arguments, measured)
+
+
+def _check_usage(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    target = arguments.target
+    if len(target) != (1 if arguments.sweep else 2):
+        parser.error(f"say {'MODEL' if arguments.sweep else 'URL MODEL'}, got {' '.join(target) or 'nothing'}")
+    for name in ("input", "parameter") if arguments.sweep else ():
+        if getattr(arguments, name):
+            parser.error(f"--{name} has no effect with --sweep, which generates its requests")
+    if arguments.p99_ms and not arguments.sweep:
+        parser.error("--p99-ms is the bound of a recommendation, which --sweep makes")
+
+
+def _status(arguments: argparse.Namespace, measured: Sequence[load.Measured | load.StreamsMeasured]) -> int:
+    """The exit status; prints why it is not 0."""
     unfinished = next((one for one in measured if not one.requests_per_s), None)
     if unfinished is not None:
         at = f"at {unfinished.concurrency} at a time"
