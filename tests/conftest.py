@@ -20,7 +20,8 @@ from typing import Any
 import hypothesis
 import pytest
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flowserve.testing.serve import serving
+from tests.support.forked import serving
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINES_PROMISED = 24

@@ -14,10 +14,11 @@ import pytest
 
 from flowserve import Engine
 from flowserve.errors import InstanceDied, ModelFailed, Unavailable
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
 from flowserve.values import Array
 from tests.support.fake_device import FakeDevice, FakeMachine
 from tests.support.fake_onnx import onnx_on
+from tests.support.forked import serving
 from tests.support.onnx_files import onnx_identity
 
 ERROR = "CUDA_ERROR_ILLEGAL_ADDRESS"

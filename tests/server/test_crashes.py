@@ -20,7 +20,8 @@ import pytest
 
 from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.temporary import MODELS
-from flowserve.testing.serve import STOP_S_MAX, DidNotServe, Served, serving
+from flowserve.testing.serve import STOP_S_MAX, DidNotServe, Served
+from tests.support.forked import serving
 from tests.support.shared_memory import left_of, segments_of
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="models in processes need Linux")

@@ -19,7 +19,8 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import triton_to_np_dtype
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 
 @pytest.fixture(scope="module")

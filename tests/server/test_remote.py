@@ -16,8 +16,9 @@ import httpx
 import numpy as np
 import pytest
 
-from flowserve.testing.serve import DidNotServe, Served, serving
+from flowserve.testing.serve import DidNotServe, Served
 from tests.server.conftest import write_model
+from tests.support.forked import serving
 
 pytestmark = pytest.mark.server
 
