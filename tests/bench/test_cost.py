@@ -19,9 +19,9 @@ WARM_UP = 5
 ROUNDS = 30
 REQUESTS = 25  # in a round: some 3 ms
 TURNS = 15  # the same
-# A request through a chain of three `model.py`, inline, costs 0.82 turns on Python 3.11. Other programs change the time
-# of a turn by half, and this ratio by 0.03. A limit that has to grow needs a reason.
-MOST = 1.0
+# A request through a chain of three `model.py`, inline, costs 0.79 turns on Python 3.11 (0.70 to 0.84 in 20 runs beside
+# programs that keep all cores busy). A limit that has to grow needs a reason.
+MOST = 0.95
 
 MAIL = """\
 From: a@b.c
@@ -67,5 +67,6 @@ async def test_a_request_through_a_chain_costs_less_than_a_turn(tmp_path: Path) 
             for _ in range(REQUESTS):
                 await engine.infer(work.name, {"X": row})
             ratios.append((time.thread_time_ns() - began) / REQUESTS / reference)
-    found = statistics.median(ratios[WARM_UP:])
+    # Other programs disturb single rounds, mostly those of the request, which uses more of the caches.
+    found, _, _ = statistics.quantiles(ratios[WARM_UP:], n=4)
     assert MOST / 5 < found < MOST, f"{found:.2f} turns: {[round(one, 2) for one in ratios]}"

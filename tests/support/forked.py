@@ -30,6 +30,8 @@ from flowserve.testing.serve import Served
 
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
 MESSAGE_BYTES_MAX: Final = 200_000
+# The interpreter reads it when it starts.
+PYTHONPATH: Final = os.environ.get("PYTHONPATH")
 # What most servers import.
 PRELOADED: Final = (
     "flowserve.cli.main",
@@ -47,7 +49,8 @@ PRELOADED: Final = (
 @contextmanager
 def serving(repository: Path, *options: str, environment: Mapping[str, str] | None = None) -> Iterator[Served]:
     """As flowserve.testing.serve.serving."""
-    start = _template().start if environment is None and sys.platform == "linux" else serve.started
+    is_plain = environment is None and os.environ.get("PYTHONPATH") == PYTHONPATH and sys.platform == "linux"
+    start = _template().start if is_plain else serve.started
     with serve.serving(repository, *options, environment=environment, start=start) as served:
         yield served
 
