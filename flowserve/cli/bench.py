@@ -3,7 +3,8 @@
 Decides the output: a table with a bar plot, JSON for programs, progress on a terminal only; and for a sweep, which
 variants are tried (instances, batch sizes and delays of all plain models of a deployment), how (an engine in this
 process, so that only the models and their scheduling are compared), and the recommendation: most requests per second
-among the variants whose p99 is within the bound. Does not know how load is generated (`load`).
+among the variants whose p99 is within the bound. Does not know how load is generated (`load`, and
+`engine_load` for a sweep).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flowserve.cli import load
+from flowserve.cli import engine_load, load
 from flowserve.cli.client import Address, describe, id_maker, sequence_ids
 from flowserve.cli.deployment import described_inputs, find_deployment
 from flowserve.cli.interrupts import run_until_ctrl_c
@@ -109,13 +110,13 @@ def _status(arguments: argparse.Namespace, measured: Sequence[load.Measured | lo
     return 1
 
 
-def _each_level(arguments: argparse.Namespace, measure_level: Callable[[int, float], Awaitable[T]]) -> list[T]:
+def _each_level(arguments: argparse.Namespace, measure_level: Callable[[int, float], T]) -> list[T]:
     measured = []
     with _progress(arguments) as progress:
         task = progress.add_task("measuring", total=len(arguments.concurrency))
         for level in arguments.concurrency:
             progress.update(task, description=f"{level} at a time")
-            measured.append(run_until_ctrl_c(measure_level, level, arguments.seconds))
+            measured.append(measure_level(level, arguments.seconds))
             progress.advance(task)
     return measured
 
@@ -249,9 +250,9 @@ async def sweep(
                 await engine.load(target.name)
             if target.make_id is not None:
                 senders = [partial(_ask, engine, target)] * concurrency
-                measured = await load.measure_sequences(senders, target.make_id, length, seconds)
+                measured = await engine_load.measure_sequences(senders, target.make_id, length, seconds)
             else:
-                measured = await load.measure([partial(_ask, engine, target)] * concurrency, seconds)
+                measured = await engine_load.measure([partial(_ask, engine, target)] * concurrency, seconds)
             tried.append(Trial(variant, measured))
     return tried
 
