@@ -25,7 +25,7 @@ import numpy as np
 
 from bench.processes import cpu_seconds
 from flowserve.cli.client import Address
-from flowserve.cli.load import Connection, Repeated, check_status, loop_of, poisson_ns
+from flowserve.cli.load import LoadConnection, Repeated, check_status, loop_of, poisson_ns
 from flowserve.errors import FlowserveError
 
 # Comparing 600 KB costs about as much as receiving them: larger responses are compared as a whole only once in
@@ -79,7 +79,7 @@ class Comparing(Repeated):
         self._sample = next(self._samples)
         return self._sample.request
 
-    def answered(self, connection: Connection) -> None:
+    def answered(self, connection: LoadConnection) -> None:
         """Raises LoadFailed unless the response ends with the expected numbers, Invalid for an error status."""
         if connection.status != 200:
             check_status(connection)

@@ -12,7 +12,7 @@ from itertools import zip_longest
 import trio
 
 from flowserve.cli.client import MakeId
-from flowserve.cli.load import ANSWER_TIMEOUT_S, PAUSE_NS, WARM_UP, Measured, Sequences, new_ids
+from flowserve.cli.load import ANSWER_TIMEOUT_S, PAUSE_NS, WARM_UP, Measured, SentSequences, new_ids
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.runtime.clock import SECOND_NS, running_clock
 
@@ -60,14 +60,14 @@ async def measure(clients: Sequence[SendRequest], seconds: float, ends: Sequence
 async def measure_sequences(senders: Sequence[Send], make_id: MakeId, length: int, seconds: float) -> Measured:
     """As many concurrent sequences as there are senders, of `length` requests each. Raises FlowserveError."""
     ids = new_ids(make_id)
-    clients = [SequenceClient(send, Sequences(length, ids)) for send in senders]
+    clients = [SequenceClient(send, SentSequences(length, ids)) for send in senders]
     return await measure([one.send_next for one in clients], seconds, [one.end for one in clients])
 
 
 class SequenceClient:
     """One client that sends sequences, one after the other."""
 
-    def __init__(self, send: Send, sequences: Sequences) -> None:
+    def __init__(self, send: Send, sequences: SentSequences) -> None:
         self._send = send
         self._sequences = sequences
 

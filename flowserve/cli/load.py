@@ -63,14 +63,14 @@ class Client(Protocol):
     def received(self, piece: bytes) -> bool:
         """A piece of a chunked body has arrived. False: it is kept in the connection's `body`."""
 
-    def answered(self, connection: Connection) -> None:
+    def answered(self, connection: LoadConnection) -> None:
         """A response is complete. Raises FlowserveError if it is none that counts."""
 
     def failed(self) -> None:
         """The request has failed."""
 
 
-class Connection:
+class LoadConnection:
     """One persistent connection with at most one request in flight. Methods raise Unavailable if the server closes the
     connection or does not speak HTTP.
     """
@@ -255,13 +255,13 @@ class Loop:
     run.
     """
 
-    def __init__(self, connections: Sequence[Connection], failed: Callable[[FlowserveError], None]) -> None:
+    def __init__(self, connections: Sequence[LoadConnection], failed: Callable[[FlowserveError], None]) -> None:
         self._clock = thread_clock
         self._failed = failed
         self._selector = selectors.DefaultSelector()
-        self._idle: deque[Connection] = deque(connections)
+        self._idle: deque[LoadConnection] = deque(connections)
         self._busy = 0
-        self._paused: deque[tuple[int, Connection]] = deque()  # with the end of the pause
+        self._paused: deque[tuple[int, LoadConnection]] = deque()  # with the end of the pause
         for connection in connections:
             self._selector.register(connection.socket, selectors.EVENT_READ, connection)
 
@@ -330,28 +330,28 @@ class Loop:
     def close(self) -> None:
         self._selector.close()
 
-    def _end(self, connection: Connection) -> None:
+    def _end(self, connection: LoadConnection) -> None:
         request = connection.client.last()
         if request is not None:
             self._busy += 1
             self._send(connection, request, self._clock())
 
-    def _start(self, connection: Connection, started_ns: int) -> None:
+    def _start(self, connection: LoadConnection, started_ns: int) -> None:
         self._busy += 1
         self._send(connection, connection.client.next(), started_ns)
 
-    def _send(self, connection: Connection, request: Request, started_ns: int) -> None:
+    def _send(self, connection: LoadConnection, request: Request, started_ns: int) -> None:
         try:
             if not connection.send(request, started_ns):
                 self._selector.modify(connection.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
         except FlowserveError as error:
             self._fail(connection, error)
 
-    def _completed(self, limit_ns: int) -> list[Connection]:
+    def _completed(self, limit_ns: int) -> list[LoadConnection]:
         """The connections whose responses completed; waits for events, for `limit_ns` at most."""
         completed = []
         for key, event in self._selector.select(limit_ns / SECOND_NS):
-            connection: Connection = key.data
+            connection: LoadConnection = key.data
             try:
                 if event & selectors.EVENT_WRITE and connection.go_on_sending():
                     self._selector.modify(connection.socket, selectors.EVENT_READ, connection)
@@ -363,7 +363,7 @@ class Loop:
                 self._fail(connection, error)
         return completed
 
-    def _fail(self, connection: Connection, error: FlowserveError) -> None:
+    def _fail(self, connection: LoadConnection, error: FlowserveError) -> None:
         """A connection whose request fails waits for a moment; one that is closed is left out from now on."""
         self._busy -= 1
         connection.client.failed()
@@ -396,7 +396,7 @@ def loop_of(address: Address, clients: Sequence[Client], failed: Callable[[Flows
     with ExitStack() as stack:
         connections = []
         for client in clients:
-            connections.append(Connection(address, client))
+            connections.append(LoadConnection(address, client))
             stack.enter_context(connections[-1].socket)
         yield stack.enter_context(closing(Loop(connections, failed)))
 
@@ -408,7 +408,7 @@ def post(address: Address, path: str, body: bytes, headers: Headers = NO_HEADERS
     return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body
 
 
-def check_status(connection: Connection) -> None:
+def check_status(connection: LoadConnection) -> None:
     """Raises Invalid for an error status."""
     if connection.status != 200:
         raise Invalid(f"the server answered {connection.status}: {error_text(bytes(connection.body))}")
@@ -460,7 +460,7 @@ class Repeated:
     def received(self, piece: bytes) -> bool:
         return False
 
-    def answered(self, connection: Connection) -> None:
+    def answered(self, connection: LoadConnection) -> None:
         check_status(connection)
 
     def failed(self) -> None:
@@ -549,7 +549,7 @@ class _Streaming(Repeated):
             self._is_first, self._last_ns = False, now_ns
         return True
 
-    def answered(self, connection: Connection) -> None:
+    def answered(self, connection: LoadConnection) -> None:
         super().answered(connection)
         if self._failure:
             raise Invalid(f"the server answered: {error_text(self._failure)}")
@@ -589,7 +589,7 @@ def new_ids(make_id: MakeId) -> Iterator[int | str]:
     return map(make_id, count(random.randrange(1, ID_MAX)))
 
 
-class Sequences:
+class SentSequences:
     """The sequences that one client sends, one after the other."""
 
     def __init__(self, length: int, ids: Iterator[int | str]) -> None:
@@ -622,7 +622,7 @@ class Sequences:
 class _InSequences(Repeated):
     """A client that sends the requests of sequences."""
 
-    def __init__(self, sequences: Sequences, encoded: Callable[[Flags], bytes]) -> None:
+    def __init__(self, sequences: SentSequences, encoded: Callable[[Flags], bytes]) -> None:
         super().__init__(b"")
         self._sequences = sequences
         self._encoded = encoded
@@ -636,7 +636,7 @@ class _InSequences(Repeated):
         self._is_over = True
         return None if flags is None else self._encoded(flags)
 
-    def answered(self, connection: Connection) -> None:
+    def answered(self, connection: LoadConnection) -> None:
         if not self._is_over:  # otherwise the client is finished either way
             super().answered(connection)
         self._sequences.answered()
@@ -660,7 +660,7 @@ def measure_server_sequences(
     """
     ids = new_ids(make_id)
     encoded = partial(_in_sequence, address, path, body, parameters)
-    clients = [_InSequences(Sequences(length, ids), encoded) for _ in range(concurrency)]
+    clients = [_InSequences(SentSequences(length, ids), encoded) for _ in range(concurrency)]
     return _measure(address, clients, seconds)
 
 

@@ -16,7 +16,7 @@ import trio.testing
 
 from flowserve.cli.client import Address
 from flowserve.cli.engine_load import SequenceClient, measure, measure_sequences
-from flowserve.cli.load import ANSWER_TIMEOUT_S, Connection, Repeated, Sequences, loop_of, measure_server
+from flowserve.cli.load import ANSWER_TIMEOUT_S, LoadConnection, Repeated, SentSequences, loop_of, measure_server
 from flowserve.errors import FlowserveError, Invalid, Unavailable
 
 
@@ -47,7 +47,7 @@ async def test_a_sequence_starts_once_ends_once_and_is_abandoned_if_a_request_fa
             raise Invalid("no")
 
     ids: Iterator[int | str] = iter("abcd")
-    sequences = SequenceClient(send, Sequences(3, ids))
+    sequences = SequenceClient(send, SentSequences(3, ids))
     for _ in range(3):
         await sequences.send_next()
     with pytest.raises(Invalid):
@@ -101,7 +101,7 @@ class Keeping(Repeated):
         super().__init__(b"?")
         self.seen: list[tuple[int, bytes]] = []
 
-    def answered(self, connection: Connection) -> None:
+    def answered(self, connection: LoadConnection) -> None:
         self.seen.append((connection.status, bytes(connection.body)))
 
 
