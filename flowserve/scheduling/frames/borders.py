@@ -88,11 +88,11 @@ class Source(Ticket):
 class RegionFrame(Frame):
     """The execution of the nodes of one level. `open` is 1 from `begin` on: the request ends as a whole.
 
-    `steps`: the number of its steps that became ready and are not over, and 1 while it begins. `children`: its frames of the next level that
-    are not complete, in order. `unread`: complete responses from below it that were not read. `sources`: its decoupled
-    steps that are not over. `spreads`: of each space that began, by its number; else None. `request_rows`: the rows of
-    space 0. `parted`: its steps that have parts under way, by node; those in `held_back` wait until another part of the
-    frame is over. `ranges`: the rows that it has of the frame above, None for all.
+    `steps`: the number of its steps that became ready and are not over, and 1 while it begins. `children`: its frames
+    of the next level that are not complete, in order. `unread`: complete responses from below it that were not read.
+    `sources`: its decoupled steps that are not over. `spreads`: of each space that began, by its number; else None.
+    `request_rows`: the rows of space 0. `parted`: its steps that have parts under way, by node; those in `held_back`
+    wait until another part of the frame is over. `ranges`: the rows that it has of the frame above, None for all.
     `awaited`: spaces that have not opened yet in a frame above, and that steps of this one are in; each counts as a
     step.
     """
