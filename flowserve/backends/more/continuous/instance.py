@@ -26,8 +26,8 @@ from functools import partial
 from typing import Any, Final
 
 from flowserve.backends.base import ClockNs, OutputNotes, Results, Sender, Sent, Work
-from flowserve.backends.continuous.interface import ContinuousCall, ContinuousEngine, ContinuousLibrary
 from flowserve.backends.library.interface import ModelSource
+from flowserve.backends.more.continuous.interface import ContinuousCall, ContinuousEngine, ContinuousLibrary
 from flowserve.config.types import InstanceGroup
 from flowserve.errors import Cancelled, FlowserveError, Invalid, ModelFailed
 from flowserve.memory.tensor import Tensor

@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import Final
 
 from flowserve.backends.base import ModelFiles, Remote
-from flowserve.backends.continuous.instance import ContinuousInstance
-from flowserve.backends.continuous.interface import ContinuousLibrary
 from flowserve.backends.library.backend import PROCESS, require_installed
 from flowserve.backends.library.interface import ModelSource
+from flowserve.backends.more.continuous.instance import ContinuousInstance
+from flowserve.backends.more.continuous.interface import ContinuousLibrary
 from flowserve.config.types import Completion, InstanceGroup, ModelConfig
 from flowserve.errors import Invalid, Place, Problem, Problems
 from flowserve.values import TensorSpec

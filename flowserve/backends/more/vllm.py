@@ -23,8 +23,8 @@ from typing import Any, Final, get_args
 
 import numpy as np
 
-from flowserve.backends.continuous.backend import ContinuousBackend
 from flowserve.backends.library.interface import ModelSource
+from flowserve.backends.more.continuous.backend import ContinuousBackend
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import InstanceGroup
 from flowserve.errors import Invalid, Place, Problem, Problems
