@@ -302,7 +302,7 @@ async def test_response_without_shared_memory_fails_only_its_call(
         await served.add("twice", TWICE)
         await served.add("caller", "return value(request('twice', np.tile(given, (1, 500_000))).exec())[:, :1]")
         assert (await served.ask_big("twice", np.ones((1, 500_000), np.float32)))[0, 0] == 2
-        arena = served.workers["caller"][0].packer.arena
+        arena = served.workers["caller"][0].arena
         lease = arena.lease
 
         def lacking(nbytes: int) -> Any:

@@ -242,7 +242,7 @@ async def test_a_batch_for_which_there_is_no_memory_fails_alone(
     workers = [await served.add(name, OUT.format("given * 2")) for name in ("one", "two")]
     add_chain(served.engine, "chain", ["one", "two"])
     asked = [row(number) for number in range(requests)]
-    lease = workers[0].packer.arena.lease
+    lease = workers[0].arena.lease
     is_full = False
 
     def no_memory(*arguments: Any) -> Any:
@@ -250,7 +250,7 @@ async def test_a_batch_for_which_there_is_no_memory_fails_alone(
             raise MemoryError("so many bytes")
         return lease(*arguments)
 
-    monkeypatch.setattr(workers[0].packer.arena, "lease", no_memory)
+    monkeypatch.setattr(workers[0].arena, "lease", no_memory)
     for _ in range(3):
         for is_full in (False, True, False):
             answers = await served.ask_all("chain", asked)

@@ -122,7 +122,7 @@ class ServedInProcesses:
 
     def lent_bytes(self) -> int:
         """The used bytes of the models' arenas in the server."""
-        return sum(worker.packer.arena.lent_bytes for worker in self.workers.values())
+        return sum(worker.arena.lent_bytes for worker in self.workers.values())
 
 
 @contextmanager

@@ -37,10 +37,7 @@ from flowserve.runtime.clock import ClockNs, wall_clock_ms, wall_clock_ns
 from flowserve.runtime.engine.generations import Generations
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.engine.validation import Validator
-from flowserve.runtime.workers.cluster import ClusterWorker
-from flowserve.runtime.workers.local import LocalWorker
 from flowserve.runtime.workers.policies import keeps_order, levels_of
-from flowserve.runtime.workers.process import ProcessWorker
 from flowserve.runtime.workers.supervisor import Supervisor
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.model_queue import ModelQueue
@@ -195,7 +192,7 @@ class Deployments:
         deployment = None if entry is None else entry.ready.get(statistics.version)
         if deployment is not None and not deployment.graph.is_ensemble:
             for worker in deployment.queues[0].instances[:1]:
-                if isinstance(worker, LocalWorker) and (there := worker.counted_there()):
+                if there := worker.counted_there():
                     return {THERE: there}
         return {}
 
@@ -350,12 +347,9 @@ def _share_outputs(graph: Graph, queues: Sequence[ModelQueue]) -> None:
     for edge in graph.edges:
         if GRAPH in (edge.producer, edge.consumer):
             continue
-        if any(isinstance(worker, ProcessWorker) for worker in queues[edge.consumer].instances):
+        if any(worker.arena is not None for worker in queues[edge.consumer].instances):
             for worker in queues[edge.producer].instances:
-                if isinstance(worker, LocalWorker):
-                    worker.share(edge.output, graph.nodes[edge.producer].outputs[edge.output])
-                elif isinstance(worker, ClusterWorker):
-                    worker.share()
+                worker.share(edge.output, graph.nodes[edge.producer].outputs[edge.output])
 
 
 def _arena_of(graph: Graph, queues: Sequence[ModelQueue]) -> Arena | None:
@@ -366,7 +360,7 @@ def _arena_of(graph: Graph, queues: Sequence[ModelQueue]) -> Arena | None:
     if len(readers) != 1 or GRAPH in readers:
         return None
     workers = queues[readers.pop()].instances
-    return workers[0].packer.arena if workers and isinstance(workers[0], ProcessWorker) else None
+    return workers[0].arena if workers else None
 
 
 class Deployment:

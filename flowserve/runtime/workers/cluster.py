@@ -39,9 +39,10 @@ from flowserve.memory.pool import HOST
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.ipc.tensors import OutputReader
 from flowserve.runtime.workers.actor_connection import ActorConnection, ActorRun
-from flowserve.runtime.workers.base import Outcome, StateAdapter, WorkerContext, cannot_start, works
+from flowserve.runtime.workers.base import Outcome, StateAdapter, WorkerContext, cannot_start, counts_nothing, works
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Ticket
+from flowserve.values import TensorSpec
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -186,6 +187,8 @@ class ClusterWorker:
         self.route_group: object = actor
         self.computes_apart = False  # one process runs the instances of its actor
         self.outage = works
+        self.counted_there = counts_nothing
+        self.arena = None
         self.depth = depth
         self.ended = ""
         self.has_answered = False
@@ -193,7 +196,6 @@ class ClusterWorker:
         self.machine = ""
         self.reader = OutputReader(config.name, config.outputs, batches=config.max_batch_size > 0)
         self.where = f"model '{config.name}', instance '{name}'"
-        self.share = actor.share
         self._model = model
         self._group = group
         self._actor = actor
@@ -215,6 +217,10 @@ class ClusterWorker:
         connection = self._connection
         runs = [] if connection is None else [*connection.runs.values()]
         return [run.batch.stage(run.workers.index(self)) for run in runs if self in run.workers]
+
+    def share(self, output: int, spec: TensorSpec) -> None:
+        """As `Worker.share`; its actor's replies have all outputs in one block."""
+        self._actor.share()
 
     # ------------------------------------------------------------------ opening and closing, on other threads
 

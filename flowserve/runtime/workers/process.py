@@ -44,11 +44,12 @@ from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.model_calls.process_calls import ProcessCalls
 from flowserve.runtime.processes.children import Child, Children, SpawnChild
 from flowserve.runtime.processes.environments import Environment, Environments
-from flowserve.runtime.workers.base import Outcome, Returned, StateAdapter, WorkerContext, works
+from flowserve.runtime.workers.base import Outcome, Returned, StateAdapter, WorkerContext, counts_nothing, works
 from flowserve.runtime.workers.process_run import ProcessRun, killed_for, restore_updates, route_number
 from flowserve.runtime.workers.streaming import ProcessSink, ResponseStreams
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Ticket
+from flowserve.values import TensorSpec
 
 log = logging.getLogger("flowserve.runtime")
 # The time that an unloaded model has to finish and to finalise; at the end of the server the exit timeout applies.
@@ -91,6 +92,7 @@ class ProcessWorker:
         self.has_state = streams is not None or type(self.state) is not StateAdapter
         self.is_on_gpu = False  # its process has a context of its own
         self.outage = works
+        self.counted_there = counts_nothing
         self.route_group: object = "process" if streams is None and type(self.state) is StateAdapter else None
         self.computes_apart = True
         self.child: Child | None = None
@@ -104,6 +106,7 @@ class ProcessWorker:
         batches = config.max_batch_size > 0
         self.reader = OutputReader(config.name, config.outputs, batches=batches)
         self.packer = packer
+        self.arena = packer.arena
         self._model = config.name
         self._job = Job(config.name, name, config.inputs, config.outputs, batches, remote, config.decoupled)
         self._pool = pool
@@ -121,6 +124,15 @@ class ProcessWorker:
         """The batch in the process; of a batch on a route, this worker's stage."""
         run = self.current
         return None if run is None else run.batch.stage(run.workers.index(self))
+
+    @property
+    def batches(self) -> Sequence[Batch]:
+        """As `RunsElsewhere.batches`."""
+        running = self.running
+        return [] if running is None else [running]
+
+    def share(self, output: int, spec: TensorSpec) -> None:
+        """No effect: its process places all outputs in shared memory."""
 
     # ------------------------------------------------------------------ opening and closing, on other threads
 
