@@ -24,6 +24,7 @@ import trio
 
 from flowserve.cluster.agents import LocalCluster
 from flowserve.config.placement import ModelPlace
+from flowserve.elsewhere.wing import other_machines
 from flowserve.errors import FlowserveError
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
@@ -142,7 +143,7 @@ async def _measure(
     for i in range(_STEPS):
         places[f"single{i}"] = ModelPlace(f"single{i}", 1)
         places[f"segment{i}"] = ModelPlace(f"segment{i}", 1, segment="segment")
-    options = EngineOptions(cluster=ClusterOptions(cluster), places=places)
+    options = EngineOptions(wings=(other_machines(ClusterOptions(cluster), places),))
     lines = ["| in and out | in a process, ms | on another machine, ms | difference, ms |", "|---|---|---|---|"]
     async with (
         open_engine(options) as engine,

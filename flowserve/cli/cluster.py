@@ -1,7 +1,7 @@
 """Options about models on other machines: the cluster, the placement file, the connections, and the machines of a
 proposal.
 
-Decides the values of each; `open_cluster` decides which belong together. Callers: `options`, `main`.
+Decides the values of each; `open_cluster` decides which belong together. Callers: `wings`, `main`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,16 @@ def add_cluster_options(group: argparse._ActionsContainer) -> None:
     add_option(group, "--cluster-tls CERT,KEY,CA", text, _tls)
     text = "use a cluster of Ray without tokens (RAY_AUTH_MODE=token), where every program that reaches it can run code"
     group.add_argument("--cluster-insecure", action="store_true", help=text)
+
+
+def cluster_contradiction(arguments: argparse.Namespace) -> str:
+    """The error of options that do not go together with those of the cluster, "" if there is none."""
+    if arguments.cluster is None or arguments.workers == 1:
+        return ""
+    return (
+        "--cluster and --workers do not go together: each of the servers would start all instances of its own; "
+        "start one server, or several behind a load balancer"
+    )
 
 
 def add_placement(group: argparse._ActionsContainer) -> None:

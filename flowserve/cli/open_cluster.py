@@ -1,6 +1,6 @@
 """The cluster of a server, from its options.
 
-Decides which options belong together, and which engine they name. Does not know how an engine works. Caller: `run`.
+Decides which options belong together, and which engine they name. Does not know how an engine works. Caller: `wings`.
 """
 
 from __future__ import annotations
@@ -8,31 +8,30 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
 from flowserve.cli.cluster import ClusterChoice
 from flowserve.cluster.agents import LocalCluster, RayCluster
 from flowserve.cluster.link import client_context
-from flowserve.config.placement import ModelPlace, PlacementFile, read_placement
+from flowserve.config.placement import PlacementFile, read_placement
+from flowserve.elsewhere.wing import other_machines
 from flowserve.errors import Invalid, Place, Problem, Problems
+from flowserve.runtime.engine.wings import Wing
 from flowserve.runtime.workers.cluster import ClusterOptions
 
 log = logging.getLogger("flowserve.cli")
 
 
 @contextmanager
-def cluster_of(arguments: argparse.Namespace) -> Iterator[tuple[ClusterOptions | None, Mapping[str, ModelPlace]]]:
-    """The cluster of a server and the models that run there; nothing is started without --cluster. Ends what it has
-    started. Raises FlowserveError. Blocks.
+def open_cluster(arguments: argparse.Namespace) -> Iterator[Wing]:
+    """The cluster of a server as its wing, with --cluster or --placement. Ends what it has started. Raises
+    FlowserveError. Blocks.
     """
     choice: ClusterChoice | None = arguments.cluster
     if choice is None:
-        if arguments.placement is not None:
-            raise Invalid("--placement needs --cluster: ray, or local:N for processes of this machine")
-        yield None, {}
-        return
+        raise Invalid("--placement needs --cluster: ray, or local:N for processes of this machine")
     if arguments.placement is None:
         raise Invalid("--cluster needs --placement FILE, which says which models run on other machines")
     placement = read_placement(arguments.placement)
@@ -52,7 +51,7 @@ def cluster_of(arguments: argparse.Namespace) -> Iterator[tuple[ClusterOptions |
             log.warning("tensors cross a network with public addresses without encryption; see --cluster-tls")
         cluster = RayCluster(placement.address, is_insecure=arguments.cluster_insecure, give_up_s=seconds)
     try:
-        yield ClusterOptions(cluster, seconds, arguments.cluster_tls), placement.places
+        yield other_machines(ClusterOptions(cluster, seconds, arguments.cluster_tls), placement.places)
     finally:
         cluster.close()
 

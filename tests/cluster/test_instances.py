@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import trio
 
+from flowserve.cluster.traffic import MachineTraffic
 from flowserve.config.placement import ModelPlace
 from flowserve.errors import FlowserveError, InstanceDied, MachineLost, ModelFailed, Unavailable
 from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.workers.cluster import ClusterOptions, ClusterWorker
+from flowserve.runtime.workers.cluster import ClusterWorker
 from tests.support.clusters import (
     DOUBLE,
     DOUBLE_CODE,
@@ -86,11 +87,6 @@ async def ask_all(engine: Engine, model: str, values: Sequence[Any]) -> list[Any
         for i in range(len(values)):
             nursery.start_soon(one, i)
     return answers
-
-
-def cluster_options(engine: Engine) -> ClusterOptions:
-    assert engine.options.cluster is not None
-    return engine.options.cluster
 
 
 def is_served(engine: Engine, model: str) -> bool:
@@ -210,10 +206,9 @@ async def test_batches_of_any_other_model_fail_with_the_name_of_the_lost_machine
 
 async def test_no_more_bytes_are_under_way_to_a_machine_than_may_be(tmp_path: Path) -> None:
     write_python(tmp_path, "m")
+    traffic = {"local-1": (machine := MachineTraffic(1))}  # one batch at a time
     with local_cluster(1) as cluster:
-        async with serving(tmp_path, cluster, {"m": ModelPlace("m", count=2)}) as (engine, _):
-            machine = cluster_options(engine).traffic["local-1"]
-            machine._most = 1  # one batch at a time
+        async with serving(tmp_path, cluster, {"m": ModelPlace("m", count=2)}, traffic=traffic) as (engine, _):
             seen: list[int] = []
 
             async def watch() -> None:
@@ -235,10 +230,9 @@ async def test_no_more_bytes_are_under_way_to_a_machine_than_may_be(tmp_path: Pa
 
 async def test_the_bytes_of_a_batch_that_is_lost_are_not_counted_any_more(tmp_path: Path) -> None:
     write_python(tmp_path, "m")
+    traffic = {"local-1": (machine := MachineTraffic(1))}  # one batch at a time
     with local_cluster(1) as cluster:
-        async with serving(tmp_path, cluster, {"m": ModelPlace("m", count=1)}) as (engine, _):
-            machine = cluster_options(engine).traffic["local-1"]
-            machine._most = 1
+        async with serving(tmp_path, cluster, {"m": ModelPlace("m", count=1)}, traffic=traffic) as (engine, _):
             answers = await ask_all(engine, "m", [np.full((1, 300_000), -3, np.float32) for _ in range(3)])
             assert all(isinstance(one, InstanceDied) for one in answers[:1])
             await until(lambda: is_served(engine, "m"))

@@ -21,6 +21,7 @@ from flowserve.cluster.base import ActorJob, InstanceJob, MachineNeeds
 from flowserve.cluster.files import digest_of
 from flowserve.config.placement import ModelPlace
 from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
+from flowserve.elsewhere.wing import other_machines
 from flowserve.errors import FlowserveError, InstanceDied, Invalid, Unavailable
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
@@ -69,7 +70,7 @@ async def serving(
     nodes: Any, repository: Path, places: Mapping[str, ModelPlace], give_up_s: float = 30.0
 ) -> AsyncIterator[tuple[Engine, Control, RayCluster]]:
     cluster = RayCluster(nodes.address)
-    options = EngineOptions(cluster=ClusterOptions(cluster, give_up_s), places=places)
+    options = EngineOptions(wings=(other_machines(ClusterOptions(cluster, give_up_s), places),))
     try:
         async with (
             open_engine(options) as engine,
@@ -165,10 +166,9 @@ async def test_the_agent_that_is_killed_under_load_fails_nothing(nodes: Any, tmp
 
 async def test_a_cluster_without_room_says_what_it_has(nodes: Any, tmp_path: Path) -> None:
     write_python(tmp_path, "m")
-    options = EngineOptions(
-        cluster=ClusterOptions(cluster := RayCluster(nodes.address), 3.0),
-        places={"m": ModelPlace("m", 1, {"CPU": 64}, {"zone": "a"})},
-    )
+    cluster = RayCluster(nodes.address)
+    places = {"m": ModelPlace("m", 1, {"CPU": 64}, {"zone": "a"})}
+    options = EngineOptions(wings=(other_machines(ClusterOptions(cluster, 3.0), places),))
     try:
         async with (
             open_engine(options) as engine,
