@@ -31,7 +31,7 @@ from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import ControlOptions, open_control
-from flowserve.runtime.workers.cluster import ClusterOptions
+from flowserve.runtime.remote.actors import ClusterOptions
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.model_queue import ModelQueue

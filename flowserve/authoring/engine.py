@@ -28,7 +28,7 @@ from flowserve.runtime.embedding.embedded import (
 )
 from flowserve.runtime.embedding.engine_thread import Blocking, OnAsyncio, open_on_asyncio
 from flowserve.runtime.engine.options import EngineOptions
-from flowserve.runtime.workers.factory import PYTHON_EXECUTION
+from flowserve.runtime.factory import PYTHON_EXECUTION
 from flowserve.values import Array
 
 EngineSource = PythonGraph | str | Path

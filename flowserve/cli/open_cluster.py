@@ -19,7 +19,7 @@ from flowserve.config.placement import PlacementFile, read_placement
 from flowserve.elsewhere.wing import other_machines
 from flowserve.errors import Invalid, Place, Problem, Problems
 from flowserve.runtime.engine.wings import Wing
-from flowserve.runtime.workers.cluster import ClusterOptions
+from flowserve.runtime.remote.actors import ClusterOptions
 
 log = logging.getLogger("flowserve.cli")
 

@@ -2,16 +2,12 @@
 
 Decides the life cycle of an actor: open a socket on the machine's address, wait for the one connection that knows the
 secret, open instances as their jobs arrive, and end with the connection. Each instance has a thread, where its model is
-loaded and its batches run one after the other in the order of arrival. The same backends run here as in the server and
-its worker processes, and their exceptions become the same messages. Another thread reads messages and batches, and
-answers pings. An actor that receives nothing from its server for `SERVER_SILENCES_MAX` seconds ends, so that no actor
-remains when a server or its machine is lost.
+loaded and its batches run one after the other in the order of arrival, by the driver of worker processes. Another
+thread reads messages and batches, and answers pings. An actor that receives nothing from its server for
+`SERVER_SILENCES_MAX` seconds ends, so that no actor remains when a server or its machine is lost.
 
-Decides how a batch passes its route (`scheduling/route.py`), all of whose stages are instances here: each thread passes
-it to the next one without copying the outputs, and the last replies. A batch returns earlier, with the outputs of all
-stages that it has passed, if a member failed, an output cannot be passed on as it is, or it was recalled.
-
-A model that raises fails its batch; an invalid message ends the actor.
+How a batch runs is decided in backends/worker/driver.py, and how it passes several instances in port.py. An invalid
+message ends the actor.
 
 Does not know an engine: `python -m flowserve.cluster.actor` is a process of the local one, and other engines run
 `Actor` in processes of their own.
@@ -19,57 +15,44 @@ Does not know an engine: `python -m flowserve.cluster.actor` is a process of the
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from time import perf_counter_ns
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final
+from weakref import ref
 
 from flowserve.backends import registry
-from flowserve.backends.base import (
-    NO_FILES,
-    Answer,
-    BlsCall,
-    CallsModels,
-    Cells,
-    Instance,
-    LoadedModel,
-    Results,
-    RunsInProcess,
-    Work,
-)
+from flowserve.backends.base import Instance, KnowsReadiness, RunsInProcess
 from flowserve.backends.worker import protocol
-from flowserve.backends.worker.driver import BatchRequests, stage_words, text_about
-from flowserve.backends.worker.protocol import Garbled, RouteHop, RunMessage, encode_error, pack, unpack
-from flowserve.backends.worker.tensors import OutputWriter
+from flowserve.backends.worker.bls_client import WorkerBlsClient
+from flowserve.backends.worker.main import open_instance
+from flowserve.backends.worker.protocol import Garbled, Job, encode_error, pack, unpack
+from flowserve.backends.worker.readiness import answer_on_thread
+from flowserve.backends.worker.streaming import drive
 from flowserve.cluster import frames
 from flowserve.cluster.agents import FAILED, STARTED
 from flowserve.cluster.base import ActorJob, InstanceJob, versions
 from flowserve.cluster.files import files_here
-from flowserve.cluster.frames import Buffer, OutgoingArena, inputs_of_block
+from flowserve.cluster.frames import Buffer
 from flowserve.cluster.link import ActorLink, greet_server, server_context
 from flowserve.cluster.pipes import read_pickled, standard_pipes
-from flowserve.errors import FlowserveError, ModelFailed, Unavailable, Unsupported, told
-from flowserve.memory.column import Column, whole_output
+from flowserve.cluster.port import ActorPort, Routed
+from flowserve.cluster.relay import Relay
+from flowserve.errors import FlowserveError, Unavailable
 from flowserve.memory.heap import tune_malloc
 from flowserve.memory.pool import HOST
-from flowserve.memory.segment import Segment
-from flowserve.values import Array, Request, TensorSpec, fits
+from flowserve.values import Array
 
 log = logging.getLogger("flowserve.child")
 
 SERVER_SILENCES_MAX: Final = 15  # seconds; the server sends something every second
 CONNECT_S: Final = 60.0  # limit for the server to connect
 ORPHAN_S: Final = 30.0  # limit for a batch whose server is gone
-_PLAIN_REQUEST: Final = Request({}, None, *protocol.PLAIN_FACTS)  # its attributes are only read
 
 
 class Actor:
@@ -122,62 +105,6 @@ class Actor:
             log.warning("actor %s: refused a connection that does not know the secret", self._job.name)
 
 
-class _Run:
-    """A batch in this actor. `stage`: its current stage of its route; as `is_recalled`, changed only while the lock of
-    its session is held. `made`: the results of the stages before that one.
-    """
-
-    def __init__(self, words: Sequence[int], text: bytes, block: Array | None) -> None:
-        """Raises Garbled."""
-        self._message: RunMessage | None = None
-        self._source = words, text
-        self.block = block
-        if len(words) < 4 or words[3]:
-            raise Garbled("a batch that is cut off, or has passed stages elsewhere")
-        self.number, self.route = words[1:3]
-        self.stage = 0
-        self.is_recalled = False
-        self.made: list[_Made] = []
-        self.inputs: Sequence[Column] = ()  # inputs of the stage, if an earlier stage computed them
-        self.wanted: Sequence[tuple[int, ...]] = ()  # wanted outputs of the stage, by member, or one entry for all
-
-    @property
-    def message(self) -> RunMessage:
-        """The decoded message. Decoded on the thread that runs the first stage. Raises Garbled."""
-        if self._message is None:
-            message = self._message = protocol.decode_run(*self._source)
-            if not message.rows or message.passed:
-                raise Garbled("a batch without members, or with results")
-            self.wanted = message.wanted
-        return self._message
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether no stage follows."""
-        return self.stage == len(self.message.later) // 2
-
-
-@dataclass(slots=True, eq=False)
-class _Made:
-    """The results of a stage: `columns[j]` is output j, None if it is not wanted."""
-
-    specs: Sequence[TensorSpec]
-    columns: Sequence[Column | None]
-    times: tuple[int, int]
-
-    def words(self, message: RunMessage, arena: OutgoingArena | None) -> Sequence[int]:
-        """The numbers of a PASSED message. `arena`: receives the outputs; None if they are not sent."""
-        if arena is None:
-            sizes = [0 if column is None else column.nbytes for column in self.columns]
-            return [0, *self.times, 0, 0, len(sizes), *chain.from_iterable((0, size, 0) for size in sizes)]
-        outputs = [[None] * len(message.rows) if column is None else column for column in self.columns]
-        placed = OutputWriter(self.specs, _show, arena).place(outputs, None)
-        wanted = tuple([j for j, column in enumerate(self.columns) if column is not None])
-        words = stage_words(message._replace(wanted=[wanted]), 0, self.times, placed)
-        assert words is not None  # each output is one tensor
-        return words
-
-
 class _Session:
     """The instances and the batches of one connection."""
 
@@ -188,17 +115,27 @@ class _Session:
         jobs: SimpleQueue[InstanceJob | None],
         end_process: Callable[[], None] | None,
     ) -> None:
+        self.routed = Routed(self.tell)
+        self.relay = Relay(self.tell)
         self._link = link
         self._name = name
         self._jobs = jobs
         self._end_process = end_process
         self._hello: SimpleQueue[bytes | None] = SimpleQueue()
-        self._instances: dict[int, _Instance] = {}
+        self._threads: list[threading.Thread] = []
         self._given_up: set[int] = set()  # instances that ended before their jobs came
-        self._runs: dict[int, _Run] = {}  # batches on a route
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held while an instance is added or removed
         self._silences = 0
         self._reader = threading.Thread(target=self._read, name="frames", daemon=True)
+        this = ref(self)
+
+        def forked() -> None:
+            session = this()
+            if session is not None:
+                session._link.disown()
+                session.relay.disown()
+
+        os.register_at_fork(after_in_child=forked)
 
     def run(self) -> None:
         """Open and run instances until the server, or the connection, ends."""
@@ -213,19 +150,24 @@ class _Session:
             self.tell(0, pack(protocol.BROKEN, (), encode_error(error)))
             return
         while (job := self._jobs.get()) is not None:
+            instance = _Instance(job, self)
             with self._lock:
                 if job.number in self._given_up:
                     continue
-                one = self._instances[job.number] = _Instance(job, self)
-            one.thread.start()
-        for one in [*self._instances.values()]:
-            one.work.put(None)
-            one.thread.join()
+                self.routed.ports[job.number] = instance.port
+            thread = threading.Thread(target=instance.serve, name=job.name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        for port in [*self.routed.ports.values()]:
+            port.end()
+        for thread in self._threads:
+            thread.join()
 
     def close(self) -> None:
         """End the connection and the reading thread."""
         self._link.close()
         self._reader.join()
+        self.relay.close()
         self._link.discard()
 
     # ------------------------------------------------------------------ for instances, on their threads
@@ -240,21 +182,11 @@ class _Session:
     def broke(self, error: Exception) -> None:
         """The server sent an invalid message: end the actor."""
         log.error("actor %s: its process got an invalid message, and ends: %s", self._name, error)
+        self.end()
+
+    def end(self) -> None:
+        """End the actor, by its connection."""
         self._link.close()
-
-    def advance(self, run: _Run) -> bool:
-        """Advance a batch to its next stage. False if it was recalled."""
-        with self._lock:
-            run.stage += not run.is_recalled
-            return not run.is_recalled
-
-    def forget(self, run: _Run) -> None:
-        """Remove a batch that is about to return."""
-        self._runs.pop(run.number, None)
-
-    def instance(self, number: int) -> _Instance | None:
-        """The instance with that number; None if it is not open."""
-        return self._instances.get(number)
 
     # ------------------------------------------------------------------ on the reading thread
 
@@ -283,38 +215,26 @@ class _Session:
         elif kind == frames.HELLO:
             self._hello.put(text)
         elif kind == protocol.CANCEL and len(words) == 2:
-            self._recall(words[1])
+            stage = self.routed.recall(words[1])
+            if stage is not None:  # None if the batch has returned
+                self.tell(0, pack(frames.RECALLED, (words[1], stage)))
         elif kind == protocol.END and not number:
             self._jobs.put(None)
         elif kind == protocol.END:
             with self._lock:
-                ending = self._instances.pop(number, None)
+                ending = self.routed.ports.pop(number, None)
                 if ending is None:
                     self._given_up.add(number)
                 else:
-                    ending.work.put(None)
-        elif (instance := self._instances.get(number)) is None:
+                    ending.end()
+        elif number >= frames.CALLS_FROM:
+            self.relay.take(number - frames.CALLS_FROM, kind, words, text, block)
+        elif kind == frames.ASK:
+            self.relay.ask(number)
+        elif (port := self.routed.ports.get(number)) is None:
             raise Garbled(f"a message of kind {kind} to instance {number}")
-        elif kind == protocol.RUN:
-            run = _Run(words, text, block)
-            if run.route:
-                self._runs[run.number] = run
-            instance.work.put(run)
-        elif kind == protocol.ROUTE:
-            try:
-                route, hop, _ = protocol.decode_route(words)
-            except (LookupError, ValueError):
-                raise Garbled("a route that is cut off") from None
-            instance.routes[route] = hop
         else:
-            raise Garbled(f"a message of kind {kind}")
-
-    def _recall(self, number: int) -> None:
-        run = self._runs.get(number)
-        if run is not None:  # None if it has returned
-            with self._lock:
-                run.is_recalled, stage = True, run.stage
-            self.tell(0, pack(frames.RECALLED, (number, stage)))
+            port.take(kind, words, text, block)
 
     def _on_silence(self) -> None:
         self._silences += 1
@@ -323,206 +243,79 @@ class _Session:
 
 
 class _Instance:
-    """One instance, on a thread of its own. `work`: its batches; None ends it. `routes`: the next stage of each."""
+    """One instance, which is opened and driven on a thread of its own."""
 
     def __init__(self, job: InstanceJob, session: _Session) -> None:
-        self.work: SimpleQueue[_Run | None] = SimpleQueue()
-        self.thread = threading.Thread(target=self._serve, name=job.name, daemon=True)
-        self.routes: dict[int, RouteHop] = {}
+        config = job.config
         self._job = job
         self._session = session
-        self._batches = job.config.max_batch_size > 0
-        self._names = [spec.name for spec in job.config.outputs]
+        self._close_model: Callable[[], None] = _nothing  # of the model, once it is loaded
+        self._is_pure = False
+        self._socket: socket.socket | None = None
+        batches = config.max_batch_size > 0
+        self._facts = Job(config.name, job.name, config.inputs, config.outputs, batches, config.decoupled)
+        self.port = ActorPort(job.number, self._facts, session.routed)
 
-    def _serve(self) -> None:
+    def serve(self) -> None:
+        """Load the model, open the instance and run its batches until its port ends."""
         session, number = self._session, self._job.number
         try:
-            model, instance = self._open()
-        except Exception as error:
-            if not isinstance(error, FlowserveError):
-                log.exception("instance %s: opening failed", self._job.name)
-                what = f"model '{self._job.config.name}', instance '{self._job.name}': {type(error).__name__}: {error}"
-                error = ModelFailed(what)
+            instance = open_instance(self._make, self._facts, self._connect)
+            if isinstance(instance, KnowsReadiness) and (objection := instance.readiness()) is not None:
+                answer_on_thread(self._line(), objection)
+        except FlowserveError as error:
+            self._close_model()
+            self._disconnect()
             session.tell(number, pack(protocol.BROKEN, (), encode_error(error)))
             return
         try:
-            is_pure = model.is_pure or self._job.config.parameters.get("pure", "") == "true"
+            is_pure = self._is_pure or self._job.config.parameters.get("pure", "") == "true"
             session.tell(number, pack(protocol.READY, (int(is_pure),)))
-            while (run := self.work.get()) is not None:
-                self._run(instance, run)
-                del run
+            drive(self.port, self._facts, instance, perf_counter_ns)
+        except SystemExit:  # it has lost its GPU, which only a new process can use
+            session.end()
         except Exception as error:
             session.broke(error)
         finally:
             try:
                 instance.close()
-                model.close()
+                self._close_model()
             except Exception:
                 log.exception("closing instance %s failed", self._job.name)
+            self._disconnect()
             session.tell(number, pack(frames.CLOSED, ()))
 
-    def _open(self) -> tuple[LoadedModel, Instance]:
-        """Load the model and open its instance."""
+    def _make(self) -> Instance:
+        """Load the model and make its instance."""
         job = self._job
         files = files_here(job.files, job.digest, None)
         model = registry.find(job.config.backend).load(job.config, files, job.options)
-        try:
-            # An instance that is alone in its process has fewer restrictions than one that shares it.
-            instance = (
-                model.remote(job.name, job.group).call()
-                if job.is_alone and isinstance(model, RunsInProcess)
-                else model.instance(job.name, job.group)
-            )
-            if isinstance(instance, CallsModels):
-                instance.call_through(_NoCalls(job.config.name))
-            instance.open()
-        except BaseException:
-            model.close()
-            raise
-        return model, instance
+        self._close_model, self._is_pure = model.close, model.is_pure
+        # An instance that is alone in its process has fewer restrictions than one that shares it.
+        if job.is_alone and isinstance(model, RunsInProcess):
+            made: Instance = model.remote(job.name, job.group).call()
+            return made
+        return model.instance(job.name, job.group)
 
-    # ------------------------------------------------------------------ one batch
+    def _connect(self) -> WorkerBlsClient:
+        """The connection of a model that calls others."""
+        return WorkerBlsClient(self._facts.model, self._line(), perf_counter_ns, self.port.end_route)
 
-    def _run(self, instance: Instance, run: _Run) -> None:
-        try:
-            results = instance.run(self._work(run), perf_counter_ns)
-            text = text_about(results, is_on_route=bool(run.route))
-            if text is None and not run.is_at_end and self._hand_on(run, results):
-                return
-            self._reply(run, results, text)
-        except Garbled:
-            raise
-        except FlowserveError as error:  # also raised for a reply that is larger than a frame
-            self._fail(run, error)
-        except Exception as error:
-            # A backend's own fault: its traceback belongs in the log, never in a response.
-            log.exception("instance %s failed", self._job.name)
-            what = told(error, str(error), len(run.message.rows))
-            self._fail(run, ModelFailed(f"model '{self._job.config.name}', instance '{self._job.name}' failed: {what}"))
+    def _line(self) -> socket.socket:
+        """The instance's socket to the relay, made when it is needed."""
+        if self._socket is None:
+            self._socket = self._session.relay.connect(self._job.number)
+        return self._socket
 
-    def _work(self, run: _Run) -> Work:
-        message = run.message
-        rows, count = message.rows, len(message.rows)
-        names = self._names
-        try:
-            wanted = [tuple([names[j] for j in outputs]) for outputs in run.wanted]
-        except IndexError:
-            raise Garbled("an output that does not exist is asked for") from None
-        if len(wanted) == 1:
-            wanted *= count
-        elif len(wanted) != count:
-            raise Garbled("outputs are asked for by other members")
-        requests: Sequence[Request] = [_PLAIN_REQUEST] * count
-        contexts = None
-        if message.about:
-            facts, by_stage = protocol.decode_about(message.about, message.text, count)
-            if facts is not None:
-                requests = BatchRequests(facts)
-            contexts = by_stage[run.stage] if run.stage < len(by_stage) else None
-        inputs = run.inputs
-        if not run.stage:
-            config = self._job.config
-            held = HOST.take(0) if run.block is None else run.block
-            inputs = inputs_of_block(message.columns, config.inputs, rows, held, config.name, self._batches)
-        # The block belongs to this batch only; outputs of a stage may have other readers.
-        may_write = [[not run.stage] * count] * len(inputs)
-        return Work(inputs, rows, requests, wanted, may_write, contexts=contexts)
-
-    def _hand_on(self, run: _Run, results: Results) -> bool:
-        """Pass a batch to the instance of the next stage. False if it returns to the server instead: it was recalled,
-        or an output is not one tensor of the whole batch that the next model accepts.
-        """
-        hop = self.routes.get(run.route)
-        following = None if hop is None else self._session.instance(hop.peer)
-        if hop is None or following is None:
-            return False
-        rows = run.message.rows
-        columns: list[Column | None] = [None] * len(results.outputs)
-        for j in run.wanted[0]:
-            column = columns[j] = whole_output(results.outputs[j], rows)
-            if column is None or sum(map(len, column.pieces)) != sum(rows):
-                return False
-        made = [*run.made, _Made(self._job.config.outputs, columns, (results.gathered_ns, results.computed_ns))]
-        inputs = [column for stage, j in hop.inputs if (column := made[stage].columns[j]) is not None]
-        if not following.takes(inputs) or not self._session.advance(run):
-            return False
-        run.made, run.inputs, run.wanted, run.block = made, inputs, [hop.outputs], None
-        following.work.put(run)
-        return True
-
-    def takes(self, columns: Sequence[Column]) -> bool:
-        """Whether these columns, of a whole batch, have the types and dims of the configuration."""
-        specs = self._job.config.inputs
-        firsts = [column.pieces[0] for column in columns]
-        return len(specs) == len(firsts) and all(
-            first.dtype == spec.dtype.numpy and fits(first.shape[1:], spec.dims)
-            for spec, first in zip(specs, firsts, strict=True)
-        )
-
-    def _reply(self, run: _Run, results: Results, text: Any) -> None:
-        """Answer a batch. The outputs of earlier stages are sent if it has not passed its whole route."""
-        arena = OutgoingArena()
-        is_whole = text is None and run.is_at_end
-        passed = [one.words(run.message, None if is_whole else arena) for one in run.made]
-        rows = run.message.rows if self._batches else None
-        placed = OutputWriter(self._job.config.outputs, _show, arena).place(results.outputs, rows)
-        times = results.gathered_ns, results.computed_ns
-        words = [run.number, len(passed), *chain.from_iterable(passed), 0, *times, *placed.words()]
-        self._send(run, pack(protocol.DONE, words, text), arena)
-
-    def _fail(self, run: _Run, error: FlowserveError) -> None:
-        arena = OutgoingArena()
-        passed = [one.words(run.message, arena) for one in run.made]
-        words = [run.number, len(passed), *chain.from_iterable(passed), 0]
-        self._send(run, pack(protocol.FAILED, words, encode_error(error)), arena)
-
-    def _send(self, run: _Run, message: bytes, arena: OutgoingArena) -> None:
-        self._session.forget(run)
-        self._session.tell(self._job.number, message, arena.block.finish(arena.nbytes), arena.nbytes)
+    def _disconnect(self) -> None:
+        """End the calls of the model."""
+        if self._socket is not None:
+            self._session.relay.disconnect(self._job.number)
+            self._socket.close()
 
 
-def _show(segment: Segment) -> None:
-    """Not needed: blocks are sent, not shared."""
-
-
-class _NoCalls:
-    """The `BlsClient` of a model on another machine, whose only connection to the server is its batches."""
-
-    clock = staticmethod(perf_counter_ns)
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-
-    def begin(self, call: BlsCall, answered: Callable[[Answer], None]) -> Callable[[bool], None]:
-        raise self._refusal(f"call model '{call.model}'")
-
-    def wait(self, is_there: Callable[[], bool]) -> None:
-        raise self._refusal("wait for a call")
-
-    def awaited_on(self, loop: asyncio.AbstractEventLoop) -> AbstractContextManager[None]:
-        raise self._refusal("wait for a call")
-
-    def ask(self, what: str, arguments: Sequence[Any], files: Mapping[str, bytes] = NO_FILES) -> Any:
-        raise self._refusal("load models, or have metrics of its own")
-
-    def metric(self, family: int, labels: Mapping[str, str], buckets: Sequence[float] | None, count: int) -> Cells:
-        raise self._refusal("have metrics of its own")
-
-    def drop(self, family: int) -> None:
-        """No effect: there are no metrics."""
-
-    def is_withdrawn(self, member: int) -> bool:
-        """Always False: this is unknown here."""
-        return False
-
-    def close(self) -> None:
-        """No effect: there is nothing to release."""
-
-    def _refusal(self, what: str) -> Unsupported:
-        return Unsupported(
-            f"model '{self._model}' runs on another machine, from where it cannot {what}; remove it from the placement "
-            "file"
-        )
+def _nothing() -> None:
+    """There is no model yet."""
 
 
 def _listed(texts: object) -> str:

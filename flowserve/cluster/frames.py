@@ -20,7 +20,7 @@ import hmac
 import struct
 from collections.abc import Sequence
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -49,6 +49,17 @@ PONG: Final = 34
 CLOSED: Final = 35
 # RECALLED number stage: the reply to CANCEL if the batch has not returned: it returns after that stage of its route
 RECALLED: Final = 36
+# CALLS channel is_fork, of an instance: a process of its model calls others under that number: messages of the numbers
+#   from CALLS_FROM on are of channels, and those of protocol.py about calls, with their tensors in the block.
+# READINESS, of an instance: its model has code that says whether it is ready; ASK is the question, and OBJECTION TEXT
+#   the answer, empty for none
+ASK: Final = 37
+OBJECTION: Final = 38
+# CALLS_ENDED, of a channel: its process has ended, or its instance
+CALLS_ENDED: Final = 39
+# CELLS number, of a channel: the numbers of the metric that this SERVER_REQUEST has shown, in the block
+CELLS: Final = 40
+CALLS_FROM: Final = 1 << 31
 
 SECRET_BYTES: Final = 32
 GREETING_BYTES: Final = 32
@@ -152,20 +163,30 @@ def add_inputs(work: Work, specs: Sequence[TensorSpec], block: Outgoing) -> tupl
     """
     places: list[ColumnPlace] = []
     taken: list[int] = []
-    for i, _ in enumerate(specs):
+    for i, spec in enumerate(specs):
         column = work.inputs[i]
+        if spec.ragged and len(column) > 1:
+            apart = [None if one is None else _add(block, [one.array]) for one in column]
+            places.append(apart)
+            taken.append(sum([one[2] for one in apart if one is not None]))
+            continue
         if column.block is None and column.lacks_some:  # no member has it: all have the same inputs
             places.append(None)
             taken.append(0)
             continue
-        arrays = column.pieces
-        shape: tuple[int, ...] = arrays[0].shape
-        if len(arrays) > 1:
-            shape = (sum([len(array) for array in arrays]), *shape[1:])
-        start, nbytes = block.add(arrays)
-        places.append((BLOCK, start, nbytes, shape) if nbytes else (0, 0, 0, shape))
-        taken.append(nbytes)
+        place = _add(block, column.pieces)
+        places.append(place)
+        taken.append(place[2])
     return places, taken
+
+
+def _add(block: Outgoing, arrays: Sequence[Array]) -> tuple[int, int, int, tuple[int, ...]]:
+    """Put one tensor into a block. Returns its place."""
+    shape: tuple[int, ...] = arrays[0].shape
+    if len(arrays) > 1:
+        shape = (sum([len(array) for array in arrays]), *shape[1:])
+    start, nbytes = block.add(arrays)
+    return (BLOCK, start, nbytes, shape) if nbytes else (0, 0, 0, shape)
 
 
 def inputs_of_block(
@@ -184,8 +205,13 @@ def inputs_of_block(
         if place is None:
             inputs.append(Column.of([None] * len(rows), rows))
             continue
-        if type(place) is not tuple:
-            raise Garbled(f"input '{spec.name}' is in pieces")
+        if type(place) is list:
+            if not (spec.ragged and batches):
+                raise Garbled(f"input '{spec.name}' is in pieces")
+            inputs.append(
+                Column.of([_member(spec, one, n, block, model) for one, n in zip(place, rows, strict=True)], rows)
+            )
+            continue
         array = _view(spec, place, block, model)
         if not batches:
             if len(rows) != 1:
@@ -196,6 +222,16 @@ def inputs_of_block(
         else:
             raise Garbled(f"input '{spec.name}' has another number of rows than its members")
     return inputs
+
+
+def _member(spec: TensorSpec, place: Any, rows: int, block: Array, model: str) -> Tensor | None:
+    """The input of one member of a batch with a batch dimension."""
+    if place is None:
+        return None
+    array = _view(spec, place, block, model)
+    if array.shape[:1] != (rows,):
+        raise Garbled(f"input '{spec.name}' has another number of rows than its member")
+    return Tensor(array, 0, rows)
 
 
 def _view(spec: TensorSpec, place: tuple[int, int, int, Sequence[int]], block: Array, model: str) -> Array:

@@ -199,6 +199,10 @@ class ActorLink:
         with suppress(OSError):  # if it has ended already
             self._socket.shutdown(socket.SHUT_RDWR)
 
+    def disown(self) -> None:
+        """In a process that was forked: close this copy, so that the other end notices when the actor ends."""
+        os.close(self._socket.detach())
+
     def discard(self) -> None:
         """Close the descriptor. The link is not used again."""
         self.close()

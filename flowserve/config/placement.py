@@ -183,14 +183,8 @@ def why_not_placed(config: ModelConfig) -> str:
     what = ""
     if config.is_ensemble:
         return f"'{config.name}' is an ensemble, which is not placed itself: place the models of its steps"
-    if config.decoupled:
-        what = "is decoupled"
-    elif config.sequence is not None:
-        what = "is one of sequences"
-    elif config.backend in ("callable", "remote"):
+    if config.backend in ("callable", "remote"):
         what = "runs on another server already" if config.backend == "remote" else "is a function, which has no files"
-    elif ragged := next((spec.name for spec in config.inputs if spec.ragged), ""):
-        what = f"has the ragged input '{ragged}'"
     elif any(group.rate_limiter.resources for group in config.instance_groups):
         what = "uses resources of the rate limiter, which are those of this server"
     return f"model '{config.name}' {what}: it cannot run on another machine" if what else ""

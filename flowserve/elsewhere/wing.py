@@ -20,8 +20,10 @@ from flowserve.graph.types import Graph
 from flowserve.observe.exposition import COUNTER, GAUGE, family
 from flowserve.runtime.clock import SECOND_NS
 from flowserve.runtime.engine.wings import Wing, WingLoad, WingModel
+from flowserve.runtime.remote.actors import ClusterActor, ClusterModel, ClusterOptions
+from flowserve.runtime.remote.tcp import ActorPort
+from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.runtime.workers.base import Worker
-from flowserve.runtime.workers.cluster import DEPTH, ClusterActor, ClusterModel, ClusterOptions, ClusterWorker
 
 
 def other_machines(cluster: ClusterOptions, places: Mapping[str, ModelPlace]) -> Wing:
@@ -43,7 +45,7 @@ class _Machines:
         if why := why_not_placed(config):
             raise Invalid(why)
         there = {**load.options, "execution": "thread", "runs_at_once": "1"}
-        model = ClusterModel(config, load.files, there, is_alone=not place.segment)
+        model = ClusterModel(load.inner, load.files, there, is_alone=not place.segment)
         instances = instances_of(config)
         if place.count:
             group = instances[0][1]
@@ -56,7 +58,10 @@ class _Machines:
             following = iter([*actors])
 
         def make_worker(name: str, group: InstanceGroup) -> Worker:
-            return ClusterWorker(name, model, group, next(following), depth=1 if load.is_limited else DEPTH)
+            depth = model.depth(is_limited=load.is_limited)
+            is_plain = load.state is None and load.streams is None
+            port = ActorPort(name, model, group, next(following), depth=depth, is_plain=is_plain)
+            return RemoteWorker(name, load.inner, port, load.clock, state=load.state, streams=load.streams)
 
         return WingModel(model, instances, make_worker)
 

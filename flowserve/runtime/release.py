@@ -15,8 +15,8 @@ import trio
 
 from flowserve.memory.release import ProcessMemory
 from flowserve.runtime.clock import ClockNs
+from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.runtime.workers.base import Worker
-from flowserve.runtime.workers.process import ProcessWorker
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -63,8 +63,8 @@ class MemoryRelease:
 
     async def _sweep(self) -> bool:
         """Release idle memory. Returns whether more may be idle later without activity in between."""
-        processes = [worker for worker in self._workers() if isinstance(worker, ProcessWorker)]
-        arenas = dict.fromkeys(worker.arena for worker in processes)
+        processes = [worker for worker in self._workers() if isinstance(worker, RemoteWorker)]
+        arenas = dict.fromkeys(worker.arena for worker in processes if worker.arena is not None)
         idle = self._memory.collect(self._clock(), arenas, is_quiet=self._is_quiet())
         are_warm = [worker.release_idle() for worker in processes]
         if idle is not None:

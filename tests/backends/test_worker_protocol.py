@@ -258,5 +258,5 @@ def test_no_message_is_decoded_by_marshal_or_pickle() -> None:
         "cluster/pipes.py",
         "runtime/loading/completion.py",
         "runtime/processes/environments.py",
-        "runtime/workers/process.py",
+        "runtime/remote/shm.py",
     }

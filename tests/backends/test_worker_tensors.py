@@ -41,8 +41,9 @@ from flowserve.memory.tensor import Tensor, with_rows
 from flowserve.runtime.ipc.tensors import InputPacker, Members, OutputReader
 from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.processes.children import Child
+from flowserve.runtime.remote.shm import ProcessPool, ProcessPort
+from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.runtime.workers.base import Completions, WorkerContext
-from flowserve.runtime.workers.process import ProcessPool, ProcessWorker
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.model_queue import ModelQueue
@@ -405,13 +406,9 @@ class BatchInProcess:
         self.context = WorkerContext(token, lambda: 100, completions, lambda: None, lambda batch, stages: None)
         pool = ProcessPool(self.context.clock, StepLoop(lambda: None, self.context.clock))
         pool.spawn = lambda *_, **__: self.child
-        self.worker = ProcessWorker(
-            "m_0",
-            CONFIG,
-            Remote("no_module:no_function", ()),
-            InputPacker(CONFIG.inputs, ["OUT"]),
-            pool,
-        )
+        packer = InputPacker(CONFIG.inputs, ["OUT"])
+        self.port = ProcessPort("m_0", CONFIG, Remote("no_module:no_function", ()), packer, pool, is_plain=True)
+        self.worker = RemoteWorker("m_0", CONFIG, self.port, self.context.clock)
 
     async def start(self) -> None:
         self.theirs.send(pack(READY, ()))
@@ -425,7 +422,7 @@ class BatchInProcess:
     def send(self, words: Sequence[int], text: str = "") -> None:
         """The process sends DONE, and the worker reads it."""
         self.theirs.send(pack(DONE, words) + text.encode())
-        self.worker.read()
+        self.port.read()
 
 
 @asynccontextmanager
@@ -461,7 +458,7 @@ async def test_every_field_of_a_batch_result_is_checked(
             return
         ((_, outcome),) = process.waiting
         assert isinstance(outcome, Results)
-        channel = process.worker.channel
+        channel = process.port.channel
         assert channel is not None
         known = channel.block(OWN_SEGMENT, 0, 2 * PAGE)
         assert known is not None
@@ -542,8 +539,8 @@ async def test_an_output_differs_from_the_configuration_only_if_that_is_reported
             ("int64", (1, 4)),
             ("int64", (2, 4)),
         ]
-        assert process.worker.channel is not None
-        process.worker.channel.close()
+        assert process.port.channel is not None
+        process.port.channel.close()
 
 
 # ----------------------------------------------------------------------------------------------------------- messages

@@ -134,7 +134,7 @@ def test_a_server_without_a_cluster_imports_no_engine(tmp_path: Path) -> None:
     program = (
         "import sys, trio, flowserve.cli.run\n"
         "from flowserve.cli.main import main\n"
-        "from flowserve.runtime.workers import cluster\n"
+        "from flowserve.runtime.remote import actors\n"
         "print('ray' in sys.modules, 'flowserve.cluster.ray_agent' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -16,7 +16,7 @@ from flowserve.cluster.traffic import MachineTraffic
 from flowserve.config.placement import ModelPlace
 from flowserve.errors import FlowserveError, InstanceDied, MachineLost, ModelFailed, Unavailable
 from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.workers.cluster import ClusterWorker
+from flowserve.runtime.remote.worker import RemoteWorker
 from tests.support.clusters import (
     DOUBLE,
     DOUBLE_CODE,
@@ -65,11 +65,11 @@ ensemble_scheduling {
 """
 
 
-def worker_of(engine: Engine, model: str, number: int = 0) -> ClusterWorker:
+def worker_of(engine: Engine, model: str, number: int = 0) -> RemoteWorker:
     (queue,) = engine.deployments.find(model).queues
     workers = [*dict.fromkeys(queue.instances)]
     worker = workers[number]
-    assert isinstance(worker, ClusterWorker)
+    assert isinstance(worker, RemoteWorker)
     return worker
 
 
@@ -143,7 +143,7 @@ async def test_two_batches_are_under_way_to_one_instance(tmp_path: Path) -> None
                     nursery.start_soon(ask, engine, "m", row(*[-100.0] * size))
                 with trio.move_on_after(0.25):
                     while True:
-                        connection = worker._connection
+                        connection = worker.port.connection
                         assert connection is not None
                         most = max(most, len(connection.runs))
                         await trio.sleep(0.005)
@@ -154,11 +154,11 @@ async def test_an_actor_that_ends_fails_its_batches_only_and_is_started_again(tm
     write_python(tmp_path, "m")
     with local_cluster(2) as cluster:
         async with serving(tmp_path, cluster, {"m": ModelPlace("m", count=2)}) as (engine, _):
-            assert {worker_of(engine, "m", i).machine for i in (0, 1)} == {"local-1", "local-2"}
+            assert {worker_of(engine, "m", i).port.machine for i in (0, 1)} == {"local-1", "local-2"}
             with pytest.raises(InstanceDied, match=r"instance 'm_[01]'.*exit status 7.*machine 'local-[12]'"):
                 await ask(engine, "m", row(-3.0))
             assert (await ask(engine, "m", row(1.0)))["OUT"][0, 0] == 2  # of the other instance
-            await until(lambda: all(worker_of(engine, "m", i)._connection for i in (0, 1)))
+            await until(lambda: all(worker_of(engine, "m", i).port.connection for i in (0, 1)))
             answers = await ask_all(engine, "m", [row(float(i)) for i in range(20)])
             assert [one["OUT"][0, 0] for one in answers] == [2 * i for i in range(20)]
 
@@ -179,8 +179,8 @@ async def test_batches_of_a_pure_model_run_once_more_when_a_machine_is_lost(tmp_
                 os.kill(cluster.processes()["local-1"], signal.SIGKILL)
             assert [one["OUT"][0, 1] for one in answers] == [2 * i for i in range(12)]
             assert cluster.machines() == ["local-2"]
-            await until(lambda: all(worker_of(engine, "m", i)._connection for i in (0, 1)))
-            assert {worker_of(engine, "m", i).machine for i in (0, 1)} == {"local-2"}
+            await until(lambda: all(worker_of(engine, "m", i).port.connection for i in (0, 1)))
+            assert {worker_of(engine, "m", i).port.machine for i in (0, 1)} == {"local-2"}
 
 
 async def test_batches_of_any_other_model_fail_with_the_name_of_the_lost_machine(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ async def test_other_versions_on_the_machine_are_the_reason_of_a_load_that_fails
     with local_cluster(1) as cluster:
         async with serving(tmp_path, cluster, {"there": ModelPlace("there")}) as (_, control):
             write_python(tmp_path, "there")
-            monkeypatch.setattr("flowserve.runtime.workers.actor_connection.versions", lambda: ["9.9", "3.99", "7"])
+            monkeypatch.setattr("flowserve.runtime.remote.tcp.versions", lambda: ["9.9", "3.99", "7"])
             with pytest.raises(
                 FlowserveError, match=r"numpy 9\.9, 3\.99, 7, the machine of .* install the same versions"
             ):
@@ -371,7 +371,7 @@ async def test_a_request_that_is_cancelled_while_its_batch_is_away_leaves_nothin
             with trio.move_on_after(0.1):
                 await ask(engine, "m", row(-300.0))
             assert (await ask(engine, "m", row(1.0)))["OUT"][0, 0] == 2
-            connection = worker_of(engine, "m")._connection
+            connection = worker_of(engine, "m").port.connection
             assert connection is not None
             await until(lambda: not connection.runs)
             assert not engine.scheduler.in_flight

@@ -26,7 +26,8 @@ from flowserve.errors import FlowserveError, InstanceDied, Invalid, Unavailable
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import Control, ControlOptions, open_control
-from flowserve.runtime.workers.cluster import ClusterOptions, ClusterWorker
+from flowserve.runtime.remote.actors import ClusterOptions
+from flowserve.runtime.remote.worker import RemoteWorker
 from tests.support.clusters import PURE, ask, is_running, row, until, write_python
 
 pytestmark = [
@@ -83,9 +84,9 @@ async def serving(
         cluster.close()
 
 
-def workers_of(engine: Engine, model: str) -> Sequence[ClusterWorker]:
+def workers_of(engine: Engine, model: str) -> Sequence[RemoteWorker]:
     (queue,) = engine.deployments.find(model).queues
-    return [one for one in dict.fromkeys(queue.instances) if isinstance(one, ClusterWorker)]
+    return [one for one in dict.fromkeys(queue.instances) if isinstance(one, RemoteWorker)]
 
 
 async def test_instances_are_where_their_labels_say_and_an_actor_that_is_killed_fails_its_batch_only(
@@ -96,7 +97,7 @@ async def test_instances_are_where_their_labels_say_and_an_actor_that_is_killed_
     async with serving(nodes, tmp_path, places) as (engine, _, _):
         value = np.arange(150_528, dtype=np.float32)[None]
         assert ((await ask(engine, "m", value))["OUT"] == 2 * value).all()
-        assert len({worker.machine for worker in workers_of(engine, "m")}) == 1
+        assert len({worker.port.machine for worker in workers_of(engine, "m")}) == 1
         answers: list[Any] = []
 
         async def send(number: int) -> None:
@@ -116,7 +117,7 @@ async def test_instances_are_where_their_labels_say_and_an_actor_that_is_killed_
         assert all(isinstance(one, InstanceDied) for one in failed)
         assert len(failed) <= 2 * 8, "the batches that it had, at most two of eight requests"
         assert "Worker unexpectedly exits" in str(failed[0])
-        await until(lambda: all(worker._connection for worker in workers_of(engine, "m")))
+        await until(lambda: all(worker.port.connection for worker in workers_of(engine, "m")))
         assert pid not in {int((await ask(engine, "m", row(1.0)))["PID"].item()) for _ in range(6)}
 
 
@@ -127,13 +128,13 @@ async def test_a_segment_is_one_actor_with_what_all_its_models_need(nodes: Any, 
     places = {name: ModelPlace(name, 2, {"CPU": 3}, {}, segment="text") for name in names}  # two nodes have three each
     async with serving(nodes, tmp_path, places) as (engine, control, _):
         for index in (0, 1):
-            assert len({workers_of(engine, name)[index].machine for name in names}) == 1
-        assert len({worker.machine for worker in workers_of(engine, "one")}) == 2
+            assert len({workers_of(engine, name)[index].port.machine for name in names}) == 1
+        assert len({worker.port.machine for worker in workers_of(engine, "one")}) == 2
         pids = {name: {int((await ask(engine, name, row(1.0)))["PID"].item()) for _ in range(4)} for name in names}
         assert pids["one"] == pids["two"] == pids["three"]
         with pytest.raises(InstanceDied):
             await ask(engine, "two", row(-3.0))
-        await until(lambda: all(one._connection for name in names for one in workers_of(engine, name)), 60)
+        await until(lambda: all(one.port.connection for name in names for one in workers_of(engine, name)), 60)
         for name in names:
             await control.unload(name)
         await until(lambda: not any(map(is_running, pids["one"])))
@@ -160,8 +161,8 @@ async def test_the_agent_that_is_killed_under_load_fails_nothing(nodes: Any, tmp
         # The next agent knows the actors of the former one.
         pid = int((await ask(engine, "m", row(1.0)))["PID"].item())
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: not all(worker._connection for worker in workers_of(engine, "m")))
-        await until(lambda: all(worker._connection for worker in workers_of(engine, "m")))
+        await until(lambda: not all(worker.port.connection for worker in workers_of(engine, "m")))
+        await until(lambda: all(worker.port.connection for worker in workers_of(engine, "m")))
 
 
 async def test_a_cluster_without_room_says_what_it_has(nodes: Any, tmp_path: Path) -> None:
@@ -211,7 +212,7 @@ async def test_a_node_that_is_lost_fails_nothing_of_a_pure_model(nodes: Any, tmp
     """The last test: the cluster has a node less afterwards, and then no head."""
     write_python(tmp_path, "m", PURE)
     async with serving(nodes, tmp_path, {"m": ModelPlace("m", 4, {"CPU": 1})}) as (engine, _, _):
-        machines = {worker.machine for worker in workers_of(engine, "m")}
+        machines = {worker.port.machine for worker in workers_of(engine, "m")}
         assert len(machines) == 2
         lost = nodes.list_all_nodes()[-1]
         answers: list[float] = []

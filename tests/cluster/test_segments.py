@@ -16,8 +16,8 @@ import trio
 from flowserve.config.placement import ModelPlace
 from flowserve.errors import FlowserveError, InstanceDied, MachineLost
 from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.runtime.workers.base import Outcome, Passed
-from flowserve.runtime.workers.cluster import ClusterWorker
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
 from tests.support.clusters import (
@@ -88,14 +88,14 @@ class Seen:
         return found
 
 
-def workers(engine: Engine, model: str) -> list[ClusterWorker]:
+def workers(engine: Engine, model: str) -> list[RemoteWorker]:
     (queue,) = engine.deployments.find(model).queues
-    return [one for one in dict.fromkeys(queue.instances) if isinstance(one, ClusterWorker)]
+    return [one for one in dict.fromkeys(queue.instances) if isinstance(one, RemoteWorker)]
 
 
 def all_there(engine: Engine, names: Iterable[str] = NAMES) -> bool:
     return all(
-        worker._connection and not queue.away
+        worker.port.connection and not queue.away
         for name in names
         for worker in workers(engine, name)
         for queue in engine.deployments.find(name).queues
@@ -203,15 +203,15 @@ async def test_an_actor_that_ends_ends_all_its_instances_and_is_started_again_as
         async with serving(tmp_path, cluster, placed(2)) as (engine, _):
             seen = Seen(engine)
             for index in (0, 1):
-                machines = {workers(engine, name)[index].machine for name in NAMES}
+                machines = {workers(engine, name)[index].port.machine for name in NAMES}
                 assert len(machines) == 1, "the instances of one number are in one actor"
-            assert {worker.machine for worker in workers(engine, "first")} == {"local-1", "local-2"}
+            assert {worker.port.machine for worker in workers(engine, "first")} == {"local-1", "local-2"}
             # Two requests are in two actors, each as one hop.
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(partial(ask, engine, "chain", row(1, 0, 300)))
                 await until(lambda: any(one.running for one in workers(engine, "third")))
                 nursery.start_soon(partial(ask, engine, "chain", row(1, 0, 300)))
-            used = [{one.machine for one in batch.instances} for batch, _ in seen.batches]
+            used = [{one.port.machine for one in batch.instances} for batch, _ in seen.batches]
             assert sorted(map(sorted, used)) == [["local-1"], ["local-2"]]
             assert seen.passed() == [(3, 3), (3, 3)]
             for number in (0, 2):
@@ -241,7 +241,7 @@ async def test_a_batch_on_its_route_in_a_lost_machine_runs_once_more_if_all_mode
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(send)
                 await until(lambda: workers(engine, "third")[0].running)
-                os.kill(cluster.processes()[workers(engine, "first")[0].machine], signal.SIGKILL)
+                os.kill(cluster.processes()[workers(engine, "first")[0].port.machine], signal.SIGKILL)
             if is_pure:
                 assert answers == [8]
             else:

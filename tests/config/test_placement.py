@@ -14,11 +14,9 @@ from flowserve.config.types import (
     LimitedResource,
     ModelConfig,
     RateLimiter,
-    SequenceBatching,
     SourceMap,
 )
 from flowserve.errors import Problems
-from flowserve.values import DType, TensorSpec
 
 GOOD = """
 cluster { address: "10.0.0.1:6379" }   # the head node
@@ -133,11 +131,8 @@ PLAIN = ModelConfig("m", "python", "", 8, (), (), SourceMap("m"))
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (replace(PLAIN, decoupled=True), "is decoupled"),
-        (replace(PLAIN, sequence=SequenceBatching(0, is_direct=True)), "is one of sequences"),
         (replace(PLAIN, backend="callable"), "is a function, which has no files"),
         (replace(PLAIN, backend="remote"), "runs on another server already"),
-        (replace(PLAIN, inputs=(TensorSpec("X", DType.FP32, (-1,), ragged=True),)), "has the ragged input 'X'"),
         (
             replace(
                 PLAIN,

@@ -82,10 +82,10 @@ BODY = """
                 raise ValueError(response.error().message())
             made[:, 0] += pb_utils.get_output_tensor_by_name(response, 'OUT').as_numpy()[:, 0]
         if what == 11:
-            from flowserve.backends.worker import driver
-            make = driver.stage_words
+            from flowserve.backends.worker import shm
+            make = shm.stage_words
             lie = [1, int(given[0, 5]), int(given[0, 6]), given.ndim, *given.shape]
-            driver.stage_words = lambda *facts: make(*facts)[:5] + lie
+            shm.stage_words = lambda *facts: make(*facts)[:5] + lie
 """
 
 
@@ -164,20 +164,21 @@ class Routed:
         return next(queue for queue in self.engine.scheduler._queues if worker in queue.instances)
 
     def channel(self, name: str) -> Channel:
-        channel = self.served.workers[name].channel
-        assert channel is not None
+        channel = self.served.workers[name].port.channel
+        assert isinstance(channel, Channel)
         return channel
 
     def pids(self) -> dict[str, int]:
         """The process ids of the running processes."""
-        return {name: worker.child.pid for name, worker in self.served.workers.items() if worker.child is not None}
+        children = {name: worker.port.child for name, worker in self.served.workers.items()}
+        return {name: child.pid for name, child in children.items() if child is not None}
 
     async def restarted(self, pids: dict[str, int], count: int) -> None:
         """Wait until that many of these processes have ended and been replaced."""
         await self.until(lambda: sum(self.pids().get(name, pid) != pid for name, pid in pids.items()) == count)
 
     def kill(self, name: str) -> None:
-        child = self.served.workers[name].child
+        child = self.served.workers[name].port.child
         assert child is not None
         os.kill(child.pid, signal.SIGKILL)
 
@@ -201,7 +202,7 @@ class Routed:
         engine, scheduler = self.engine, self.engine.scheduler
         assert engine.processes is not None
         workers = self.served.workers
-        await self.until(lambda: all(worker.child is not None for worker in workers.values()))
+        await self.until(lambda: all(worker.port.child is not None for worker in workers.values()))
         await self.until(lambda: not any(self.queue(name).away for name in workers))
         await self.until(lambda: not any(worker.running for worker in workers.values()))
         await wait_all_tasks_blocked()
@@ -697,7 +698,7 @@ async def test_model_on_route_calls_later_model_whose_process_has_ended(
 async def test_error_of_stage_is_reported_if_process_before_it_has_ended(routed: Routed) -> None:
     """The outputs of the first process can no longer be read, but are not needed for the error."""
     await routed.add_chain()
-    child = routed.served.workers["two"].child
+    child = routed.served.workers["two"].port.child
     body = "        import time; time.sleep(0.15)\n        raise ValueError('no')"
     answers: list[Array | FlowserveError] = []
     await routed.served.add("slow", body, width=-1)
@@ -713,7 +714,7 @@ async def test_error_of_stage_is_reported_if_process_before_it_has_ended(routed:
             await trio.sleep(0.05)
             routed.kill("one")
     assert all("message: ValueError in a batch of 3 requests" in str(one) for one in answers), answers
-    assert routed.served.workers["two"].child is child
+    assert routed.served.workers["two"].port.child is child
     await routed.check_idle()
 
 
@@ -722,14 +723,14 @@ async def test_lack_of_a_descriptor_fails_one_batch_of_a_route(routed: Routed, m
     await routed.add_chain()
     for name in MODELS:
         await routed.ask(name, row(1))  # which then has memory
-    children = {name: worker.child for name, worker in routed.served.workers.items()}
+    children = {name: worker.port.child for name, worker in routed.served.workers.items()}
     # A log record that pytest keeps would reference the batch through its traceback.
     monkeypatch.setattr(logging.getLogger("flowserve.runtime"), "disabled", True)
     with no_more_descriptors(), pytest.raises(Overloaded, match="a socket cannot be shown"):
         await routed.ask("chain", row(1))
     for value in (1, 2):
         assert first_of([await routed.ask("chain", row(value))]) == [value * WHOLE]
-    assert {name: worker.child for name, worker in routed.served.workers.items()} == children
+    assert {name: worker.port.child for name, worker in routed.served.workers.items()} == children
     await routed.check_idle()
 
 

@@ -21,9 +21,9 @@ from flowserve.backends.worker.protocol import encode_run, pack
 from flowserve.config.types import InstanceGroup
 from flowserve.errors import FlowserveError, InstanceDied, Internal, Invalid, ModelFailed, Overloaded
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
+from flowserve.runtime.factory import PROCESS, worker_maker
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.runtime.workers.factory import PROCESS, worker_maker
-from flowserve.runtime.workers.process import ProcessWorker
+from flowserve.runtime.remote.shm import ProcessPort
 from flowserve.values import DType, Request
 from tests.support.backends import config_of, spec
 from tests.support.engine import add_chain
@@ -94,7 +94,7 @@ async def test_an_input_kept_by_a_model_is_not_overwritten(served: ServedInProce
     assert said[2] == [1, 2, 3, 0]
     assert said[3] == [3, 4, 0, 0]
     assert said[6] == [5, 6, 7, 0], "the kept input is unchanged after seven more batches"
-    channel = worker.channel
+    channel = worker.port.channel
     assert channel is not None
     with trio.fail_after(5):
         while len(channel._held) > 3:  # noqa: ASYNC110 - released by a message of the process
@@ -110,7 +110,7 @@ async def test_an_input_released_by_a_thread_of_an_idle_model_is_returned(served
 """ + OUT.format("given + 1")
     worker = await served.add("later", body, width=2000)
     await served.ask("later", row(1, 2000))
-    channel = worker.channel
+    channel = worker.port.channel
     assert channel is not None
     assert channel._held
     with trio.fail_after(5):
@@ -227,12 +227,12 @@ async def test_strings_and_large_tensors_pass_through_processes(served: ServedIn
 
 async def test_a_request_without_rows_is_answered_and_its_process_lives(served: ServedInProcesses) -> None:
     worker = await served.add("same", OUT.format("given"))
-    child = worker.child
+    child = worker.port.child
     nothing, something = await served.ask("same", np.empty((0, 64), np.float32)), await served.ask("same", row(1))
     assert (nothing.shape, something.shape) == ((0, 64), (1, 64))
     mixed = await served.ask_all("same", [row(1), np.empty((0, 64), np.float32), row(2)])
     assert [getattr(one, "shape", one) for one in mixed] == [(1, 64), (0, 64), (1, 64)]
-    assert worker.child is child
+    assert worker.port.child is child
 
 
 @pytest.mark.parametrize("requests", [1, 3])
@@ -242,7 +242,7 @@ async def test_a_batch_for_which_there_is_no_memory_fails_alone(
     workers = [await served.add(name, OUT.format("given * 2")) for name in ("one", "two")]
     add_chain(served.engine, "chain", ["one", "two"])
     asked = [row(number) for number in range(requests)]
-    lease = workers[0].arena.lease
+    lease = workers[0].port.packer.arena.lease
     is_full = False
 
     def no_memory(*arguments: Any) -> Any:
@@ -250,7 +250,7 @@ async def test_a_batch_for_which_there_is_no_memory_fails_alone(
             raise MemoryError("so many bytes")
         return lease(*arguments)
 
-    monkeypatch.setattr(workers[0].arena, "lease", no_memory)
+    monkeypatch.setattr(workers[0].port.packer.arena, "lease", no_memory)
     for _ in range(3):
         for is_full in (False, True, False):
             answers = await served.ask_all("chain", asked)
@@ -274,7 +274,7 @@ async def test_a_batch_for_which_there_is_no_memory_fails_alone(
 async def test_an_internal_error_while_a_batch_completes_keeps_its_process_alive(
     served: ServedInProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child = (await served.add("twice", OUT.format("given * 2"))).child
+    child = (await served.add("twice", OUT.format("given * 2"))).port.child
     scheduler = served.engine.scheduler
     complete = scheduler.complete
 
@@ -289,7 +289,7 @@ async def test_an_internal_error_while_a_batch_completes_keeps_its_process_alive
         ):
             await served.ask("twice", row(1))
         assert (await served.ask("twice", row(2)))[0, 0] == 4
-    assert served.workers["twice"].child is child
+    assert served.workers["twice"].port.child is child
 
 
 async def test_a_process_whose_response_cannot_be_read_is_restarted(
@@ -300,7 +300,7 @@ async def test_a_process_whose_response_cannot_be_read_is_restarted(
     def slip() -> None:
         raise RuntimeError("a slip")
 
-    monkeypatch.setattr(worker.channel, "read", slip)
+    monkeypatch.setattr(worker.port.channel, "read", slip)
     with trio.fail_after(20):
         with pytest.raises(InstanceDied, match=r"\(RuntimeError: a slip\); it was killed"):
             await served.ask("twice", row(1))
@@ -319,10 +319,10 @@ async def test_a_process_whose_socket_cannot_be_watched_is_ended_and_no_other(
 
     monkeypatch.setattr(served.engine.processes.readiness, "watch", full)
     twice = await served.add("twice", OUT.format("given * 2"))
-    child = twice.child
+    child = twice.port.child
     with trio.fail_after(20):
         assert (await served.ask("other", row(2)))[0, 0] == 6
-        while twice.child is child:  # noqa: ASYNC110 - no event to wait for
+        while twice.port.child is child:  # noqa: ASYNC110 - no event to wait for
             await trio.sleep(0.01)
         assert (await served.ask("twice", row(2)))[0, 0] == 4, "it was started again"
 
@@ -332,7 +332,7 @@ async def test_a_batch_fails_without_descriptors_for_its_response_and_its_proces
     served: ServedInProcesses, asked: str, unread: str
 ) -> None:
     workers = [await served.add(name, OUT.format("given + 1"), width=1_000_000) for name in ("one", "two")]
-    children = [worker.child for worker in workers]
+    children = [worker.port.child for worker in workers]
     add_chain(served.engine, "chain", ["one", "two"])
     given = row(1, 1_000_000)
     kept = [await served.ask(asked, given)]  # further batches need new memory
@@ -346,7 +346,7 @@ async def test_a_batch_fails_without_descriptors_for_its_response_and_its_proces
         kept = [await served.ask(asked, given)]  # uses the memory of the first
     kept += [await served.ask(asked, given) for _ in range(2)]
     assert [answer[0, 0] for answer in kept] == [kept[0][0, 0]] * 3
-    assert [worker.child for worker in workers] == children
+    assert [worker.port.child for worker in workers] == children
 
 
 async def test_a_batch_fails_without_memory_for_its_response_and_its_process_lives(
@@ -357,7 +357,7 @@ async def test_a_batch_fails_without_memory_for_its_response_and_its_process_liv
         resource.setrlimit(resource.RLIMIT_NOFILE, (3 if given[0, 0] == 2 else most, most))
 """
     await served.add("one", OUT.format("given + 1"), width=1_000_000)
-    child = (await served.add("two", body + OUT.format("np.tile(given, (1, 1))"), width=1_000_000)).child
+    child = (await served.add("two", body + OUT.format("np.tile(given, (1, 1))"), width=1_000_000)).port.child
     add_chain(served.engine, "chain", ["one", "two"])
     responses = []  # kept, so that each needs its own memory
     for name, number in (("two", 2), ("two", 5), ("chain", 1), ("chain", 5)):
@@ -369,7 +369,7 @@ async def test_a_batch_fails_without_memory_for_its_response_and_its_process_liv
             responses.append(await served.ask(name, rows))
             assert responses[-1].shape == rows.shape
         served.results["one"].clear()  # otherwise it needs new memory, for which "two" needs a descriptor
-    assert served.workers["two"].child is child
+    assert served.workers["two"].port.child is child
 
 
 async def test_a_model_that_fails_to_open_reports_the_reason_and_leaves_no_process(served: ServedInProcesses) -> None:
@@ -408,7 +408,7 @@ async def test_the_reply_of_a_later_stage_may_be_read_before_the_memory_of_an_ea
     served: ServedInProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = [await served.add(name, OUT.format("given * 2")) for name in ("one", "two")]
-    children = [worker.child for worker in workers]
+    children = [worker.port.child for worker in workers]
     add_chain(served.engine, "chain", ["one", "two"])
     assert served.engine.processes is not None
     assert children[0] is not None
@@ -417,7 +417,7 @@ async def test_the_reply_of_a_later_stage_may_be_read_before_the_memory_of_an_ea
     monkeypatch.setitem(watched, children[0].socket.fileno(), (lambda: None, lambda error: None))
     with trio.fail_after(10):
         assert (await served.ask("chain", row(1))).tolist() == row(4).tolist()
-    assert [worker.child for worker in workers] == children
+    assert [worker.port.child for worker in workers] == children
 
 
 class _Iterations(trio.abc.Instrument):
@@ -441,7 +441,7 @@ async def test_a_batch_with_a_route_is_sent_to_the_first_process_and_replied_by_
     replied: list[str] = []
     for name, worker in served.workers.items():
         monkeypatch.setattr(worker, "run", partial(_noted, worker.run, sent, partial(str, name)))
-        monkeypatch.setattr(worker, "_complete", partial(_noted, worker._complete, replied, partial(str, name)))
+        monkeypatch.setattr(worker, "complete", partial(_noted, worker.complete, replied, partial(str, name)))
     for number in range(50):
         assert (await served.ask("chain", row(number))).tolist() == row(number * 8).tolist()
     assert sent == ["twice"] * 50
@@ -461,7 +461,7 @@ async def test_a_reply_is_followed_by_the_next_steps_batch_in_the_same_iteration
     served.leave_out_routes()
     read: list[int] = []
     sent: list[int] = []
-    channel = served.workers["twice"].channel
+    channel = served.workers["twice"].port.channel
     worker = served.workers["again"]
     assert channel is not None
     monkeypatch.setattr(channel, "read", partial(_noted, channel.read, read, lambda: iterations.count))
@@ -518,8 +518,8 @@ async def test_a_process_that_gets_an_invalid_message_ends_without_a_traceback(
     """Other processes of a route have its socket, and run other models' code."""
     worker = await served.add("model", OUT.format("given"))
     worker.on_end = None  # no other instance is started
-    assert worker.channel is not None
-    worker.channel._socket.send(message)
+    assert worker.port.channel is not None
+    worker.port.channel._socket.send(message)
     with trio.fail_after(30):
         while not worker.ended:  # noqa: ASYNC110 - no event to wait for
             await trio.sleep(0.005)
@@ -533,7 +533,7 @@ async def test_a_process_that_gets_an_invalid_message_ends_without_a_traceback(
 async def test_an_instance_closed_at_the_moment_of_its_restart_leaves_no_process(
     served: ServedInProcesses,
 ) -> None:
-    class Closing(ProcessWorker):
+    class Closing(ProcessPort):
         def __setattr__(self, name: str, value: Any) -> None:
             if name == "child" and value is not None:
                 opened.append(value)
@@ -542,18 +542,18 @@ async def test_an_instance_closed_at_the_moment_of_its_restart_leaves_no_process
 
     opened: list[Any] = []
     worker = await served.add("model", OUT.format("given"))
-    first = worker.child
+    first = worker.port.child
     assert first is not None
     worker.on_end = None  # no other instance is started
     first.kill()
     with trio.fail_after(30):
         while not worker.ended:  # noqa: ASYNC110 - no event to wait for
             await trio.sleep(0.005)
-        worker.__class__ = Closing
+        worker.port.__class__ = Closing
         await trio.to_thread.run_sync(worker.open, served.engine.context)
         (child,) = opened
         assert await trio.to_thread.run_sync(child.wait, 10)
-    assert worker.child is None
+    assert worker.port.child is None
 
 
 async def test_the_reply_of_a_process_that_ends_before_the_event_loop_reads_it_is_delivered(

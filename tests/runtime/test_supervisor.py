@@ -18,8 +18,8 @@ from trio.testing import MockClock
 
 from flowserve.errors import ModelFailed
 from flowserve.runtime.clock import ClockNs, running_clock
+from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.runtime.workers.base import Completions, WorkerContext
-from flowserve.runtime.workers.process import ProcessWorker
 from flowserve.runtime.workers.supervisor import DELAYS, Supervisor, WarmUp
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.model_queue import ModelQueue
@@ -98,7 +98,7 @@ async def stage(instances: int = 1, timeout_s: float = 0, warm_up: WarmUp | None
     scene = Stage(supervisor, trio.Event(), scheduler, queue, actors)
     async with trio.open_nursery() as nursery:
         await nursery.start(supervisor.run)
-        supervisor.watch(queue, cast("list[ProcessWorker]", actors), round(timeout_s * 1e9), warm_up)
+        supervisor.watch(queue, cast("list[RemoteWorker]", actors), round(timeout_s * 1e9), warm_up)
         yield scene
         scheduler.check()
         nursery.cancel_scope.cancel()
@@ -217,7 +217,7 @@ async def test_an_instance_that_ended_before_it_was_watched_is_restarted(autojum
         scene.supervisor.release(scene.queue)
         (actor,) = scene.actors
         actor.ended = "it was early"
-        scene.supervisor.watch(scene.queue, cast("list[ProcessWorker]", scene.actors))
+        scene.supervisor.watch(scene.queue, cast("list[RemoteWorker]", scene.actors))
         assert scene.outage.startswith("it was early")
         await until_back(scene)
 

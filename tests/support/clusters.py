@@ -21,7 +21,7 @@ from flowserve.elsewhere.wing import other_machines
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import Control, ControlOptions, open_control
-from flowserve.runtime.workers.cluster import ClusterOptions
+from flowserve.runtime.remote.actors import ClusterOptions
 from flowserve.values import Array, Request
 
 DOUBLE = """

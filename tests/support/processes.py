@@ -21,9 +21,9 @@ from flowserve.config.types import InstanceGroup
 from flowserve.errors import FlowserveError
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.factory import PROCESS, worker_maker
+from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.runtime.workers.base import Outcome, Passed
-from flowserve.runtime.workers.factory import PROCESS, worker_maker
-from flowserve.runtime.workers.process import ProcessWorker
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.queue import BatchPolicy, Queue
@@ -58,7 +58,7 @@ class ServedInProcesses:
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.engine = engine
         self.repository = Repository(folder)
-        self.workers: dict[str, ProcessWorker] = {}
+        self.workers: dict[str, RemoteWorker] = {}
         self.results: dict[str, list[Results]] = {}  # results of each batch, as the engine gets them
         engine.observers.append(self)
 
@@ -71,7 +71,7 @@ class ServedInProcesses:
         dtype: DType = DType.FP32,
         inputs: Sequence[str] = ("IN",),
         limit: int = 16,
-    ) -> ProcessWorker:
+    ) -> RemoteWorker:
         """Load a model whose `answer(self, request, given)` has this body; `given` is its first input. `limit`: its
         `max_batch_size`.
         """
@@ -83,7 +83,7 @@ class ServedInProcesses:
         worker = worker_maker(config, model, PROCESS, engine.processes, engine.streams, engine.clock)(
             f"{name}_0", InstanceGroup(name, "KIND_CPU")
         )
-        assert isinstance(worker, ProcessWorker)
+        assert isinstance(worker, RemoteWorker)
         await trio.to_thread.run_sync(worker.open, engine.context)
         key = ModelKey(name, 1)
         engine.add_model(key, Queue(BatchPolicy.simple(limit)), [worker], model)
@@ -122,7 +122,7 @@ class ServedInProcesses:
 
     def lent_bytes(self) -> int:
         """The used bytes of the models' arenas in the server."""
-        return sum(worker.arena.lent_bytes for worker in self.workers.values())
+        return sum(worker.port.packer.arena.lent_bytes for worker in self.workers.values())
 
 
 @contextmanager

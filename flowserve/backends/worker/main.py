@@ -17,15 +17,17 @@ import json
 import logging
 import pickle
 import socket
+from collections.abc import Callable
+from functools import partial
 from time import perf_counter_ns
 
-from flowserve.backends.base import CallsModels, Instance, KnowsReadiness, Remote
+from flowserve.backends.base import BlsClient, CallsModels, Instance, KnowsReadiness, Remote
 from flowserve.backends.worker.bls_client import WorkerBlsClient
-from flowserve.backends.worker.driver import Driver, RouteGuard
-from flowserve.backends.worker.protocol import BROKEN, MESSAGE_BYTES_MAX, Garbled, Job, encode_error, pack
+from flowserve.backends.worker.protocol import BROKEN, MESSAGE_BYTES_MAX, READY, Garbled, Job, encode_error, pack
 from flowserve.backends.worker.readiness import answer_on_thread
 from flowserve.backends.worker.sharing import Host, claim_host, hand_over
-from flowserve.backends.worker.streaming import StreamDriver
+from flowserve.backends.worker.shm import SharedMemoryPort
+from flowserve.backends.worker.streaming import drive
 from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.memory.heap import tune_malloc
 from flowserve.memory.segment import number_segments_from
@@ -61,34 +63,46 @@ def _serve_seat(socket_fd: int, arguments: bytes) -> None:
 
 def _serve(socket_fd: int, job: Job, host: Host | None = None) -> None:
     """`host`: serves the other instances of this process, once the first instance is open."""
-    guard = RouteGuard()
     with socket.socket(fileno=socket_fd) as sock:
         sock.setblocking(True)
+        port = SharedMemoryPort(sock, job, perf_counter_ns)
+        connect = partial(WorkerBlsClient, job.model, sock, perf_counter_ns, port.end_route)
         try:
-            instance: Instance = job.remote.call()
-            if isinstance(instance, CallsModels):
-                instance.call_through(WorkerBlsClient(job.model, sock, perf_counter_ns, guard.end_route))
-            instance.open()
-        except Exception as error:
-            if not isinstance(error, FlowserveError):
-                log.exception("instance %s: opening failed", job.instance)
-                what = f"model '{job.model}', instance '{job.instance}': {type(error).__name__}: {error}"
-                error = ModelFailed(what)
-            sock.send(pack(BROKEN, (), encode_error(error)))
+            instance = open_instance(job.remote.call, job, connect)
+        except FlowserveError as error:
+            port.send(pack(BROKEN, (), encode_error(error)))
             return
         if isinstance(instance, KnowsReadiness) and (objection := instance.readiness()) is not None:
             answer_on_thread(sock, objection)
         if host is not None:
             host.start()
         try:
-            driver = StreamDriver if job.decoupled else Driver
-            driver(sock, job, instance, guard, perf_counter_ns).run()
+            port.send(pack(READY, ()))
+            drive(port, job, instance, perf_counter_ns)
         except ConnectionError:
             log.debug("instance %s: the server is gone", job.instance)
         except Garbled as error:
             log.error("instance %s: its process got an invalid message, and ends: %s", job.instance, error)
             raise SystemExit(1) from None
         instance.close()
+
+
+def open_instance(make: Callable[[], Instance], job: Job, connect: Callable[[], BlsClient]) -> Instance:
+    """Make an instance and open it; `connect` makes the connection of one that calls models. Raises FlowserveError, and
+    logs any other exception of the model.
+    """
+    try:
+        instance = make()
+        if isinstance(instance, CallsModels):
+            instance.call_through(connect())
+        instance.open()
+        return instance
+    except FlowserveError:
+        raise
+    except Exception as error:
+        log.exception("instance %s: opening failed", job.instance)
+        what = f"model '{job.model}', instance '{job.instance}': {type(error).__name__}: {error}"
+        raise ModelFailed(what) from None
 
 
 def run_task(socket_fd: int, arguments: bytes) -> None:

@@ -62,6 +62,10 @@ LOST_GPU: Final = 86
 MESSAGE_BYTES_MAX: Final = 32 * 1024
 # Characters of one error's text; at six bytes each, they still fit into a message.
 ERROR_CHARACTERS_MAX: Final = 4096
+# Outputs of a called model up to this size are sent in the message.
+INLINE_BYTES_MAX: Final = 8 * 1024
+# Blocks of inputs of calls that one message gives back: each call takes one, so that their number does not grow.
+HOME_BLOCKS_MAX: Final = 64
 # Room for the one descriptor that a message may carry.
 ANCILLARY_BYTES: Final = 64
 # A descriptor that is received is closed on exec. A number: an operation on the enumeration's member costs 0.5 us.
@@ -111,6 +115,7 @@ WITHDRAW: Final = 17
 # GOES_ON number (member earlier-number earlier-member)...: these members of the next batch were rescheduled earlier and
 #   keep their senders; a member whose sender does not exist any more is treated as cancelled
 GOES_ON: Final = 18
+OF_STREAMS: Final = frozenset((GRANT, WITHDRAW, GOES_ON))
 
 # ---- worker process to server
 # READY, or BROKEN TEXT [kind, text]: the instance is open, or could not be opened
@@ -200,10 +205,13 @@ request_facts: Final = attrgetter(*FACTS)
 PLAIN_FACTS: Final = request_facts(Request({}))
 
 
+_NO_REMOTE: Final = Remote("", ())
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The job of a worker process, pickled to the process at its start: `remote` makes the instance, the other fields
-    describe its tensors and its process. `number` is unique among the processes of a server.
+    """The job of an instance: its names and its tensors. For a worker process, to which it is pickled at its start,
+    `remote` makes the instance, and `number` is unique among the processes of a server.
     """
 
     model: str
@@ -211,8 +219,8 @@ class Job:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     batches: bool
-    remote: Remote
     decoupled: bool = False
+    remote: Remote = _NO_REMOTE
     number: int = 0
 
 
@@ -260,6 +268,11 @@ def pack(kind: int, words: Sequence[int], text: Any = None) -> bytes:
     count = len(words) + 1
     packed = _FORMS[count].pack(kind | count << 8, *words)
     return packed if text is None else packed + json.dumps(text).encode()
+
+
+def repack(kind: int, words: Sequence[int], text: bytes) -> bytes:
+    """A message whose text is encoded already."""
+    return pack(kind, words) + text
 
 
 def unpack(message: bytes) -> tuple[int, tuple[int, ...], bytes]:

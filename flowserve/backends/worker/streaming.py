@@ -1,17 +1,15 @@
-"""A worker process of a decoupled model: responses are sent when the model sends them, on any thread.
+"""The driver of a decoupled model: responses are sent when the model sends them, on any thread.
 
-Decides that a separate thread reads the socket, because the thread that runs the model may block in a send until a
-message arrives; a model with one response per request does not need that thread. Responses are placed and sent one at a
-time. Everything else about a worker is in main.py.
+Decides that a separate thread receives messages, because the thread that runs the model may block in a send until a
+message arrives; a model with one response per request does not need that thread. Everything else about an instance is
+in driver.py.
 
-Callers: main.py.
+Callers: main.py and cluster/actor.py, through `drive`.
 """
 
 from __future__ import annotations
 
-import logging
 import queue
-import socket
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -21,69 +19,66 @@ from weakref import WeakValueDictionary
 from flowserve.backends.base import ClockNs, Instance, Sent
 from flowserve.backends.credit import CreditSender
 from flowserve.backends.worker import protocol
-from flowserve.backends.worker.driver import Driver, RouteGuard
-from flowserve.backends.worker.protocol import Job, RunMessage, encode_error, encode_notes, pack
-from flowserve.backends.worker.tensors import Placed, Run
+from flowserve.backends.worker.driver import Driver
+from flowserve.backends.worker.port import Batch, Port
+from flowserve.backends.worker.protocol import Garbled, Job, encode_error, encode_notes, pack
 from flowserve.errors import FlowserveError
-from flowserve.memory.release import Idle
 
-log = logging.getLogger("flowserve.child")
-WorkerMessage = tuple[int, tuple[int, ...], bytes]
 _EARLY_MAX: Final = 4096  # grants that arrived before their batch; only those of the next batch can
 
 
 class StreamDriver(Driver):
     """Drives an open instance of a decoupled model."""
 
-    def __init__(self, sock: socket.socket, job: Job, instance: Instance, guard: RouteGuard, clock: ClockNs) -> None:
-        super().__init__(sock, job, instance, guard, clock)
-        self._messages: queue.SimpleQueue[WorkerMessage | None] = queue.SimpleQueue()
+    def __init__(self, port: Port, job: Job, instance: Instance, clock: ClockNs) -> None:
+        super().__init__(port, job, instance, clock)
+        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         # Weak: a sender that the model has freed needs no messages.
         self._senders: WeakValueDictionary[tuple[int, int], WorkerSender] = WeakValueDictionary()
         self._early: dict[tuple[int, int], int] = {}
         self._unwanted: set[tuple[int, int]] = set()  # cancelled, perhaps before their batch arrived
         self._goes_on: dict[tuple[int, int], tuple[int, int]] = {}  # members of the next batch
         self._given_back: dict[tuple[int, int], WorkerSender] = {}  # senders of requests that run again
-        self._one_by_one = threading.Lock()
+        self._garbled: Garbled | None = None  # why no more messages are received
         self._executor = threading.current_thread()
 
     def run(self) -> None:
         threading.Thread(target=self._listen, name="flowserve messages", daemon=True).start()
-        super().run()
-
-    def _next_message(self) -> WorkerMessage | None:
-        return self._messages.get()
+        while (batch := self._batches.get()) is not None:
+            if self._port.begin(batch):
+                self._run(batch)
+        if self._garbled is not None:
+            raise self._garbled
 
     def _listen(self) -> None:
         try:
-            while (message := super()._next_message()) is not None:
-                kind, words, _ = message
-                if kind == protocol.GRANT:
-                    self._granted(words)
-                elif kind == protocol.WITHDRAW:
-                    _, number, member = words
-                    self._withdrawn((number, member))
-                elif kind == protocol.GOES_ON:
-                    members = zip(words[2::3], words[3::3], words[4::3], strict=True)
-                    for member, earlier_number, earlier_member in members:
-                        self._goes_on[words[1], member] = earlier_number, earlier_member
-                else:
-                    self._messages.put(message)
-                    if kind == protocol.END:
-                        return
+            while (batch := self._port.receive(self._take)) is not None:
+                self._batches.put(batch)
         except OSError:
             pass  # the socket is closed
-        except (LookupError, ValueError) as error:
-            log.error("instance %s: its process got an invalid message, and ends: %s", self._job.instance, error)
+        except Garbled as error:
+            self._garbled = error
         for sender in [*self._senders.values()]:
             sender.withdraw()
-        self._messages.put(None)
+        self._batches.put(None)
+
+    def _take(self, kind: int, words: Sequence[int]) -> None:
+        if kind == protocol.GRANT:
+            self._granted(words)
+        elif kind == protocol.WITHDRAW:
+            _, number, member = words
+            self._withdrawn((number, member))
+        elif kind == protocol.GOES_ON:
+            members = zip(words[2::3], words[3::3], words[4::3], strict=True)
+            for member, earlier_number, earlier_member in members:
+                self._goes_on[words[1], member] = earlier_number, earlier_member
+        else:
+            super()._take(kind, words)
 
     def _granted(self, words: Sequence[int]) -> None:
         number, member, count = words[1:4]
         if len(words) > 4:
-            with self._one_by_one:
-                self._outputs.give_back([*zip(words[4::2], words[5::2], strict=True)])
+            self._port.give_back([*zip(words[4::2], words[5::2], strict=True)])
         key = (number, member)
         sender = self._senders.get(key)
         if sender is not None:
@@ -99,24 +94,12 @@ class StreamDriver(Driver):
             sender.withdraw()
             self._given_back.pop(key, None)
 
-    def _run(self, message: RunMessage) -> None:
-        free, ended = message.update
-        if free:
-            with self._one_by_one:
-                self._outputs.give_back(free)
-            message = message._replace(update=((), ended))
-        super()._run(message)
-
-    def _collect_idle(self, words: Sequence[int]) -> Idle | None:
-        with self._one_by_one:
-            return super()._collect_idle(words)
-
-    def _execute(self, run: Run, message: RunMessage) -> tuple[Any, tuple[int, int], Placed]:
-        senders = [self._sender(run.number, m) for m in range(len(message.rows))]
+    def _execute(self, batch: Batch) -> tuple[Any, tuple[int, int], Any]:
+        senders = [self._sender(batch.number, m) for m in range(len(batch.rows))]
         self._early.clear()
         self._unwanted.clear()
         self._goes_on.clear()
-        work = self._work(run, message)
+        work = self._work(batch)
         work.senders = senders
         results = self._instance.run(work, self._clock)
         for m in results.rescheduled:
@@ -124,7 +107,8 @@ class StreamDriver(Driver):
             if senders[m].is_cancelled():  # cancelled meanwhile
                 self._given_back.pop(senders[m].key, None)
         text = dict.fromkeys(results.rescheduled) or None
-        return text, (results.gathered_ns, results.computed_ns), Placed(0, 0, 0, [None] * len(self._job.outputs))
+        nothing = [[None] * len(batch.rows)] * len(self._job.outputs)
+        return text, (results.gathered_ns, results.computed_ns), self._port.place(batch, nothing)
 
     def _sender(self, number: int, m: int) -> WorkerSender:
         earlier = self._goes_on.get((number, m))
@@ -137,10 +121,6 @@ class StreamDriver(Driver):
                 sender.withdraw()
         return sender
 
-    def _send(self, message: bytes) -> None:
-        with self._one_by_one:
-            super()._send(message)
-
     # ------------------------------------------------------------------ for its senders, on any thread
 
     def answer(self, number: int, member: int, sent: Sent) -> None:
@@ -149,20 +129,17 @@ class StreamDriver(Driver):
         text: Any = dict(sent.parameters) or None
         if sent.notes is not None:
             text = [dict(sent.parameters), encode_notes(sent.notes)]
-        with self._one_by_one:
-            placed = self._outputs.place([[one] for one in sent.outputs], None)
-            words = [number, member, int(sent.is_last), sent.infer_ns, sent.output_ns, *placed.words()]
-            super()._send(pack(protocol.ANSWER, words, text))
+        self._port.respond([number, member, int(sent.is_last), sent.infer_ns, sent.output_ns], sent.outputs, text)
 
     def over(self, number: int, member: int, error: FlowserveError | None) -> None:
         self._given_back.pop((number, member), None)
         if error is not None:
             self._has_failed = True  # the loss of a GPU is checked after the run, or after the next one
-        self._send(pack(protocol.OVER, [number, member], None if error is None else encode_error(error)))
+        self._port.send(pack(protocol.OVER, [number, member], None if error is None else encode_error(error)))
 
     def waits(self, number: int, member: int) -> None:
         is_inside = threading.current_thread() is self._executor
-        self._send(pack(protocol.WAITS, [number, member, int(is_inside)]))
+        self._port.send(pack(protocol.WAITS, [number, member, int(is_inside)]))
 
 
 class WorkerSender(CreditSender):
@@ -191,3 +168,8 @@ class WorkerSender(CreditSender):
             send()
         except OSError:
             self.withdraw()  # the server is gone
+
+
+def drive(port: Port, job: Job, instance: Instance, clock: ClockNs) -> None:
+    """Run the batches of an open instance. Raises as `Driver.run`."""
+    (StreamDriver if job.decoupled else Driver)(port, job, instance, clock).run()

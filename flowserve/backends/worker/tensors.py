@@ -12,8 +12,8 @@ Decides how the members' outputs are written into one block of this process's ow
 the next model reads them as one array. This is the only copy of an output, whatever made it. A member without an output
 leaves no gap. Strings are written in Triton's BYTES encoding.
 
-It does not know how inputs are used, how outputs are computed, nor which process reads them. Called by driver.py, and
-by streaming.py under a lock.
+It does not know how inputs are used, how outputs are computed, nor which process reads them. Called by shm.py;
+the actor on another machine writes its outputs with `OutputWriter` too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from sys import getrefcount
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -230,12 +230,15 @@ Output = Together | list[tuple[int, int, int, tuple[int, ...]] | None] | None
 
 
 class Placed(NamedTuple):
-    """The outputs of a batch in a block of `nbytes` bytes; segment and offset are 0 if there are none."""
+    """The outputs of a batch in a block of `nbytes` bytes; segment and offset are 0 if there are none. `memory`: the
+    segment, or the block of a frame.
+    """
 
     segment: int
     offset: int
     nbytes: int
     outputs: Sequence[Output]
+    memory: Any
 
     def words(self) -> list[int]:
         """The words of a message from `segment` on (protocol.py)."""
@@ -257,8 +260,7 @@ class Placed(NamedTuple):
         return words
 
 
-_placed: Callable[[tuple[int, int, int, Sequence[Output]]], Placed] = partial(tuple.__new__, Placed)
-NOTHING_PLACED: Final = Placed(0, 0, 0, ())
+_placed: Callable[[tuple[int, int, int, Sequence[Output], Any]], Placed] = partial(tuple.__new__, Placed)
 
 
 class OutputWriter:
@@ -336,14 +338,14 @@ class OutputWriter:
             size = start + nbytes
             outputs.append(_together((start, nbytes, absent, shape)))
         if not size:
-            return _placed((0, 0, 0, outputs))
+            return _placed((0, 0, 0, outputs, None))
         segment, offset = self.arena.take(size)
         if segment.number not in self._shown:
             self._shown[segment.number] = segment  # before: another thread may have to send it again
             self._show(segment)
         for start, arrays in writes:
             segment.write(offset + start, arrays)
-        return _placed((segment.number, offset, size, outputs))
+        return _placed((segment.number, offset, size, outputs, segment))
 
 
 def _plan_apart(

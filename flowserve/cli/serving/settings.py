@@ -26,10 +26,10 @@ from flowserve.observe.settings import LogSettings
 from flowserve.runtime.budget import Budget
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.engine.wings import Wing
+from flowserve.runtime.factory import PYTHON_EXECUTION
 from flowserve.runtime.loading.control import ControlOptions
 from flowserve.runtime.protocol import ElementLimits, Forwarding, hides_names
 from flowserve.runtime.tracing.traces import TraceOptions
-from flowserve.runtime.workers.factory import PYTHON_EXECUTION
 from flowserve.scheduling.rate_limit.limiter import Available
 
 

@@ -50,6 +50,7 @@ from flowserve.runtime.model_calls.server_requests import ServerRequests
 from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.runtime.readiness import ModelChecks
 from flowserve.runtime.release import MemoryRelease
+from flowserve.runtime.remote.shm import ProcessPool
 from flowserve.runtime.tracing.recent import RecentRequests
 from flowserve.runtime.tracing.traces import Traces
 from flowserve.runtime.tracing.tracing import Tracing, Watch
@@ -69,7 +70,6 @@ from flowserve.runtime.workers.base import (
 )
 from flowserve.runtime.workers.outputs import take_notes
 from flowserve.runtime.workers.parameters import NONE, of_ensemble, take_parameters
-from flowserve.runtime.workers.process import ProcessPool
 from flowserve.runtime.workers.streaming import ResponseStreams
 from flowserve.runtime.workers.supervisor import Supervisor, WarmUp
 from flowserve.scheduling.batch import Batch, Grant, Notice, Recall, Responses, Stop, TicketRefused, Withdrawn

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from flowserve.config.types import NO_GPUS, Gpus
 from flowserve.runtime.engine.wings import Wing
+from flowserve.runtime.factory import PYTHON_EXECUTION
 from flowserve.runtime.tracing.traces import TraceOptions
-from flowserve.runtime.workers.factory import PYTHON_EXECUTION
 from flowserve.runtime.workers.supervisor import DELAYS, Delays
 from flowserve.scheduling.rate_limit.limiter import Available
 from flowserve.version import SERVER_NAME

@@ -16,18 +16,23 @@ from flowserve.backends.base import LoadedModel, ModelFiles
 from flowserve.config.types import InstanceGroup, ModelConfig
 from flowserve.graph.types import Graph
 from flowserve.runtime.clock import ClockNs
-from flowserve.runtime.workers.factory import MakeWorker
+from flowserve.runtime.factory import MakeWorker
+from flowserve.runtime.workers.base import StateAdapter
+from flowserve.runtime.workers.streaming import ResponseStreams
 
 
 class WingLoad(NamedTuple):
-    """One version of a model that is being loaded. `options` are those for its backend. `is_limited`: the server has a
-    rate limiter, which grants an instance for one batch at a time.
+    """One version of a model that is being loaded. `inner`, `state` and `streams`: as for `worker_maker`. `options` are
+    those for its backend. `is_limited`: the server has a rate limiter, which counts an instance's batches.
     """
 
     config: ModelConfig
+    inner: ModelConfig
     files: ModelFiles
     options: Mapping[str, str]
     clock: ClockNs
+    state: StateAdapter | None
+    streams: ResponseStreams | None
     is_limited: bool
 
 

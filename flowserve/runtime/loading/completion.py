@@ -21,10 +21,10 @@ from flowserve.config.types import Completion, ModelConfig
 from flowserve.errors import FlowserveError, Problem, Problems, Unsupported
 from flowserve.repository.layout import ModelFolder
 from flowserve.repository.read import backend_refusals, environment_of
+from flowserve.runtime.factory import PROCESS, execution_of
 from flowserve.runtime.processes.children import Child, SpawnChild, task_result
 from flowserve.runtime.processes.environments import Environment
-from flowserve.runtime.workers.factory import PROCESS, execution_of
-from flowserve.runtime.workers.process import ProcessPool
+from flowserve.runtime.remote.shm import ProcessPool
 
 NO_SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {}
 DEFAULT_BATCH: Final = "default-max-batch-size"

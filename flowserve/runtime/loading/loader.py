@@ -31,18 +31,12 @@ from flowserve.repository.layout import ModelFolder
 from flowserve.repository.read import ReadModel, examine, read_steps
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.engine.wings import WingLoad
+from flowserve.runtime.factory import PROCESS, MakeWorker, execution_of, execution_timeout_ns, worker_maker
 from flowserve.runtime.loading.completion import Completer
 from flowserve.runtime.loading.warmup import read_samples, warm_up
 from flowserve.runtime.processes.environments import Environment
 from flowserve.runtime.workers import policies
 from flowserve.runtime.workers.base import RunsElsewhere, Worker
-from flowserve.runtime.workers.factory import (
-    PROCESS,
-    MakeWorker,
-    execution_of,
-    execution_timeout_ns,
-    worker_maker,
-)
 from flowserve.runtime.workers.state import IterativeAdapter, SequenceAdapter
 
 log = logging.getLogger("flowserve.load")
@@ -213,18 +207,27 @@ class Loader:
             "runs_at_once": str(context.runs_at_once[config.backend]),
             "strict_outputs": str(engine.options.strict_outputs).lower(),
         }
-        wing = engine.options.wing_of(config.name)
-        if wing is not None:
-            load = WingLoad(config, files, options, engine.clock, is_limited=engine.limiter is not None)
-            made = await self._in_thread(lambda: wing.load(load))
-            return await self._open_all(read, version, Loaded(made.model), made.instances, lambda: made.make_worker)
-        backend = registry.find(config.backend)
         state = None
         inner = config
         if config.sequence is not None:
             adapter = IterativeAdapter if config.sequence.is_iterative else SequenceAdapter
             state = await self._in_thread(lambda: adapter(config, read.folder.path))
             inner = state.inner
+        wing = engine.options.wing_of(config.name)
+        if wing is not None:
+            load = WingLoad(
+                config,
+                inner,
+                files,
+                options,
+                engine.clock,
+                state,
+                engine.streams if config.decoupled else None,
+                is_limited=engine.limiter is not None,
+            )
+            made = await self._in_thread(lambda: wing.load(load))
+            return await self._open_all(read, version, Loaded(made.model), made.instances, lambda: made.make_worker)
+        backend = registry.find(config.backend)
         loaded = Loaded(await self._in_thread(lambda: backend.load(inner, files, options)), environment=environment)
         pool = engine.processes
         if pool is not None and environment is not None:

@@ -30,11 +30,11 @@ from flowserve.repository.layout import find_models
 from flowserve.repository.read import Complete, Examined, ReadModel, examine
 from flowserve.repository.resolve import Resolution, resolve
 from flowserve.runtime.clock import running_clock
+from flowserve.runtime.factory import PROCESS
 from flowserve.runtime.loading.completion import Completer, complete, problems_of_files
 from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.runtime.workers.factory import PROCESS
-from flowserve.runtime.workers.process import ProcessPool
+from flowserve.runtime.remote.shm import ProcessPool
 
 LOOK_S: Final = 0.1
 Check = Callable[[ReadModel], None]  # raises FlowserveError

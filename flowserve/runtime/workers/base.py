@@ -1,7 +1,7 @@
 """The interface of a worker: one instance of a model in its execution place.
 
-Decides nothing; this is the contract between the engine and the kinds of workers (local.py, gpu.py, process.py,
-cluster.py), the records that they exchange, and the outcomes of batches. A worker runs one batch at a time, unless it
+Decides nothing; this is the contract between the engine and the kinds of workers (local.py, gpu.py, and
+remote/), the records that they exchange, and the outcomes of batches. A worker runs one batch at a time, unless it
 says otherwise (`RunsElsewhere`). It does not know queues, flows' other steps or callers.
 """
 
@@ -206,19 +206,19 @@ def batches_of(worker: Worker) -> Sequence[Batch]:
 
 class Completions:
     """Completed batches, `waiting` until the engine's step takes them. Code on the event loop appends to that list
-    directly, and runs a step or wakes the loop.
+    directly, and runs a step (`step_now`) or wakes the loop.
     """
 
     def __init__(self, token: trio.lowlevel.TrioToken, step_now: Callable[[], None]) -> None:
         self._token = token
-        self._step_now = step_now
+        self.step_now = step_now
         self.waiting: deque[tuple[Batch, Outcome]] = deque()
 
     def add(self, batch: Batch, outcome: Outcome) -> None:
         """Add a completed batch. On any thread; a step follows."""
         self.waiting.append((batch, outcome))
         try:
-            self._token.run_sync_soon(self._step_now, idempotent=True)
+            self._token.run_sync_soon(self.step_now, idempotent=True)
         except trio.RunFinishedError:
             log.debug("a batch came back after the server was gone")
 

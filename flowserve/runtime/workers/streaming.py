@@ -1,22 +1,20 @@
-"""Responses, waits and ends of decoupled models, from any thread or process.
+"""Responses, waits and ends of decoupled models, from any thread.
 
 Decides how the responses, waits and ends of a decoupled model are reported to the scheduler
 (scheduling/streaming/credits.py), and how its steps are recorded in the statistics (`ResponseStreams`). Reports of a
 model's thread are passed to the event loop in order; a thread with credits never waits.
 
 Decides which sender each request of a batch gets: a request that runs again keeps its sender, and a padding row has one
-whose responses are ignored. A process of such a model has a `ProcessSink`, which decides which step a message concerns,
-and that each response uses one granted credit; nothing in a message is trusted.
+whose responses are ignored.
 
-Does not know queues, nor how batches run. Called by local.py and process.py.
+Does not know queues, nor how batches run. Called by local.py, and by remote/ for models in other processes.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Final, Protocol, TypeGuard
 
@@ -24,15 +22,11 @@ import trio
 
 from flowserve.backends.base import Sent
 from flowserve.backends.credit import CreditSender
-from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import ANSWER_OUTPUTS_AT, Garbled, decode_error, decode_notes, pack
 from flowserve.errors import FlowserveError, Internal
 from flowserve.memory.devices import check_for_loss
 from flowserve.observe.log_fields import of_request
 from flowserve.observe.statistics import BACKEND, Statistics
 from flowserve.runtime.clock import ClockNs
-from flowserve.runtime.ipc.channel import Channel, Unseen
-from flowserve.runtime.ipc.tensors import ANY_ROWS, OutputReader
 from flowserve.runtime.workers.base import Outcome, Returned, log_unnoticed
 from flowserve.runtime.workers.outputs import in_order, record_notes, unusable_output
 from flowserve.runtime.workers.parameters import request_after
@@ -42,9 +36,7 @@ from flowserve.scheduling.scheduler import Scheduler
 from flowserve.scheduling.streaming.iterations import Source, StreamSender
 
 log = logging.getLogger("flowserve.runtime")
-_GOING_ON_MAX: Final = 1000  # members in one GOES_ON message
 _PORTION: Final = 64  # posts that are executed without a pause
-_NO_SENDER: Final = (0, 0)  # batches are numbered from 1
 
 
 class StreamObserver(Protocol):
@@ -266,112 +258,6 @@ class ThreadSender(CreditSender):
         source = self._source
         if source is not None:
             self._streams.post(partial(self._streams.waits, source, self._execution()), source)
-
-
-class ProcessSink:
-    """Reads the messages of one process about responses."""
-
-    def __init__(self, channel: Channel, reader: OutputReader, streams: ResponseStreams) -> None:
-        self.channel = channel
-        self._reader = reader
-        self.streams = streams
-        self._sources: dict[tuple[int, int], Source] = {}  # steps that have not ended
-
-    def begin(self, number: int, batch: Batch) -> None:
-        """Called before a batch is sent: report to the process the credits of each member, and the members that run
-        again.
-        """
-        going_on: list[int] = []
-        for m, ticket in enumerate(batch.tickets):
-            if not is_wanted(ticket):
-                going_on += (m, *_NO_SENDER)
-                continue
-            sender = ticket.sender
-            if isinstance(sender, ProcessSender) and sender.sink is self:
-                self.streams.goes_on(ticket)
-                going_on += (m, *sender.key)
-                continue
-            sender = ProcessSender(self, number, m, ticket)
-            self._sources[number, m] = ticket
-            granted = self.streams.start(ticket, sender, batch.instance)
-            if granted:
-                sender.grant(granted)
-        for first in range(0, len(going_on), 3 * _GOING_ON_MAX):
-            self.channel.tell(pack(protocol.GOES_ON, [number, *going_on[first : first + 3 * _GOING_ON_MAX]]))
-
-    def take(self, kind: int, words: Sequence[int], text: bytes, batch: Batch | None) -> None:
-        """Process a message about responses. `batch`: the batch in the process. Raises Garbled."""
-        if kind == protocol.ANSWER:
-            self._take_response(words, text)
-        elif kind == protocol.OVER:
-            number, member = words[1:]
-            source = self._sources.pop((number, member), None)
-            if source is not None:
-                self.streams.over(source, decode_error(json.loads(text)) if text else None)
-        elif kind == protocol.WAITS:
-            number, member, is_inside = words[1:]
-            source = self._sources.get((number, member))
-            if source is not None:
-                self.streams.waits(source, batch if is_inside else None)
-        else:
-            raise Garbled(f"a message of kind {kind}")
-
-    def fail(self, error: FlowserveError, tickets: Sequence[Ticket] | None = None) -> None:
-        """Fail the steps that may still respond: all of them, or those of a batch."""
-        for key, source in [*self._sources.items()]:
-            if tickets is None or source in tickets:
-                del self._sources[key]
-                self.streams.over(source, error)
-
-    def _take_response(self, words: Sequence[int], text: bytes) -> None:
-        number, member, is_last, infer_ns, output_ns, segment, offset, nbytes = words[1:ANSWER_OUTPUTS_AT]
-        key = (number, member)
-        try:
-            block = self.channel.block(segment, offset, nbytes)
-        except Unseen as error:
-            source = self._sources.pop(key, None)
-            if source is not None:
-                self.streams.over(source, Internal(str(error)))
-            return
-        source = self._sources.get(key)
-        if source is None:
-            return  # the step failed meanwhile
-        told = json.loads(text) if text else {}
-        parameters, noted = told if isinstance(told, list) and len(told) == 2 else (told, None)
-        notes = decode_notes(noted, self._reader.names, 1)
-        outputs, _ = self._reader.read(
-            words, ANSWER_OUTPUTS_AT, block, [ANY_ROWS], () if notes is None else notes.unlike
-        )
-        if source.flow.done:
-            return
-        if not source.credit:
-            raise Garbled(f"an answer to member {member} of batch {number}, which may not send one")
-        if not isinstance(parameters, dict):
-            raise Garbled("parameters of a response that are no object")
-        if is_last:
-            del self._sources[key]
-        row = [column[0] for column in outputs]
-        self.streams.answered(source, Sent(row, parameters, infer_ns, output_ns, notes, bool(is_last)))
-
-
-class ProcessSender:
-    """Sends the scheduler's credits and cancellations to a step that runs in a process."""
-
-    def __init__(self, sink: ProcessSink, number: int, member: int, source: Source) -> None:
-        self.sink = sink
-        self.key = (number, member)
-        self._source = source
-
-    def grant(self, count: int) -> None:
-        free_blocks = self.sink.channel.free_blocks
-        words = [*self.key, count]
-        while free_blocks:
-            words += free_blocks.popleft()
-        self.sink.channel.tell(pack(protocol.GRANT, words))
-
-    def withdraw(self) -> None:
-        self.sink.streams.cancelled(self._source)
-        self.sink.channel.tell(pack(protocol.WITHDRAW, self.key))
 
 
 def thread_senders(

@@ -17,10 +17,11 @@ from flowserve.errors import Unsupported
 from flowserve.runtime.clock import SECOND_NS, ClockNs
 from flowserve.runtime.ipc.tensors import InputPacker
 from flowserve.runtime.processes.children import SUPPORTED
+from flowserve.runtime.remote.shm import ProcessPool, ProcessPort
+from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.runtime.workers.base import RunsElsewhere, StateAdapter, Worker
 from flowserve.runtime.workers.gpu import GpuWorker
 from flowserve.runtime.workers.local import LocalWorker, Placement
-from flowserve.runtime.workers.process import ProcessPool, ProcessWorker
 from flowserve.runtime.workers.streaming import ResponseStreams
 
 log = logging.getLogger("flowserve.load")
@@ -68,9 +69,13 @@ def worker_maker(
                 'use execution "thread", "inline" or "auto"'
             )
         packer = InputPacker(config.inputs, [spec.name for spec in config.outputs])
-        return lambda name, group: ProcessWorker(
-            name, config, model.remote(name, group), packer, pool, state=state, streams=sink
-        )
+        is_plain = sink is None and state is None
+
+        def make_remote(name: str, group: InstanceGroup) -> Worker:
+            port = ProcessPort(name, config, model.remote(name, group), packer, pool, is_plain=is_plain)
+            return RemoteWorker(name, config, port, pool.clock, state=state, streams=sink)
+
+        return make_remote
     placement = Placement() if execution == DEFAULT and model.may_run_inline else None
 
     def make(name: str, group: InstanceGroup) -> Worker:
