@@ -22,8 +22,9 @@ from typing import Final
 import numpy as np
 import trio
 
-from flowserve.cluster.agents import LocalCluster
-from flowserve.config.placement import ModelPlace
+from flowserve.elsewhere.actors import ClusterOptions
+from flowserve.elsewhere.cluster.agents import LocalCluster
+from flowserve.elsewhere.placement import ModelPlace
 from flowserve.elsewhere.wing import other_machines
 from flowserve.errors import FlowserveError
 from flowserve.graph.plan import make_plan
@@ -31,7 +32,6 @@ from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import ControlOptions, open_control
-from flowserve.runtime.remote.actors import ClusterOptions
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.model_queue import ModelQueue

@@ -31,7 +31,7 @@ _BUILT_IN: Final = {
     "onnxruntime": ("flowserve.backends.onnx.installation", "make_backend", "model.onnx"),
     "tensorrt": ("flowserve.backends.tensorrt.backend", "TensorRtBackend", "model.plan"),
     "python": ("flowserve.backends.python.backend", "PythonBackend", "model.py"),
-    "remote": ("flowserve.grpc.remote.make", "make_backend", ""),
+    "remote": ("flowserve.elsewhere.kserve.make", "make_backend", ""),
     # Extras, which the core does not import.
     "fil": ("flowserve.backends.more.fil", "make_backend", "xgboost.json"),
     "openvino": ("flowserve.backends.more.openvino", "make_backend", "model.xml"),

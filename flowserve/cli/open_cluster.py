@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 
 from flowserve.cli.cluster import ClusterChoice
-from flowserve.cluster.agents import LocalCluster, RayCluster
-from flowserve.cluster.link import client_context
-from flowserve.config.placement import PlacementFile, read_placement
+from flowserve.elsewhere.actors import ClusterOptions
+from flowserve.elsewhere.cluster.agents import LocalCluster, RayCluster
+from flowserve.elsewhere.cluster.link import client_context
+from flowserve.elsewhere.placement import PlacementFile, read_placement
 from flowserve.elsewhere.wing import other_machines
 from flowserve.errors import Invalid, Place, Problem, Problems
 from flowserve.runtime.engine.wings import Wing
-from flowserve.runtime.remote.actors import ClusterOptions
 
 log = logging.getLogger("flowserve.cli")
 

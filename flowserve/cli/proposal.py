@@ -16,11 +16,8 @@ from typing import Final
 
 from flowserve.cli.cluster import GPU
 from flowserve.cli.step_figures import BatchTime, GraphFigures, MeasuredGraph, StepFigures
-from flowserve.config.placement import COUNT_MAX, why_not_placed
 from flowserve.config.types import ModelConfig
-from flowserve.errors import Invalid, Problem, Problems
-from flowserve.graph.types import GRAPH, Edge, Graph
-from flowserve.partition.costs import (
+from flowserve.elsewhere.partition.costs import (
     AT_SERVER,
     SERVER,
     Assignment,
@@ -32,9 +29,12 @@ from flowserve.partition.costs import (
     instances_needed,
     loads,
 )
-from flowserve.partition.groups import convex_groups
-from flowserve.partition.search import partition
-from flowserve.runtime.remote.tcp import DEPTH
+from flowserve.elsewhere.partition.groups import convex_groups
+from flowserve.elsewhere.partition.search import partition
+from flowserve.elsewhere.placement import COUNT_MAX, why_not_placed
+from flowserve.elsewhere.tcp import DEPTH
+from flowserve.errors import Invalid, Problem, Problems
+from flowserve.graph.types import GRAPH, Edge, Graph
 
 KIND_LABEL: Final = "kind"  # of machines, where there are several kinds that could run a model
 ON_SERVER: Final = "server"

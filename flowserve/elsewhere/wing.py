@@ -11,17 +11,17 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from flowserve.cluster.base import MachineNeeds
-from flowserve.config.placement import ModelPlace, why_not_placed
 from flowserve.config.types import InstanceGroup, instances_of
+from flowserve.elsewhere.actors import ClusterActor, ClusterModel, ClusterOptions
+from flowserve.elsewhere.cluster.base import MachineNeeds
+from flowserve.elsewhere.placement import ModelPlace, why_not_placed
+from flowserve.elsewhere.segments import paths_outside, way_back
+from flowserve.elsewhere.tcp import ActorPort
 from flowserve.errors import Invalid
-from flowserve.graph.segments import paths_outside, way_back
 from flowserve.graph.types import Graph
 from flowserve.observe.exposition import COUNTER, GAUGE, family
 from flowserve.runtime.clock import SECOND_NS
 from flowserve.runtime.engine.wings import Wing, WingLoad, WingModel
-from flowserve.runtime.remote.actors import ClusterActor, ClusterModel, ClusterOptions
-from flowserve.runtime.remote.tcp import ActorPort
 from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.runtime.workers.base import Worker
 

@@ -255,7 +255,7 @@ def test_no_message_is_decoded_by_marshal_or_pickle() -> None:
                 found.add(path.relative_to(root).as_posix())
     assert found == {
         "backends/worker/main.py",
-        "cluster/pipes.py",
+        "elsewhere/cluster/pipes.py",
         "runtime/loading/completion.py",
         "runtime/processes/environments.py",
         "runtime/remote/shm.py",

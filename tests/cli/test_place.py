@@ -20,9 +20,9 @@ from flowserve.cli.main import main
 from flowserve.cli.proposal import LinkTimes, Proposal, file_text, propose
 from flowserve.cli.step_figures import BatchTime, GraphFigures, MeasuredGraph, StepFigures, measure_graph
 from flowserve.cli.tensors import generated_inputs
-from flowserve.config.placement import parse_placement
+from flowserve.elsewhere.partition.costs import MachineKind
+from flowserve.elsewhere.placement import parse_placement
 from flowserve.errors import Problems
-from flowserve.partition.costs import MachineKind
 
 PREPARE = """\
 backend: "python"

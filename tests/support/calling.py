@@ -15,13 +15,13 @@ import numpy as np
 import trio
 
 from flowserve.backends import registry
-from flowserve.cluster.base import MachineNeeds
 from flowserve.config.types import DynamicBatching, InstanceGroup, ModelConfig, QueuePolicy
+from flowserve.elsewhere.actors import ClusterActor, ClusterModel, ClusterOptions
+from flowserve.elsewhere.cluster.base import MachineNeeds
+from flowserve.elsewhere.tcp import ActorPort
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.factory import MakeWorker, worker_maker
-from flowserve.runtime.remote.actors import ClusterActor, ClusterModel, ClusterOptions
-from flowserve.runtime.remote.tcp import ActorPort
 from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.runtime.workers.policies import batcher_for
 from flowserve.scheduling.rate_limit.limiter import Needs

@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 import trio
 
-from flowserve.cluster.agents import LocalCluster
-from flowserve.cluster.link import Tls
-from flowserve.cluster.traffic import MachineTraffic
-from flowserve.config.placement import ModelPlace
+from flowserve.elsewhere.actors import ClusterOptions
+from flowserve.elsewhere.cluster.agents import LocalCluster
+from flowserve.elsewhere.cluster.link import Tls
+from flowserve.elsewhere.cluster.traffic import MachineTraffic
+from flowserve.elsewhere.placement import ModelPlace
 from flowserve.elsewhere.wing import other_machines
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import Control, ControlOptions, open_control
-from flowserve.runtime.remote.actors import ClusterOptions
 from flowserve.values import Array, Request
 
 DOUBLE = """
