@@ -90,7 +90,7 @@ class ActorBatch:
         self.wanted = message.wanted
         if len(self.wanted) not in (1, len(message.rows)):
             raise Garbled("outputs are asked for by other members")
-        if max(chain.from_iterable(self.wanted), default=0) >= outputs:
+        if max(chain.from_iterable(self.wanted), default=-1) >= outputs:
             raise Garbled("an output that does not exist is asked for")
 
     @property
