@@ -213,7 +213,7 @@ async def _drain(engine: Engine, fronts: FrontEnds, shutdown: Shutdown, role: Ro
 
 def _under_way(engine: Engine) -> str:
     """What the drain waits for. A model may also be busy with requests whose callers have left."""
-    requests, sequences, busy = engine.scheduler.in_flight, engine.scheduler.open_sequences, engine.busy()
+    requests, sequences, busy = engine.scheduler.in_flight, engine.scheduler.open_sequences, engine.loaded.busy()
     text = f"{requests} requests under way, {sequences} sequences open"
     if not busy:
         return text

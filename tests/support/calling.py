@@ -21,6 +21,7 @@ from flowserve.elsewhere.cluster.base import MachineNeeds
 from flowserve.elsewhere.tcp import ActorPort
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.loaded import NewModel
 from flowserve.runtime.factory import MakeWorker, worker_maker
 from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.runtime.workers.policies import batcher_for
@@ -119,12 +120,12 @@ class Served:
             make = self._maker(config, model)
         else:
             model = registry.find("python").load(config, self.repository.files(name), {"execution": place})
-            make = worker_maker(config, model, place, engine.processes, engine.streams, engine.clock)
+            make = worker_maker(config, model, place, engine.loaded.processes, engine.streams, engine.clock)
         workers = [make(f"{name}_{number}", InstanceGroup(name, "KIND_CPU")) for number in range(instances)]
         for worker in workers:
             await trio.to_thread.run_sync(worker.open, engine.context)
         key = ModelKey(name, 1)
-        engine.add_model(key, batcher_for(config), workers, model, needs=needs)
+        engine.add_model(NewModel(key, batcher_for(config), workers, model, needs=needs))
         node = Node(0, name, key, (given,), (made,), 4, decoupled=decoupled)
         edges = (Edge("IN", GRAPH, 0, 0, 0), Edge("OUT", 0, 0, GRAPH, 0))
         engine.deployments.announce(config, Graph(name, 1, (given,), (made,), 4, (node,), edges))

@@ -179,7 +179,7 @@ class Exposition:
         engine = self._engine
         parts = [_budget_text(self._budget), _stores_text(engine)]
         parts += [wing.metrics().encode() for wing in engine.options.wings]
-        own = engine.server_requests.metrics
+        own = engine.calls.server_requests.metrics
         parts.append(await trio.to_thread.run_sync(machine_text, self._machine, self._gpus, own))
         # On the event loop: a thread would hold the interpreter lock for half a millisecond each time that the loop
         # releases it.
@@ -191,7 +191,7 @@ class Exposition:
 
 def _stores_text(engine: Engine) -> bytes:
     """The family of the repositories in stores: whether the last request to each store succeeded."""
-    control = engine.server_requests.control
+    control = engine.calls.server_requests.control
     found = [((("repository", one.name),), float(not one.outage)) for one in (control.mirrors if control else ())]
     text = "Whether the store of a repository could be asked the last time (1) or not (0)"
     return family("flowserve_repository_reachable", text, GAUGE, found).encode() if found else b""

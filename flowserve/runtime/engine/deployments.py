@@ -34,11 +34,10 @@ from flowserve.observe.traffic import NodeTraffic, SpaceTraffic, node_traffics
 from flowserve.runtime.admission.controller import AdmissionController, LruCache, ResponseCache, served_by
 from flowserve.runtime.admission.steps import StepCache
 from flowserve.runtime.clock import ClockNs, wall_clock_ms, wall_clock_ns
-from flowserve.runtime.engine.generations import Generations
+from flowserve.runtime.engine.loaded import LoadedModels
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.engine.validation import Validator
 from flowserve.runtime.workers.policies import keeps_order, levels_of
-from flowserve.runtime.workers.supervisor import Supervisor
 from flowserve.scheduling.flow import Flow
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.scheduler import Scheduler
@@ -64,14 +63,12 @@ class Deployments:
         options: EngineOptions,
         clock: ClockNs,
         scheduler: Scheduler,
-        generations: Generations,
-        supervisor: Supervisor,
+        loaded: LoadedModels,
     ) -> None:
         self._options = options
         self._clock = clock
         self._scheduler = scheduler
-        self._generations = generations
-        self._supervisor = supervisor
+        self._loaded = loaded
         self.entries: dict[str, Entry] = {}
         self.is_draining = False
         self.is_leaving = False  # not ready, because a drain is about to begin
@@ -108,7 +105,7 @@ class Deployments:
         why = lost()
         if why and any(worker.is_on_gpu for queue in deployment.queues for worker in queue.instances):
             return why
-        if outage := self._supervisor.outage(deployment.queues):
+        if outage := self._loaded.supervisor.outage(deployment.queues):
             return outage
         for queue in deployment.queues:
             outages: list[str] = [worker.outage() for worker in queue.instances]
@@ -291,7 +288,7 @@ class Deployments:
     ) -> Deployment:
         """The deployment of a graph: `former`, which serves that version now, if nothing changed for it."""
         key = ModelKey(graph.name, graph.version)
-        runs_on = [self._generations[node.model] for node in graph.nodes]
+        runs_on = [self._loaded.generations[node.model] for node in graph.nodes]
         pins = frozenset(one.pin for one in runs_on)
         if former is not None and former.is_like(config, graph, pins, labels):
             former.config, former.versions = _as_it_responds(config, graph), versions

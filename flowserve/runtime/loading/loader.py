@@ -30,6 +30,7 @@ from flowserve.graph.types import ModelKey
 from flowserve.repository.layout import ModelFolder
 from flowserve.repository.read import ReadModel, examine, read_steps
 from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.loaded import NewModel
 from flowserve.runtime.engine.wings import WingLoad
 from flowserve.runtime.factory import PROCESS, MakeWorker, execution_of, execution_timeout_ns, worker_maker
 from flowserve.runtime.loading.completion import Completer
@@ -97,7 +98,7 @@ class Loader:
         keep = self._entered.__setitem__
         self._complete = Completer(
             options.python_execution,
-            engine.processes,
+            engine.loaded.processes,
             options.backend_settings,
             keep,
             is_strict=options.strict_configs,
@@ -170,22 +171,24 @@ class Loader:
         for version, one in loaded.items():
             needs = [policies.needs_of(group) for _, group in instances_of(read.config) if not group.passive]
             self._engine.add_model(
-                ModelKey(read.config.name, version),
-                policies.queue_for(read.config, one.workers, is_limited=self._engine.limiter is not None),
-                one.workers,
-                one.model,
-                one.passive,
-                (files, one.environment),
-                needs,
-                keeps_order=policies.keeps_order(read.config),
-                is_cached=read.config.response_cache,
-                execution_timeout_ns=one.execution_timeout_ns,
-                warm_up=one.warm_up,
+                NewModel(
+                    ModelKey(read.config.name, version),
+                    policies.queue_for(read.config, one.workers, is_limited=self._engine.limiter is not None),
+                    one.workers,
+                    one.model,
+                    one.passive,
+                    (files, one.environment),
+                    needs,
+                    policies.keeps_order(read.config),
+                    read.config.response_cache,
+                    one.execution_timeout_ns,
+                    one.warm_up,
+                )
             )
 
     async def _enter(self, read: ReadModel) -> Environment | None:
         """The environment in which the model will run; None for the server's own."""
-        config, processes = read.config, self._engine.processes
+        config, processes = read.config, self._engine.loaded.processes
         if (
             processes is None
             or self._engine.options.wing_of(config.name) is not None
@@ -229,7 +232,7 @@ class Loader:
             return await self._open_all(read, version, Loaded(made.model), made.instances, lambda: made.make_worker)
         backend = registry.find(config.backend)
         loaded = Loaded(await self._in_thread(lambda: backend.load(inner, files, options)), environment=environment)
-        pool = engine.processes
+        pool = engine.loaded.processes
         if pool is not None and environment is not None:
             pool = pool.within(environment)
         maker = partial(worker_maker, inner, loaded.model, execution, pool, engine.streams, engine.clock, state)
@@ -275,8 +278,8 @@ class Loader:
     def give_up(self, name: str, why: str) -> None:
         """Kill the processes that are being opened for a name: its load fails with this reason."""
         self._complete.give_up(name, why)
-        if self._engine.processes is not None:
-            self._engine.processes.environments.give_up(name, why)
+        if self._engine.loaded.processes is not None:
+            self._engine.loaded.processes.environments.give_up(name, why)
         for worker in self._coming.get(name, ()):
             if isinstance(worker, RunsElsewhere):
                 worker.give_up(why)

@@ -287,7 +287,7 @@ class Registry:
         them by version.
         """
         gone = [key for key in self._keys.pop(name, []) if key not in keep]
-        return {key.version: self._engine.generations.retire(key) for key in gone}
+        return {key.version: self._engine.loaded.generations.retire(key) for key in gone}
 
 
 def _ends(generations: Mapping[int, Generation]) -> dict[int, trio.Event]:
