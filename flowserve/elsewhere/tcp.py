@@ -730,7 +730,9 @@ class ActorConnection:
             self._channels[address] = CallFrames(self, address, self._channels, self._clock, make)
 
     def _forget(self, number: int) -> None:
-        self._ports.pop(number, None)
+        port = self._ports.pop(number, None)
+        if port is not None:
+            port.worker.end_calls()  # the connection may end before the actor has said that they are over
 
     def _lost(self, sinks: list[tuple[RemoteSink, RemoteWorker]]) -> None:
         for port in [*self._ports.values()]:

@@ -347,23 +347,6 @@ async def test_a_restarted_instance_is_warmed_up_before_it_serves(tmp_path: Path
             assert (await ask(engine, "m", row(0.0)))["OUT"][0, 0] == 2
 
 
-async def test_a_model_says_why_it_cannot_call_others_from_there(tmp_path: Path) -> None:
-    code = """
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        request = pb_utils.InferenceRequest(model_name="other", requested_output_names=["OUT"], inputs=[])
-        request.exec()
-"""
-    write_python(tmp_path, "m", code=code)
-    with local_cluster(1) as cluster:
-        async with serving(tmp_path, cluster, {"m": ModelPlace("m")}) as (engine, _):
-            with pytest.raises(ModelFailed, match="runs on another machine, from where it cannot call model 'other'"):
-                await ask(engine, "m", row(1.0))
-
-
 async def test_a_request_that_is_cancelled_while_its_batch_is_away_leaves_nothing(tmp_path: Path) -> None:
     write_python(tmp_path, "m")
     with local_cluster(1) as cluster:
