@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from flowserve.cli.cluster import add_cluster_options, cluster_contradiction
+from flowserve.cli.elsewhere.options import add_cluster_options, cluster_contradiction
 
 if TYPE_CHECKING:
     from flowserve.runtime.engine.wings import Wing
@@ -32,7 +32,7 @@ class CommandWing(NamedTuple):
 def _open_cluster(arguments: argparse.Namespace, stack: ExitStack) -> Wing | None:
     if arguments.cluster is None and arguments.placement is None:
         return None
-    from flowserve.cli.open_cluster import open_cluster
+    from flowserve.cli.elsewhere.open_cluster import open_cluster
 
     return stack.enter_context(open_cluster(arguments))
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from flowserve.cli.check import check
 from flowserve.cli.deployment import described_inputs, find_deployment
-from flowserve.cli.expected import expect
+from flowserve.cli.elsewhere.expected import expect
+from flowserve.cli.elsewhere.proposal import LinkTimes, Proposal, file_text, propose
+from flowserve.cli.elsewhere.step_figures import BatchTime, GraphFigures, MeasuredGraph, StepFigures, measure_graph
 from flowserve.cli.load import Measured
 from flowserve.cli.main import main
-from flowserve.cli.proposal import LinkTimes, Proposal, file_text, propose
-from flowserve.cli.step_figures import BatchTime, GraphFigures, MeasuredGraph, StepFigures, measure_graph
 from flowserve.cli.tensors import generated_inputs
 from flowserve.elsewhere.partition.costs import MachineKind
 from flowserve.elsewhere.placement import parse_placement

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-from flowserve.cli.cluster import ClusterChoice
+from flowserve.cli.elsewhere.options import ClusterChoice
 from flowserve.elsewhere.actors import ClusterOptions
 from flowserve.elsewhere.cluster.agents import LocalCluster, RayCluster
 from flowserve.elsewhere.cluster.link import client_context

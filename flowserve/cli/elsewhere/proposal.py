@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
-from flowserve.cli.cluster import GPU
-from flowserve.cli.step_figures import BatchTime, GraphFigures, MeasuredGraph, StepFigures
+from flowserve.cli.elsewhere.options import GPU
+from flowserve.cli.elsewhere.step_figures import BatchTime, GraphFigures, MeasuredGraph, StepFigures
 from flowserve.config.types import ModelConfig
 from flowserve.elsewhere.partition.costs import (
     AT_SERVER,

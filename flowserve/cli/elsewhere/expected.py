@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from flowserve.cli.step_figures import BatchTime, GraphFigures, MeasuredGraph
+from flowserve.cli.elsewhere.step_figures import BatchTime, GraphFigures, MeasuredGraph
 from flowserve.config.types import InstanceGroup, LimitedResource, ModelConfig, RateLimiter
 from flowserve.graph.types import Graph
 from flowserve.runtime.clock import SECOND_NS
