@@ -35,8 +35,8 @@ import numpy as np
 import trio
 
 from flowserve.backends.base import Results, Work
-from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import (
+from flowserve.backends.worker import messages
+from flowserve.backends.worker.messages import (
     HOME_BLOCKS_MAX,
     MESSAGE_BYTES_MAX,
     Garbled,
@@ -48,6 +48,7 @@ from flowserve.backends.worker.protocol import (
     encode_route,
     encode_server_reply,
     pack,
+    read,
     request_facts,
     unpack,
 )
@@ -272,7 +273,7 @@ class ActorPort:
     def recall(self, run: Run) -> None:
         connection = self.connection
         if connection is not None:
-            connection.later(partial(connection.link.send, 0, pack(protocol.CANCEL, (run.number,))))
+            connection.later(partial(connection.link.send, 0, pack(messages.CANCEL, (run.number,))))
 
     def free_words(self) -> Sequence[int]:
         return ()  # blocks are sent, not shared
@@ -491,12 +492,12 @@ class ActorConnection:
             return
         for number, one in [*self.instances.items()]:
             if one is port and number in self._opening:
-                self.later(partial(self.link.send, number, pack(protocol.END, ())))
+                self.later(partial(self.link.send, number, pack(messages.END, ())))
                 self._opening[number].put(Unavailable(why))
 
     def close(self, number: int) -> None:
         """End an instance after its batches, and wait for that."""
-        self.later(partial(self.link.send, number, pack(protocol.END, ())))
+        self.later(partial(self.link.send, number, pack(messages.END, ())))
         closed = self._closing.get(number)
         if closed is not None and not closed.wait(CLOSE_S_MAX):
             self.link.close()
@@ -509,7 +510,7 @@ class ActorConnection:
     def end(self) -> None:
         """End the actor, whose instances are all unused, and wait for that."""
         self._killed = self._killed or "it was closed"
-        self.later(partial(self.link.send, 0, pack(protocol.END, ())))
+        self.later(partial(self.link.send, 0, pack(messages.END, ())))
         if not self._ended.wait(END_S):
             self._engine.kill(self._started)
             self.link.close()
@@ -552,10 +553,10 @@ class ActorConnection:
         if number is not None:
             return number, True
         number = self._routes[route] = next(self._route_numbers)
-        for i, read in enumerate(route.reads):
+        for i, inputs in enumerate(route.reads):
             following = workers[i + 1].port
             wanted = tuple([following.names[name] for name in route.nodes[i + 1].wanted])
-            message = encode_route(number, RouteHop(following.number, wanted, read))
+            message = encode_route(number, RouteHop(following.number, wanted, inputs))
             self.later(partial(self.link.send, workers[i].port.number, message))
         return number, False
 
@@ -613,9 +614,9 @@ class ActorConnection:
 
     def _take_here(self, number: int, kind: int, words: Sequence[int], text: bytes, block: Any) -> None:
         """Process one message, or pass it to the event loop. Raises Garbled."""
-        if kind == protocol.READY and len(words) == 2:
+        if kind == messages.READY and len(words) == 2:
             self._answer(number, bool(words[1]))
-        elif kind == protocol.BROKEN:
+        elif kind == messages.BROKEN:
             error = decode_error(json.loads(text))
             self._answer(number, error)
             if not number:  # the whole actor, which ends now
@@ -672,27 +673,28 @@ class ActorConnection:
 
     def _take(self, number: int, kind: int, words: Sequence[int], text: bytes, block: Any) -> None:
         """Process one message. Raises Garbled, or another exception for an invalid one."""
-        if block is not None and kind != protocol.SERVER_REQUEST:
+        if block is not None and kind != messages.SERVER_REQUEST:
             block.flags.writeable = False
         memory_of = partial(_part, block)
         if number >= frames.CALLS_FROM:
             channel = self._channels.get(number)
             if channel is not None:  # None if it was closed here
                 channel.take(kind, words, text, block)
-        elif kind == frames.RECALLED and len(words) == 3:
-            self._release(*words[1:])
+        elif kind == frames.RECALLED:
+            self._release(*read(frames.KINDS, kind, words))
         elif (port := self._ports.get(number)) is None:
             raise Garbled(f"a message of kind {kind} of instance {number}, which does not exist")
-        elif kind in (protocol.DONE, protocol.FAILED):
+        elif kind in (messages.DONE, messages.FAILED):
             run = self.runs.get(words[1])
             if run is None or len(words) < 4:
                 raise Garbled(f"a reply to batch {words[1]}, which it does not have")
             run.memory.frame = block
             port.worker.take(kind, words, text, memory_of)
             self._has_replied(run)
-        elif kind == protocol.CALLS:
-            self._begin_calls(port, frames.CALLS_FROM + words[1], is_fork=bool(words[2]))
-        elif kind == protocol.READINESS:
+        elif kind == messages.CALLS:
+            channel_number, is_fork = read(frames.KINDS, kind, words)
+            self._begin_calls(port, frames.CALLS_FROM + channel_number, is_fork=bool(is_fork))
+        elif kind == messages.READINESS:
             port.has_readiness = True
         else:
             port.worker.take(kind, words, text, memory_of)
@@ -806,7 +808,8 @@ class CallFrames:
         if kind == frames.CALLS_ENDED:
             self.calls.close()
         elif kind == frames.CELLS:
-            cells = self._cells.get(words[1])
+            (number,) = read(frames.KINDS, kind, words)
+            cells = self._cells.get(number)
             if cells is not None and block is not None:  # None if the metric was dropped, or refused
                 cells.take(block.view(np.float64).tolist(), self._clock())
         else:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
 from flowserve.backends.base import Remote, Results
-from flowserve.backends.worker.protocol import (
+from flowserve.backends.worker.messages import (
     APART,
     DONE,
     READY,

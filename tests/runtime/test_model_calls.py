@@ -877,7 +877,7 @@ async def test_a_process_that_sends_an_invalid_message_about_its_calls_is_ended(
         for number, said in enumerate(lies):
             await served.add(
                 f"liar_{number}",
-                "from flowserve.backends.worker.protocol import SERVER_REQUEST, CALL, DROP, READ, pack\n"
+                "from flowserve.backends.worker.messages import SERVER_REQUEST, CALL, DROP, READ, pack\n"
                 "from flowserve.backends.python.pb_utils.context import active\n"
                 "value(request('twice', given).exec())\n"
                 "caller = active.context.caller\n"

@@ -16,8 +16,8 @@ import pytest
 import trio
 
 from flowserve.backends import registry
-from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import encode_run, pack
+from flowserve.backends.worker import messages
+from flowserve.backends.worker.messages import encode_run, pack
 from flowserve.config.types import InstanceGroup
 from flowserve.errors import FlowserveError, InstanceDied, Internal, Invalid, ModelFailed, Overloaded
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
@@ -504,11 +504,11 @@ async def test_a_process_that_dies_during_a_batch_fails_its_request_by_name(
     [
         bytes(8),
         b"\xff" * 24,
-        pack(protocol.CANCEL, ()),
-        pack(protocol.ATTACH, (7,)),
-        pack(protocol.SHOW, (999,)),
-        pack(protocol.SPILLED, (1, 2)),
-        pack(protocol.RUN, (1, 2)),
+        pack(messages.CANCEL, ()),
+        pack(messages.ATTACH, (7,)),
+        pack(messages.SHOW, (999,)),
+        pack(messages.SPILLED, (1, 2)),
+        pack(messages.RUN, (1, 2)),
         encode_run(1, 0, 0, [1], [(0,)], [1, 0, 77, 4096], [None]),  # an unknown free block
         encode_run(1, 9, 0, [0], [(0,)], [0, 0, 0, 0], [(0, 0, 0, (0, 64))]),  # an unknown route
     ],

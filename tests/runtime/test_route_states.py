@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from flowserve.backends.worker.protocol import Garbled, Stage
+from flowserve.backends.worker.messages import Garbled, Stage
 from flowserve.runtime.remote.run import TRANSITIONS, RouteStates, StageEvent, StageState
 
 RESULTS = Stage(0, 1, 2, 0, 0, ())

@@ -7,6 +7,6 @@ runs, graphs, queues or the event loop. The server's side of the protocol is in 
 Worker processes run in older versions of Python than the server and without its dependencies: numpy is the only package
 that this code imports.
 
-Callers: runtime/ starts these processes by entry points ("package.module:function") and shares protocol.py with them.
+Callers: runtime/ starts these processes by entry points ("package.module:function") and shares messages.py with them.
 Read `main` first, then `driver`.
 """

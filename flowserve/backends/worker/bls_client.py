@@ -43,8 +43,8 @@ from flowserve.backends.base import (
     ClockNs,
     answer_or_raise,
 )
-from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import (
+from flowserve.backends.worker import messages
+from flowserve.backends.worker.messages import (
     ANCILLARY_BYTES,
     CLOSE_ON_EXEC,
     MESSAGE_BYTES_MAX,
@@ -111,7 +111,7 @@ class WorkerBlsClient:
 
     def begin(self, call: BlsCall, answered: Callable[[Answer], None]) -> Callable[[bool], None]:
         number = next(self._numbers)
-        head = (protocol.CALL, number, int(call.is_stream), self._cut())
+        head = (messages.CALL, number, int(call.is_stream), self._cut())
         self._begin(head, [*call.request.inputs.values()], _about(call), f"a call of model '{call.model}'", answered)
         return partial(self._leave, self._pid, number)
 
@@ -177,7 +177,7 @@ class WorkerBlsClient:
         """The server's answer, and the position of `arrays` in shared memory. Raises if the answer is an error."""
         answers: SimpleQueue[Any] = SimpleQueue()
         where = self._begin(
-            (protocol.SERVER_REQUEST, next(self._numbers), 0, 0), arrays, about, "what was asked", answers.put
+            (messages.SERVER_REQUEST, next(self._numbers), 0, 0), arrays, about, "what was asked", answers.put
         )
         self.wait(lambda: not answers.empty())
         answer = answer_or_raise(answers.get())
@@ -220,7 +220,7 @@ class WorkerBlsClient:
                     )
                 self._waiting[number] = answered
                 for new in self._arena.segments[self._announced :]:
-                    socket.send_fds(self._socket, [pack(protocol.SEGMENT, (new.number,))], [new.fd])
+                    socket.send_fds(self._socket, [pack(messages.SEGMENT, (new.number,))], [new.fd])
                     self._announced += 1
                 self._socket.send(message)
                 return segment, offset
@@ -235,7 +235,7 @@ class WorkerBlsClient:
         while sock is not None and self._dropped:
             family = self._dropped.popleft()
             try:
-                sock.send(pack(protocol.DROP, (family,)), socket.MSG_DONTWAIT)
+                sock.send(pack(messages.DROP, (family,)), socket.MSG_DONTWAIT)
             except OSError:
                 self._dropped.append(family)  # the socket is full, or the server is gone
                 return
@@ -243,7 +243,7 @@ class WorkerBlsClient:
     def _connect(self) -> socket.socket:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
-            socket.send_fds(self._server, [pack(protocol.CALLS, (int(self._is_fork),))], [there.fileno()])
+            socket.send_fds(self._server, [pack(messages.CALLS, (int(self._is_fork),))], [there.fileno()])
         return here
 
     def _leave(self, pid: int, number: int, is_answered: bool) -> None:
@@ -251,7 +251,7 @@ class WorkerBlsClient:
         if pid != self._pid:  # a process forked by the model has a copy of the iterator
             return
         if (number in self._waiting) if is_answered else (self._waiting.pop(number, None) is not None):
-            self._say(pack(protocol.LEAVE, (number, int(is_answered))))
+            self._say(pack(messages.LEAVE, (number, int(is_answered))))
 
     def _say(self, message: bytes) -> None:
         assert self._socket is not None
@@ -290,14 +290,14 @@ class WorkerBlsClient:
                 answered(Unavailable(_GONE))
             return False
         kind, words, text = unpack(packed)
-        if kind == protocol.ATTACH:
-            (self._segments[words[1]],) = protocol.descriptors(ancillary)
-        elif kind == protocol.SERVER_REPLY:
-            number, free, error, answer = protocol.decode_server_reply(words, text)
+        if kind == messages.ATTACH:
+            (self._segments[words[1]],) = messages.descriptors(ancillary)
+        elif kind == messages.SERVER_REPLY:
+            number, free, error, answer = messages.decode_server_reply(words, text)
             self._free.extend(free)
             self._waiting.pop(number)(answer if error is None else decode_error(error))
         else:
-            self._take(*protocol.decode_result(words, text))
+            self._take(*messages.decode_result(words, text))
         return True
 
     def _take(
@@ -307,7 +307,7 @@ class WorkerBlsClient:
         token: int,
         free: Sequence[BlockAddress],
         error: Any,
-        columns: Sequence[protocol.ResultColumn],
+        columns: Sequence[messages.ResultColumn],
         parameters: Mapping[str, Any],
     ) -> None:
         self._free.extend(free)
@@ -319,7 +319,7 @@ class WorkerBlsClient:
             arrays = {column[0]: self._array(*column) for column in columns}
             answer = Response("", 0, arrays, "", parameters, is_last)
         if token:
-            self._say(pack(protocol.READ, (token,)))
+            self._say(pack(messages.READ, (token,)))
         if answered is not None:  # None: the call was withdrawn
             answered(answer)
 

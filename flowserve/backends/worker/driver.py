@@ -16,9 +16,9 @@ from functools import lru_cache
 from typing import Any, Final
 
 from flowserve.backends.base import ClockNs, Instance, Results, Work
-from flowserve.backends.worker import protocol
+from flowserve.backends.worker import messages
+from flowserve.backends.worker.messages import Garbled, Job, encode_error, encode_notes
 from flowserve.backends.worker.port import Batch, Port
-from flowserve.backends.worker.protocol import Garbled, Job, encode_error, encode_notes
 from flowserve.errors import FlowserveError, model_raised, told
 from flowserve.memory.device import why_lost
 from flowserve.values import Request
@@ -28,7 +28,7 @@ log = logging.getLogger("flowserve.child")
 # The least time between two checks whether the GPU is lost: a check takes 50 us where no driver is loaded, and a model
 # may refuse every other request. After a loss all requests fail, so the next check finds it.
 _LOOK_EVERY_NS: Final = 100_000_000
-_PLAIN_REQUEST: Final = Request({}, None, *protocol.PLAIN_FACTS)  # its attributes are only read
+_PLAIN_REQUEST: Final = Request({}, None, *messages.PLAIN_FACTS)  # its attributes are only read
 
 
 class BatchRequests(Sequence[Request]):
@@ -110,7 +110,7 @@ class Driver:
         why = why_lost()
         if why:
             log.error("instance %s: its process cannot use the GPU any more (%s), and ends", self._job.instance, why)
-            raise SystemExit(protocol.LOST_GPU)
+            raise SystemExit(messages.LOST_GPU)
 
     def _execute(self, batch: Batch) -> tuple[Any, tuple[int, int], Any]:
         """Run the batch. Returns the text about members that failed, run again or have parameters, None if there are
@@ -134,7 +134,7 @@ class Driver:
         requests: Sequence[Request] = [_PLAIN_REQUEST] * count
         contexts = None
         if batch.about:
-            facts, by_stage = protocol.decode_about(batch.about, batch.text, count)
+            facts, by_stage = messages.decode_about(batch.about, batch.text, count)
             if facts is not None:
                 requests = BatchRequests(facts)
             contexts = by_stage[batch.stage] if by_stage else None
@@ -154,8 +154,8 @@ def text_about(results: Results, *, is_on_route: bool) -> Any:
     raised = results.raised
     if not (results.errors or results.parameters or results.rescheduled or notes or raised):
         return None
-    failed = {m: protocol.RAISED if error is raised else encode_error(error) for m, error in results.errors.items()}
+    failed = {m: messages.RAISED if error is raised else encode_error(error) for m, error in results.errors.items()}
     whole = {} if notes is None else {"": encode_notes(notes)}
     if raised is not None:
-        whole[protocol.RAISED] = encode_error(raised)
+        whole[messages.RAISED] = encode_error(raised)
     return {**results.parameters, **dict.fromkeys(results.rescheduled), **failed, **whole}

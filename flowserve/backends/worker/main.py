@@ -23,7 +23,7 @@ from time import perf_counter_ns
 
 from flowserve.backends.base import BlsClient, CallsModels, Instance, KnowsReadiness, Remote
 from flowserve.backends.worker.bls_client import WorkerBlsClient
-from flowserve.backends.worker.protocol import BROKEN, MESSAGE_BYTES_MAX, READY, Garbled, Job, encode_error, pack
+from flowserve.backends.worker.messages import BROKEN, MESSAGE_BYTES_MAX, READY, Garbled, Job, encode_error, pack
 from flowserve.backends.worker.readiness import answer_on_thread
 from flowserve.backends.worker.sharing import Host, claim_host, hand_over
 from flowserve.backends.worker.shm import SharedMemoryPort

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from flowserve.backends.worker.protocol import READINESS, pack
+from flowserve.backends.worker.messages import READINESS, pack
 
 _BYTES_MAX: Final = 4096
 _ENDED: Final = "its process has ended"

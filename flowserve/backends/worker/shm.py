@@ -7,7 +7,7 @@ end of the next process's socket: so it arrives after every earlier message of t
 second socket to read.
 
 One thread waits on the socket. A thread of the model's own may release an input at any time, and then reports it itself
-while the first one waits. Messages are decided in protocol.py, memory in tensors.py. Does not know instances, nor how
+while the first one waits. Messages are decided in messages.py, memory in tensors.py. Does not know instances, nor how
 they run. Made by main.py, used by driver.py.
 """
 
@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from flowserve.backends.base import ClockNs
-from flowserve.backends.worker import protocol
+from flowserve.backends.worker import messages
+from flowserve.backends.worker.messages import Garbled, Job, RunMessage, pack, unpack
 from flowserve.backends.worker.port import TakeMessage
-from flowserve.backends.worker.protocol import Garbled, Job, RunMessage, pack, unpack
 from flowserve.backends.worker.tensors import InputReader, OutputWriter, Placed, Run, Together
 from flowserve.memory.column import Column
 from flowserve.memory.release import ProcessMemory
@@ -60,37 +60,44 @@ class SharedMemoryPort:
             self._let_go()
         while True:
             packed, ancillary, _, _ = self._socket.recvmsg(
-                protocol.MESSAGE_BYTES_MAX, protocol.ANCILLARY_BYTES, protocol.CLOSE_ON_EXEC
+                messages.MESSAGE_BYTES_MAX, messages.ANCILLARY_BYTES, messages.CLOSE_ON_EXEC
             )
             if not packed:
                 return None
             kind, words, text = unpack(packed)
             try:
-                if kind == protocol.SPILLED:
+                if kind == messages.SPILLED:
                     kind, words, text = unpack(self._inputs.message(*words[1:]))
-                if kind == protocol.RUN:
+                if kind == messages.RUN:
                     self._is_idle = False
-                    return protocol.decode_run(words, text)
-                if kind == protocol.END:
+                    return messages.decode_run(words, text)
+                if kind == messages.END:
                     return None
-                if kind == protocol.ATTACH:
-                    self._inputs.attach(words[1], *protocol.descriptors(ancillary))
-                elif kind == protocol.SHOW:
-                    self._show(self._outputs.segment(words[1]))
-                elif kind == protocol.PEER:
-                    self._handoff.add_peer(words, *protocol.descriptors(ancillary))
-                elif kind == protocol.ROUTE:
-                    self._handoff.add_route(words)
-                elif kind == protocol.CANCEL:
-                    self._cancel(words[1])
-                elif kind == protocol.RELEASE:
-                    self._release_idle(words)
-                else:
-                    take(kind, words)
+                self._take(kind, words, ancillary, take)
             except Garbled:
                 raise
             except (LookupError, TypeError, ValueError, OverflowError) as error:
                 raise Garbled(f"a message of kind {kind}: {type(error).__name__}: {error}") from None
+
+    def _take(self, kind: int, words: Sequence[int], ancillary: Any, take: TakeMessage) -> None:
+        if kind == messages.ROUTE:
+            self._handoff.add_route(words)
+        elif kind == messages.RELEASE:
+            self._release_idle(words)
+        elif kind in messages.OF_STREAMS:
+            take(kind, words)
+        else:
+            number, *rest = messages.read(messages.TO_INSTANCE, kind, words)
+            if kind == messages.ATTACH:
+                self._inputs.attach(number, *messages.descriptors(ancillary))
+            elif kind == messages.SHOW:
+                self._show(self._outputs.segment(number))
+            elif kind == messages.PEER:
+                self._handoff.add_peer(number, rest, *messages.descriptors(ancillary))
+            elif kind == messages.CANCEL:
+                self._cancel(number)
+            else:
+                take(kind, words)
 
     def _cancel(self, number: int) -> None:
         """Report whether a batch with a route was run here. If not, it must no longer be run."""
@@ -100,11 +107,11 @@ class SharedMemoryPort:
             self._cancelled[number] = None
             if len(self._cancelled) > _CANCELLED_MAX:
                 del self._cancelled[next(iter(self._cancelled))]
-        self.send(pack(protocol.CANCELLED, (number, 0) if stage is None else (number, 1, *stage)))
+        self.send(pack(messages.CANCELLED, (number, 0) if stage is None else (number, 1, *stage)))
 
     def _release_idle(self, words: Sequence[int]) -> None:
         """Process a RELEASE message. Batches wait meanwhile, for more than some milliseconds only after a burst."""
-        is_quiet, free, ended = protocol.decode_release(words)
+        is_quiet, free, ended = messages.decode_release(words)
         self._inputs.detach(ended)
         self._memory.used()
         with self._placing:
@@ -123,7 +130,7 @@ class SharedMemoryPort:
             self._inputs.detach(ended)
         number, stage = batch.number, batch.stage
         if stage and (number in self._cancelled or not self._inputs.fit(batch.columns)):
-            self.send(pack(protocol.NOT_RUN, (number, stage, *batch.passed)))
+            self.send(pack(messages.NOT_RUN, (number, stage, *batch.passed)))
             return False
         self._run = Run(number)
         self._guard.number = number if batch.route else 0
@@ -151,11 +158,11 @@ class SharedMemoryPort:
         if made is None or placed is None or not batch.later or not self._handoff.hand_on(batch, made, placed):
             words = [number, stage, *batch.passed, int(kept)]
             if placed is None:
-                self.send(pack(protocol.FAILED, words, text))
+                self.send(pack(messages.FAILED, words, text))
             else:
                 words += times
                 words += placed.words()
-                self.send(pack(protocol.DONE, words, text))
+                self.send(pack(messages.DONE, words, text))
         if not kept:
             self._inputs.forget_writes(run)  # last, because no other process waits for it
 
@@ -164,12 +171,12 @@ class SharedMemoryPort:
     def respond(self, head: Sequence[int], outputs: Sequence[Any], text: Any) -> None:
         with self._placing:
             placed = self._outputs.place([[one] for one in outputs], None)
-        self.send(pack(protocol.ANSWER, [*head, *placed.words()], text))
+        self.send(pack(messages.ANSWER, [*head, *placed.words()], text))
 
     def send(self, message: bytes) -> None:
-        if len(message) > protocol.MESSAGE_BYTES_MAX:
+        if len(message) > messages.MESSAGE_BYTES_MAX:
             with self._placing:
-                message = pack(protocol.SPILLED_OUT, self._outputs.message(message))
+                message = pack(messages.SPILLED_OUT, self._outputs.message(message))
         self._socket.send(message)
 
     def give_back(self, blocks: Sequence[tuple[int, int]]) -> None:
@@ -177,7 +184,7 @@ class SharedMemoryPort:
             self._outputs.give_back(blocks)
 
     def _show(self, segment: Segment) -> None:
-        socket.send_fds(self._socket, [pack(protocol.SEGMENT, (segment.number,))], [segment.fd])
+        socket.send_fds(self._socket, [pack(messages.SEGMENT, (segment.number,))], [segment.fd])
 
     def _let_go(self) -> None:
         """Report the batches whose inputs the model has released. Never blocks."""
@@ -187,7 +194,7 @@ class SharedMemoryPort:
         while gone:
             number = gone.popleft()
             try:
-                self._socket.send(pack(protocol.GONE, (number,)), socket.MSG_DONTWAIT)
+                self._socket.send(pack(messages.GONE, (number,)), socket.MSG_DONTWAIT)
             except OSError:
                 gone.append(number)  # the socket is full, or the server has ended
                 return
@@ -201,11 +208,10 @@ class HandOff:
         self._outputs = outputs
         self._peers: dict[int, socket.socket] = {}  # sockets of other processes, by number
         self._shown: dict[int, set[int]] = {}  # the segments that each peer has attached
-        self._routes: dict[int, protocol.RouteHop] = {}  # the next stage of each route
+        self._routes: dict[int, messages.RouteHop] = {}  # the next stage of each route
 
-    def add_peer(self, words: Sequence[int], fd: int) -> None:
+    def add_peer(self, number: int, gone: Sequence[int], fd: int) -> None:
         """Process a PEER message and its descriptor."""
-        _, number, *gone = words
         for ended in gone:
             self._peers.pop(ended).close()
             self._shown.pop(ended, None)
@@ -214,7 +220,7 @@ class HandOff:
 
     def add_route(self, words: Sequence[int]) -> None:
         """Process a ROUTE message."""
-        number, hop, ended = protocol.decode_route(words)
+        number, hop, ended = messages.decode_route(words)
         for gone in ended:
             self._routes.pop(gone, None)
         self._routes[number] = hop
@@ -226,11 +232,11 @@ class HandOff:
         stage = message.stage
         following, wanted, inputs = self._routes[message.route]
         peer, shown = self._peers[following], self._shown[following]
-        earlier: Sequence[protocol.Stage] = protocol.read_passed(message.passed, 0, stage)[0] if stage else ()
+        earlier: Sequence[messages.Stage] = messages.read_passed(message.passed, 0, stage)[0] if stage else ()
         segments = [placed.segment]
         for one in earlier:
             segments.append(one.segment)  # noqa: PERF401  # a comprehension is one more call
-        columns: list[protocol.ColumnPlace] = []
+        columns: list[messages.ColumnPlace] = []
         for i, j in inputs:
             if i < stage:
                 segment, block = earlier[i].segment, earlier[i].offset
@@ -242,7 +248,7 @@ class HandOff:
                     return False
                 start, nbytes, _, shape = output
             columns.append((segment, block + start, nbytes, shape) if nbytes else (0, 0, 0, shape))
-        onward = protocol.encode_run(
+        onward = messages.encode_run(
             message.number,
             message.route,
             stage + 1,
@@ -254,7 +260,7 @@ class HandOff:
             about=message.about,
             text=message.text,
         )
-        if len(onward) > protocol.MESSAGE_BYTES_MAX:
+        if len(onward) > messages.MESSAGE_BYTES_MAX:
             return False
         try:
             for segment in segments:  # also segments that only a later stage reads
@@ -270,7 +276,7 @@ class HandOff:
         """Send a process the descriptor of memory that it, or a later one, is about to read."""
         fd = (self._inputs.segment(number) or self._outputs.segment(number)).open_for_reading()
         try:
-            socket.send_fds(peer, [pack(protocol.ATTACH, (number,))], [fd])
+            socket.send_fds(peer, [pack(messages.ATTACH, (number,))], [fd])
         finally:
             os.close(fd)
 

@@ -18,10 +18,10 @@ from weakref import WeakValueDictionary
 
 from flowserve.backends.base import ClockNs, Instance, Sent
 from flowserve.backends.credit import CreditSender
-from flowserve.backends.worker import protocol
+from flowserve.backends.worker import messages
 from flowserve.backends.worker.driver import Driver
+from flowserve.backends.worker.messages import Garbled, Job, encode_error, encode_notes, pack
 from flowserve.backends.worker.port import Batch, Port
-from flowserve.backends.worker.protocol import Garbled, Job, encode_error, encode_notes, pack
 from flowserve.errors import FlowserveError
 
 _EARLY_MAX: Final = 4096  # grants that arrived before their batch; only those of the next batch can
@@ -63,23 +63,20 @@ class StreamDriver(Driver):
         self._batches.put(None)
 
     def _take(self, kind: int, words: Sequence[int]) -> None:
-        if kind == protocol.GRANT:
-            self._granted(words)
-        elif kind == protocol.WITHDRAW:
-            _, number, member = words
-            self._withdrawn((number, member))
-        elif kind == protocol.GOES_ON:
-            members = zip(words[2::3], words[3::3], words[4::3], strict=True)
-            for member, earlier_number, earlier_member in members:
-                self._goes_on[words[1], member] = earlier_number, earlier_member
-        else:
+        if kind not in messages.OF_STREAMS:
             super()._take(kind, words)
+        number, *rest = messages.read(messages.TO_INSTANCE, kind, words)
+        if kind == messages.GRANT:
+            self._granted((number, rest[0]), rest[1], [*zip(rest[2::2], rest[3::2], strict=True)])
+        elif kind == messages.WITHDRAW:
+            self._withdrawn((number, rest[0]))
+        else:
+            for member, earlier_number, earlier_member in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+                self._goes_on[number, member] = earlier_number, earlier_member
 
-    def _granted(self, words: Sequence[int]) -> None:
-        number, member, count = words[1:4]
-        if len(words) > 4:
-            self._port.give_back([*zip(words[4::2], words[5::2], strict=True)])
-        key = (number, member)
+    def _granted(self, key: tuple[int, int], count: int, blocks: Sequence[tuple[int, int]]) -> None:
+        if blocks:
+            self._port.give_back(blocks)
         sender = self._senders.get(key)
         if sender is not None:
             sender.grant(count)
@@ -135,11 +132,11 @@ class StreamDriver(Driver):
         self._given_back.pop((number, member), None)
         if error is not None:
             self._has_failed = True  # the loss of a GPU is checked after the run, or after the next one
-        self._port.send(pack(protocol.OVER, [number, member], None if error is None else encode_error(error)))
+        self._port.send(pack(messages.OVER, [number, member], None if error is None else encode_error(error)))
 
     def waits(self, number: int, member: int) -> None:
         is_inside = threading.current_thread() is self._executor
-        self._port.send(pack(protocol.WAITS, [number, member, int(is_inside)]))
+        self._port.send(pack(messages.WAITS, [number, member, int(is_inside)]))
 
 
 class WorkerSender(CreditSender):

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flowserve.backends.worker.protocol import APART, NOTHING, TOGETHER
+from flowserve.backends.worker.messages import APART, NOTHING, TOGETHER
 from flowserve.memory import raw
 from flowserve.memory.arena import Arena, BlockAddress, aligned
 from flowserve.memory.column import Column
@@ -224,7 +224,7 @@ class Together(NamedTuple):
 
 # Faster than the constructor, which is a Python function.
 _together: Callable[[tuple[int, int, Sequence[int], tuple[int, ...]]], Together] = partial(tuple.__new__, Together)
-# One output: contiguous; or for each member None or (form, offset, bytes, shape), see DONE in protocol.py; or of no
+# One output: contiguous; or for each member None or (form, offset, bytes, shape), see DONE in messages.py; or of no
 # member.
 Output = Together | list[tuple[int, int, int, tuple[int, ...]] | None] | None
 
@@ -241,7 +241,7 @@ class Placed(NamedTuple):
     memory: Any
 
     def words(self) -> list[int]:
-        """The words of a message from `segment` on (protocol.py)."""
+        """The words of a message from `segment` on (messages.py)."""
         words = [self.segment, self.offset, self.nbytes]
         for output in self.outputs:
             if output is None:

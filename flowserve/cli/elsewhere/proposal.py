@@ -148,8 +148,15 @@ def _bytes_of(subject: MeasuredGraph, figures: GraphFigures, name: str) -> float
 
 
 def _why_it_stays(config: ModelConfig, figures: StepFigures) -> str:
-    calls = f"model '{config.name}' calls other models: it cannot run on another machine"
-    return why_not_placed(config) or (calls if figures.calls else "")
+    what = ""
+    if config.decoupled:
+        what = "is decoupled"
+    elif config.sequence is not None:
+        what = "is one of sequences"
+    elif figures.calls:
+        what = "calls other models"
+    unknown = f"model '{config.name}' {what}: what it costs on another machine is not measured"
+    return why_not_placed(config) or (unknown if what else "")
 
 
 def needs_gpu(config: ModelConfig) -> bool:

@@ -2,7 +2,7 @@
 
 Decides which messages the server and an actor (a process with instances on another machine) exchange, how the two
 authenticate each other, how an actor loads models and runs batches, and how the engine of a cluster starts actors and
-detects their ends. A batch is a message of worker processes (backends/worker/protocol.py) followed by its tensors as
+detects their ends. A batch is a message of worker processes (backends/worker/messages.py) followed by its tensors as
 bytes. Does not know the event loop, queues or graphs.
 
 `frames` is the wire format, `link` one end of a connection, `actor` the process with instances, `base` the interface of

@@ -28,10 +28,10 @@ from weakref import ref
 
 from flowserve.backends import registry
 from flowserve.backends.base import Instance, KnowsReadiness, RunsInProcess
-from flowserve.backends.worker import protocol
+from flowserve.backends.worker import messages
 from flowserve.backends.worker.bls_client import WorkerBlsClient
 from flowserve.backends.worker.main import open_instance
-from flowserve.backends.worker.protocol import Garbled, Job, encode_error, pack, unpack
+from flowserve.backends.worker.messages import Garbled, Job, encode_error, pack, read, unpack
 from flowserve.backends.worker.readiness import answer_on_thread
 from flowserve.backends.worker.streaming import drive
 from flowserve.elsewhere.cluster import frames
@@ -147,7 +147,7 @@ class _Session:
             ours = f"the machine of the instance {_listed(versions())}"
             what = f"the server has flowserve, Python and numpy {_listed(theirs)}, {ours}"
             error = Unavailable(f"{what}; install the same versions on both")
-            self.tell(0, pack(protocol.BROKEN, (), encode_error(error)))
+            self.tell(0, pack(messages.BROKEN, (), encode_error(error)))
             return
         while (job := self._jobs.get()) is not None:
             instance = _Instance(job, self)
@@ -214,13 +214,14 @@ class _Session:
             self.tell(0, pack(frames.PONG, ()))
         elif kind == frames.HELLO:
             self._hello.put(text)
-        elif kind == protocol.CANCEL and len(words) == 2:
-            stage = self.routed.recall(words[1])
+        elif kind == messages.CANCEL:
+            (batch,) = read(messages.TO_INSTANCE, kind, words)
+            stage = self.routed.recall(batch)
             if stage is not None:  # None if the batch has returned
-                self.tell(0, pack(frames.RECALLED, (words[1], stage)))
-        elif kind == protocol.END and not number:
+                self.tell(0, pack(frames.RECALLED, (batch, stage)))
+        elif kind == messages.END and not number:
             self._jobs.put(None)
-        elif kind == protocol.END:
+        elif kind == messages.END:
             with self._lock:
                 ending = self.routed.ports.pop(number, None)
                 if ending is None:
@@ -266,11 +267,11 @@ class _Instance:
         except FlowserveError as error:
             self._close_model()
             self._disconnect()
-            session.tell(number, pack(protocol.BROKEN, (), encode_error(error)))
+            session.tell(number, pack(messages.BROKEN, (), encode_error(error)))
             return
         try:
             is_pure = self._is_pure or self._job.config.parameters.get("pure", "") == "true"
-            session.tell(number, pack(protocol.READY, (int(is_pure),)))
+            session.tell(number, pack(messages.READY, (int(is_pure),)))
             drive(self.port, self._facts, instance, perf_counter_ns)
         except SystemExit:  # it has lost its GPU, which only a new process can use
             session.end()

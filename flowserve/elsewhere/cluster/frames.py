@@ -1,7 +1,7 @@
 """Frames: the wire format of the connection between the server and an actor on another machine.
 
 Decides their form: a header of fixed size with the number of an instance and the lengths of the two parts, a message of
-worker processes (backends/worker/protocol.py), and a block of bytes; the message states where each tensor is in the
+worker processes (backends/worker/messages.py), and a block of bytes; the message states where each tensor is in the
 block. A message is sent to that instance of the actor, or by it; 0 is the actor itself. The segment of every tensor
 with bytes is `BLOCK`. For a tensor that a stage of a route computed and that is not sent, PASSED has its size in bytes
 and no shape. Every length is checked before memory is allocated for it, and every position before a view is made.
@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import hmac
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, Final
 
 import numpy as np
 
 from flowserve.backends.base import Work
-from flowserve.backends.worker.protocol import ColumnPlace, Garbled
+from flowserve.backends.worker.messages import CALLS, READINESS, ColumnPlace, Form, Garbled
 from flowserve.errors import Invalid
 from flowserve.memory import raw
 from flowserve.memory.arena import aligned
@@ -39,27 +39,36 @@ MESSAGE_BYTES_MAX: Final = 1 << 24
 BLOCK_BYTES_MAX: Final = 1 << 34
 BLOCK: Final = 1  # the segment of tensors that have bytes
 
-# Messages that only connections have, in addition to those of protocol.py. HELLO TEXT [version of flowserve, of Python,
-# of numpy]: the first message of the server
+# Kinds of messages that only connections have, in addition to those of messages.py.
 HELLO: Final = 32
-# PING, PONG: a liveness check, and its answer
 PING: Final = 33
 PONG: Final = 34
-# CLOSED: the instance has ended, as requested by END to it; END to the actor itself ends all
 CLOSED: Final = 35
-# RECALLED number stage: the reply to CANCEL if the batch has not returned: it returns after that stage of its route
 RECALLED: Final = 36
-# CALLS channel is_fork, of an instance: a process of its model calls others under that number: messages of the numbers
-#   from CALLS_FROM on are of channels, and those of protocol.py about calls, with their tensors in the block.
-# READINESS, of an instance: its model has code that says whether it is ready; ASK is the question, and OBJECTION TEXT
-#   the answer, empty for none
 ASK: Final = 37
 OBJECTION: Final = 38
-# CALLS_ENDED, of a channel: its process has ended, or its instance
 CALLS_ENDED: Final = 39
-# CELLS number, of a channel: the numbers of the metric that this SERVER_REQUEST has shown, in the block
 CELLS: Final = 40
 CALLS_FROM: Final = 1 << 31
+
+KINDS: Final[Mapping[int, Form]] = {
+    HELLO: Form("HELLO", "", "[version of flowserve, of Python, of numpy]"),  # the first message of the server
+    PING: Form("PING"),  # a liveness check
+    PONG: Form("PONG"),  # ... and its answer
+    CLOSED: Form("CLOSED"),  # the instance has ended, as requested by END to it; END to the actor itself ends all
+    # The reply to CANCEL if the batch has not returned: it returns after that stage of its route.
+    RECALLED: Form("RECALLED", "number stage"),
+    # Of an instance: a process of its model calls others under that number. Messages of the numbers from CALLS_FROM on
+    # are those of messages.py about calls, with their tensors in the block.
+    CALLS: Form("CALLS", "channel is_fork"),
+    # Of an instance: its model has code that says whether it is ready. ASK is the question, OBJECTION the answer.
+    READINESS: Form("READINESS"),
+    ASK: Form("ASK"),
+    OBJECTION: Form("OBJECTION", "", "empty if it is ready"),
+    CALLS_ENDED: Form("CALLS_ENDED"),  # of a number for calls: its process has ended, or its instance
+    # The numbers of the metric that this SERVER_REQUEST has shown are in the block.
+    CELLS: Form("CELLS", "number"),
+}
 
 SECRET_BYTES: Final = 32
 GREETING_BYTES: Final = 32

@@ -19,9 +19,9 @@ from itertools import chain
 from queue import SimpleQueue
 from typing import Any
 
-from flowserve.backends.worker import protocol
+from flowserve.backends.worker import messages
+from flowserve.backends.worker.messages import Garbled, Job, RouteHop, RunMessage, encode_error, pack
 from flowserve.backends.worker.port import TakeMessage
-from flowserve.backends.worker.protocol import Garbled, Job, RouteHop, RunMessage, encode_error, pack
 from flowserve.backends.worker.shm import stage_words
 from flowserve.backends.worker.tensors import OutputWriter, Placed
 from flowserve.elsewhere.cluster.frames import Buffer, OutgoingArena, inputs_of_block
@@ -84,7 +84,7 @@ class ActorBatch:
         """Decode the message, on the thread that runs the first stage, whose model has so many outputs. Raises
         Garbled.
         """
-        message = self._message = protocol.decode_run(*self._source)
+        message = self._message = messages.decode_run(*self._source)
         if not message.rows or message.passed:
             raise Garbled("a batch without members, or with results")
         self.wanted = message.wanted
@@ -165,18 +165,18 @@ class ActorPort:
 
     def take(self, kind: int, words: Sequence[int], text: bytes, block: Array | None) -> None:
         """Take a message to the instance. Raises Garbled."""
-        if kind == protocol.RUN:
+        if kind == messages.RUN:
             batch = ActorBatch(words, text, block)
             if batch.route:
                 self._routed.add(batch)
             self._received.put(batch)
-        elif kind == protocol.ROUTE:
+        elif kind == messages.ROUTE:
             try:
-                route, hop, _ = protocol.decode_route(words)
+                route, hop, _ = messages.decode_route(words)
             except (LookupError, ValueError):
                 raise Garbled("a route that is cut off") from None
             self._routes[route] = hop
-        elif kind in protocol.OF_STREAMS and self._job.decoupled:
+        elif kind in messages.OF_STREAMS and self._job.decoupled:
             self._received.put((kind, words))
         else:
             raise Garbled(f"a message of kind {kind}")
@@ -238,7 +238,7 @@ class ActorPort:
             is_whole = text is None and batch.is_at_end
             passed = [one.words(batch.message, None if is_whole else arena) for one in batch.made]
             words = [batch.number, len(passed), *chain.from_iterable(passed), 0, *times, *place.words()]
-            self._return(batch, pack(protocol.DONE, words, text), arena)
+            self._return(batch, pack(messages.DONE, words, text), arena)
         except FlowserveError as error:  # the reply is larger than a frame
             self._fail(batch, encode_error(error))
 
@@ -246,7 +246,7 @@ class ActorPort:
         arena = OutgoingArena()
         passed = [one.words(batch.message, arena) for one in batch.made]
         words = [batch.number, len(passed), *chain.from_iterable(passed), 0]
-        self._return(batch, pack(protocol.FAILED, words, text), arena)
+        self._return(batch, pack(messages.FAILED, words, text), arena)
 
     def _return(self, batch: ActorBatch, message: bytes, arena: OutgoingArena) -> None:
         self._routed.forget(batch)
@@ -293,11 +293,11 @@ class ActorPort:
     def respond(self, head: Sequence[int], outputs: Sequence[Any], text: Any) -> None:
         arena = OutgoingArena()
         placed = OutputWriter(self._job.outputs, _show, arena).place([[one] for one in outputs], None)
-        message = pack(protocol.ANSWER, [*head, *placed.words()], text)
+        message = pack(messages.ANSWER, [*head, *placed.words()], text)
         try:
             self._routed.tell(self._number, message, arena.block.finish(arena.nbytes), arena.nbytes)
         except FlowserveError as error:  # the response is larger than a frame
-            self.send(pack(protocol.OVER, head[:2], encode_error(error)))
+            self.send(pack(messages.OVER, head[:2], encode_error(error)))
 
     def send(self, message: bytes) -> None:
         self._routed.tell(self._number, message, (), 0)

@@ -30,8 +30,8 @@ from typing import Any, Final
 import numpy as np
 
 from flowserve.backends.base import METRIC, METRIC_VALUE
-from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import (
+from flowserve.backends.worker import messages
+from flowserve.backends.worker.messages import (
     ANCILLARY_BYTES,
     CLOSE_ON_EXEC,
     INLINE_BYTES_MAX,
@@ -91,7 +91,7 @@ class Relay:
 
     def take(self, channel: int, kind: int, words: Sequence[int], text: bytes, block: Array | None) -> None:
         """Pass a message of the server on. Raises Garbled."""
-        if kind not in (protocol.RESULT, protocol.SERVER_REPLY):
+        if kind not in (messages.RESULT, messages.SERVER_REPLY):
             raise Garbled(f"a message of kind {kind} about calls")
         self._post(lambda: self._pass_back(channel, kind, words, text, block))
 
@@ -165,15 +165,15 @@ class Relay:
             return  # its caller gets an error, since its socket has no other end
         sock = socket.socket(fileno=fds[0])
         sock.setblocking(False)
-        if kind == protocol.CALLS:
+        if kind == messages.CALLS:
             number = next(self._numbers)
             channel = self._channels[number] = _Channel(number, line.instance, sock, self)
             self._selector.register(sock, selectors.EVENT_READ, channel.ready)
-            self.tell(line.instance, pack(protocol.CALLS, (number, words[1])), (), 0)
+            self.tell(line.instance, pack(messages.CALLS, (number, words[1])), (), 0)
         else:
             line.questions = sock
             self._selector.register(sock, selectors.EVENT_READ, lambda events: self._objected(line))
-            self.tell(line.instance, pack(protocol.READINESS, ()), (), 0)
+            self.tell(line.instance, pack(messages.READINESS, ()), (), 0)
 
     def _objected(self, line: _Line) -> None:
         assert line.questions is not None
@@ -288,22 +288,22 @@ class _Channel:
             self._relay.end(self)
             return
         kind, words, text = unpack(message)
-        if kind == protocol.SEGMENT:
+        if kind == messages.SEGMENT:
             (fd,) = descriptors(ancillary)
             self._segments[words[1]] = Segment.read_shared(fd, new_number())
-        elif kind == protocol.READ:
+        elif kind == messages.READ:
             del self._lent[words[1]]
-        elif kind in (protocol.CALL, protocol.SERVER_REQUEST):
+        elif kind in (messages.CALL, messages.SERVER_REQUEST):
             self._pass_on(kind, words, text)
         else:
-            if kind == protocol.DROP:
+            if kind == messages.DROP:
                 self._drop(words[1])
             self._relay.tell(self._address, message, (), 0)
 
     def _pass_on(self, kind: int, words: Sequence[int], text: bytes) -> None:
         segment, offset, nbytes = words[4:7]
         memory = self._segments[segment].memory[offset : offset + nbytes]
-        asked: list[Any] = json.loads(text) if kind == protocol.SERVER_REQUEST else [""]
+        asked: list[Any] = json.loads(text) if kind == messages.SERVER_REQUEST else [""]
         what = asked[0]
         if what == METRIC:
             self.metrics[words[1]] = _Metric(asked[1][0], (segment, offset), memory)
@@ -317,7 +317,7 @@ class _Channel:
             self._relay.tell(self._address, onward, [memory.data] if nbytes else (), nbytes)
         except FlowserveError as error:  # it is larger than a frame
             home = self._free_blocks()
-            if kind == protocol.CALL:
+            if kind == messages.CALL:
                 self._send(encode_result(words[1], True, 0, home, encode_error(error), ()))
             else:
                 self._send(encode_server_reply(words[1], home, encode_error(error), None))
@@ -343,7 +343,7 @@ class _Channel:
     def take(self, kind: int, words: Sequence[int], text: bytes, block: Array | None) -> None:
         """Pass a message of the server on."""
         try:
-            if kind == protocol.RESULT:
+            if kind == messages.RESULT:
                 self._take_result(words, text, block)
             else:
                 self._take_reply(words, text)
@@ -352,7 +352,7 @@ class _Channel:
             self._relay.end(self)
 
     def _take_result(self, words: Sequence[int], text: bytes, block: Array | None) -> None:
-        number, is_last, _, _, error, columns, parameters = protocol.decode_result(words, text)
+        number, is_last, _, _, error, columns, parameters = messages.decode_result(words, text)
         home = self._free_blocks()
         try:
             token, placed = self._place(columns, block)
@@ -362,7 +362,7 @@ class _Channel:
         self._send(encode_result(number, is_last, token, home, error, placed, parameters))
 
     def _take_reply(self, words: Sequence[int], text: bytes) -> None:
-        number, _, error, answer = protocol.decode_server_reply(words, text)
+        number, _, error, answer = messages.decode_server_reply(words, text)
         if error is not None and (metric := self.metrics.pop(number, None)) is not None:
             self._come_home.append(metric.block)
         self._send(encode_server_reply(number, self._free_blocks(), error, answer))
@@ -388,7 +388,7 @@ class _Channel:
         lease = self._arena.lease(size)
         segment = lease.segment
         if segment.number not in self._shown:
-            self._send(pack(protocol.ATTACH, (segment.number,)), segment.open_for_reading())
+            self._send(pack(messages.ATTACH, (segment.number,)), segment.open_for_reading())
             self._shown.add(segment.number)
         placed: list[ResultColumn] = []
         for column, flat, start in zip(columns, flats, starts, strict=True):
@@ -399,7 +399,7 @@ class _Channel:
         return token, placed
 
     def _free_blocks(self) -> list[BlockAddress]:
-        return [self._come_home.popleft() for _ in range(min(len(self._come_home), protocol.HOME_BLOCKS_MAX))]
+        return [self._come_home.popleft() for _ in range(min(len(self._come_home), messages.HOME_BLOCKS_MAX))]
 
     def _send(self, message: bytes, fd: int = -1) -> None:
         self._unsent.append((message, fd))

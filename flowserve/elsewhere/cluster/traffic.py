@@ -3,7 +3,7 @@
 Decides that a large batch waits in the server until earlier ones have been answered, if their bytes and its own exceed
 the limit; that one batch may always be sent, however large; and that large batches are sent in the order of arrival,
 small ones immediately. Nothing blocks. Does not know what a batch is, or how it is sent. Callers:
-runtime/workers/, the metrics.
+runtime/remote/, the metrics.
 """
 
 from __future__ import annotations

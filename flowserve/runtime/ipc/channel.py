@@ -31,8 +31,8 @@ from typing import Any, Final
 
 from trio.lowlevel import wait_readable
 
-from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import (
+from flowserve.backends.worker import messages
+from flowserve.backends.worker.messages import (
     ANCILLARY_BYTES,
     CLOSE_ON_EXEC,
     MESSAGE_BYTES_MAX,
@@ -217,11 +217,11 @@ class Channel:
         MemoryError for lack of memory or descriptors.
         """
         if len(message) > MESSAGE_BYTES_MAX:
-            message = pack(protocol.SPILLED, packer.spill(message, packed))
+            message = pack(messages.SPILLED, packer.spill(message, packed))
         for segment in packed.segments:
             if segment.number not in self.attached:
                 self.tell(
-                    pack(protocol.ATTACH, (segment.number,)), descriptor(segment.open_for_reading, "shared memory")
+                    pack(messages.ATTACH, (segment.number,)), descriptor(segment.open_for_reading, "shared memory")
                 )
                 self.has_attached(segment)
         self._outbox.send(message)
@@ -237,14 +237,14 @@ class Channel:
 
     def end(self) -> None:
         """Ask the process to finalise its model and exit. On any thread, after all other messages."""
-        self._socket.send(pack(protocol.END, ()))
+        self._socket.send(pack(messages.END, ()))
 
     def take_update(self) -> Sequence[int]:
         """The updates about memory for the process, as words of its next RUN message. Requests missing descriptors
         again.
         """
         for number in self._unseen:
-            self.tell(pack(protocol.SHOW, (number,)))
+            self.tell(pack(messages.SHOW, (number,)))
         if not self.free_blocks and not self._ended:
             return _NO_UPDATE
         words = [0, 0]
@@ -279,7 +279,7 @@ class Channel:
             gone = [number for number, one in self._peers.items() if one.is_closed]
             for number in gone:
                 del self._peers[number]
-            self.tell(pack(protocol.PEER, (peer.number, *gone)), fd)
+            self.tell(pack(messages.PEER, (peer.number, *gone)), fd)
             self._peers[peer.number] = peer
 
     def has_attached(self, segment: Segment) -> None:
@@ -309,9 +309,9 @@ class Channel:
                     self._take_descriptor(message, descriptors(ancillary))
                     continue
                 kind, words, _ = message
-                if kind == protocol.SPILLED_OUT:
+                if kind == messages.SPILLED_OUT:
                     return unpack(self._spilled(*words[1:]))
-                if kind == protocol.GONE:
+                if kind == messages.GONE:
                     self._take_gone(words[1:])
                 else:
                     return message
@@ -364,11 +364,11 @@ class Channel:
         kind, words, _ = message
         taken = [*fds]
         try:
-            if kind == protocol.SEGMENT:
+            if kind == messages.SEGMENT:
                 self._take_segment(words[1], taken)
-            elif kind == protocol.CALLS and taken and self.on_calls is not None:
+            elif kind == messages.CALLS and taken and self.on_calls is not None:
                 self.on_calls(taken.pop(), bool(words[1]))
-            elif kind == protocol.READINESS and taken and self.questions is None:
+            elif kind == messages.READINESS and taken and self.questions is None:
                 self.questions = socket.socket(fileno=taken.pop())
             elif not taken:
                 raise Garbled(NO_DESCRIPTOR)

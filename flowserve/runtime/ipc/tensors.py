@@ -27,8 +27,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from flowserve.backends.base import Work
-from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import ColumnPlace, Garbled, Stage, request_facts
+from flowserve.backends.worker import messages
+from flowserve.backends.worker.messages import ColumnPlace, Garbled, Stage, request_facts
 from flowserve.errors import Invalid
 from flowserve.memory import raw
 from flowserve.memory.arena import Arena, aligned
@@ -211,7 +211,7 @@ class OutputReader:
             for spec in self._specs:
                 kind = words[at]
                 at += 1
-                if kind == protocol.TOGETHER:
+                if kind == messages.TOGETHER:
                     offset, nbytes, absent = words[at], words[at + 1], words[at + 2]
                     placed.append(nbytes)
                     shape_at = at + 3 + absent
@@ -221,10 +221,10 @@ class OutputReader:
                         column = self._with_gaps(spec, array, rows, frozenset(words[shape_at - absent : shape_at]))
                     else:
                         column = self._members(array, rows, spec)
-                elif kind == protocol.APART:
+                elif kind == messages.APART:
                     column, nbytes, at = self._apart(spec, words, at, memory, rows, unlike)
                     placed.append(nbytes)
-                elif kind == protocol.NOTHING:
+                elif kind == messages.NOTHING:
                     column = [None] * len(rows)
                     placed.append(0)
                 else:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from flowserve.backends import registry
 from flowserve.backends.base import Backend, CompletesInProcess, ModelFiles, Remote, UsesGpus, Verifies
-from flowserve.backends.worker.protocol import RUN_TASK
+from flowserve.backends.worker.messages import RUN_TASK
 from flowserve.config.complete import AUTHORS
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import Completion, ModelConfig

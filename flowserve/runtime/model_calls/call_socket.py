@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from flowserve.backends.worker.protocol import (
+from flowserve.backends.worker.messages import (
     ANCILLARY_BYTES,
     ATTACH,
     CLOSE_ON_EXEC,
+    FROM_CALLER,
     HOME_BLOCKS_MAX,
     INLINE_BYTES_MAX,
     MESSAGE_BYTES_MAX,
@@ -27,6 +28,7 @@ from flowserve.backends.worker.protocol import (
     encode_result,
     encode_server_reply,
     pack,
+    read,
     unpack,
 )
 from flowserve.errors import Internal
@@ -93,9 +95,11 @@ class CallSocket:
                 kind, words, text = unpack(message)
                 if kind == SEGMENT:
                     # Processes that a model has forked use the same numbers.
-                    self._segments[words[1]] = Segment.read_shared(fds.pop(), new_number())
+                    (number,) = read(FROM_CALLER, kind, words)
+                    self._segments[number] = Segment.read_shared(fds.pop(), new_number())
                 elif kind == READ:
-                    del self._lent[words[1]]
+                    (token,) = read(FROM_CALLER, kind, words)
+                    del self._lent[token]
                 else:
                     self.calls.take(kind, words, text, self._block)
             except (ValueError, LookupError, Internal) as error:

@@ -4,7 +4,7 @@ Decides that a call is a request like any other. It is accepted while the server
 because it might wait for its own caller, but the deployment's deadline and response cache apply. It is withdrawn when
 all requests of its caller's batch are over, or its caller has ended. `scheduling/call_graph.py` decides which calls
 could never finish. Calls of models on threads arrive through `ThreadCaller`, calls of processes through
-process_calls.py; other requests of models are in server_requests.py.
+remote_calls.py; other requests of models are in server_requests.py.
 """
 
 from __future__ import annotations

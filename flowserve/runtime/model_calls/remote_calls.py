@@ -3,7 +3,7 @@ has forked there.
 
 Decides that everything the process sends is checked before use; that each process has calls of its own, and that they
 and its metrics end with it; and what a process is told about a call. How messages and tensors travel is decided by the
-port: call_socket.py for processes of this machine, runtime/workers/actor_connection.py for actors. Its other requests
+port: call_socket.py for processes of this machine, elsewhere/tcp.py for actors. Its other requests
 (server_requests.py) come the same way.
 """
 
@@ -19,14 +19,16 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from flowserve.backends.base import IS_WITHDRAWN, METRIC, METRIC_VALUE, OPEN_FAMILY, Answer, BlsCall
-from flowserve.backends.worker.protocol import (
+from flowserve.backends.worker.messages import (
     CALL,
     DROP,
+    FROM_CALLER,
     LEAVE,
     NO_PARAMETERS,
     SERVER_REQUEST,
     Garbled,
     encode_error,
+    read,
 )
 from flowserve.errors import FlowserveError, Internal, Unsupported
 from flowserve.observe.exposition import GAUGE
@@ -142,9 +144,10 @@ class RemoteCalls:
                 what, arguments, names = json.loads(text)
                 self._begin_server_request(words, what, arguments, names, memory_of)
             elif kind == DROP:
-                self._drop(words[1])
+                self._drop(*read(FROM_CALLER, kind, words))
             elif kind == LEAVE:
-                self._withdraw(words[1], is_answered=bool(words[2]))
+                number, is_answered = read(FROM_CALLER, kind, words)
+                self._withdraw(number, is_answered=bool(is_answered))
             else:
                 raise Garbled(f"a message of kind {kind} about calls")
         except (struct.error, ValueError, LookupError, TypeError, RecursionError, FlowserveError) as error:

@@ -2,7 +2,7 @@
 
 Decides which of these a model may make, which parameters a load or unload has in any protocol, their types, when it is
 allowed, and that a load that would wait for the load of its own caller is refused. The caller may be third-party code
-in a process of its own, so all arguments are checked. `calls.py` and `process_calls.py` decide how the requests of
+in a process of its own, so all arguments are checked. `calls.py` and `remote_calls.py` decide how the requests of
 models arrive, the protocols how a parameter is encoded (base64 in JSON, a field of a message), loading/control.py what
 loading means. Called by http, grpc and the modules of this package.
 """

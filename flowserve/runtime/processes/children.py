@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol
 import trio
 
 from flowserve.backends.worker.forkserver import REPORT
-from flowserve.backends.worker.protocol import LOST_GPU, MESSAGE_BYTES_MAX, parse_result
+from flowserve.backends.worker.messages import LOST_GPU, MESSAGE_BYTES_MAX, parse_result
 from flowserve.errors import ModelFailed, Unavailable
 from flowserve.observe.log_fields import of
 from flowserve.runtime.clock import ClockNs

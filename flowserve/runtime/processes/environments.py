@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from flowserve.backends.base import Remote
 from flowserve.backends.worker import unpack
-from flowserve.backends.worker.protocol import RUN_TASK
+from flowserve.backends.worker.messages import RUN_TASK
 from flowserve.config.parameters import ENVIRONMENT
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Invalid, Unavailable

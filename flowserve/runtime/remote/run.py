@@ -17,8 +17,8 @@ from enum import Enum, auto
 from typing import Any, Final, Protocol
 
 from flowserve.backends.base import NO_ERRORS, NO_PARAMETERS, Results
-from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import (
+from flowserve.backends.worker import messages
+from flowserve.backends.worker.messages import (
     PASSED_AT,
     STAGE_WORDS,
     Garbled,
@@ -194,7 +194,7 @@ class Run:
         memory = self.memory
         results, error, kept = None, None, 0
         try:
-            if kind == protocol.DONE:  # inline: a function would be one more call for each batch
+            if kind == messages.DONE:  # inline: a function would be one more call for each batch
                 kept, gathered_ns, computed_ns, segment, offset, nbytes = words[at : at + STAGE_WORDS]
                 block = memory.block(k, segment, offset, nbytes)
                 reader, rows = worker.reader, self.rows
@@ -207,7 +207,7 @@ class Run:
                 )
                 if told:
                     decode_members(told, results, len(rows))
-            elif kind == protocol.FAILED:
+            elif kind == messages.FAILED:
                 kept = words[at]
                 error = decode_error(json.loads(text))
             elif not passed:

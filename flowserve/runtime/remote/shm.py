@@ -28,8 +28,8 @@ from typing import Any, Final, cast
 import trio
 
 from flowserve.backends.base import Remote, Results, Work
-from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import Garbled, Job, RouteHop, Stage, decode_error, encode_route, pack
+from flowserve.backends.worker import messages
+from flowserve.backends.worker.messages import Garbled, Job, RouteHop, Stage, decode_error, encode_route, pack
 from flowserve.backends.worker.readiness import ask
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, InstanceDied, Internal, ModelFailed
@@ -126,7 +126,7 @@ class ProcessPort:
     def open(self, worker: RemoteWorker) -> None:
         self._worker = worker
         job = replace(self._job, number=next(self._pool.process_numbers))
-        child = self._pool.spawn(self._name, protocol.SERVE, pickle.dumps(job), log_name=self._model)
+        child = self._pool.spawn(self._name, messages.SERVE, pickle.dumps(job), log_name=self._model)
         channel = Channel(child.socket, job.number, self._model, self._pool.readiness)
         channel.on_calls = partial(worker.post, self._begin_early_calls, child)
         self._opening = child
@@ -210,7 +210,7 @@ class ProcessPort:
 
     def recall(self, run: Run) -> None:
         for i in run.ask():
-            run.memory.channels[i].tell(pack(protocol.CANCEL, (run.number,)))
+            run.memory.channels[i].tell(pack(messages.CANCEL, (run.number,)))
 
     def free_words(self) -> Sequence[int]:
         words: list[int] = []
@@ -252,7 +252,7 @@ class ProcessPort:
         try:
             while (message := channel.read()) is not None:
                 kind, words, text = message
-                if kind == protocol.CANCELLED:
+                if kind == messages.CANCELLED:
                     self._cancelled(worker, words)
                 elif worker.take(kind, words, text, channel.block):
                     return  # messages behind a reply, as GONE, remain for the next event: epoll is level-triggered
@@ -481,9 +481,9 @@ def _await_open(child: Child, channel: Channel) -> None:
             raise ModelFailed(f"instance '{child.name}': its process sent an invalid message: {error}") from None
         if message is not None:
             kind, _, text = message
-            if kind == protocol.READY:
+            if kind == messages.READY:
                 return
-            if kind == protocol.BROKEN:
+            if kind == messages.BROKEN:
                 raise decode_error(json.loads(text))
             raise ModelFailed(f"instance '{child.name}': its process sent an invalid message: a message of kind {kind}")
         if child.pidfd in ready:

@@ -12,8 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from flowserve.backends.base import Sent
-from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import ANSWER_OUTPUTS_AT, Garbled, decode_error, decode_notes, pack
+from flowserve.backends.worker import messages
+from flowserve.backends.worker.messages import (
+    ANSWER_OUTPUTS_AT,
+    FROM_INSTANCE,
+    Garbled,
+    decode_error,
+    decode_notes,
+    pack,
+    read,
+)
 from flowserve.errors import FlowserveError, Internal
 from flowserve.runtime.ipc.channel import Unseen
 from flowserve.runtime.ipc.tensors import ANY_ROWS, OutputReader
@@ -59,19 +67,19 @@ class RemoteSink:
             if granted:
                 sender.grant(granted)
         for first in range(0, len(going_on), 3 * _GOING_ON_MAX):
-            self.port.tell(pack(protocol.GOES_ON, [number, *going_on[first : first + 3 * _GOING_ON_MAX]]))
+            self.port.tell(pack(messages.GOES_ON, [number, *going_on[first : first + 3 * _GOING_ON_MAX]]))
 
     def take(self, kind: int, words: Sequence[int], text: bytes, memory_of: MemoryOf, batch: Batch | None) -> None:
         """Process a message about responses. `batch`: the batch in the process. Raises Garbled."""
-        if kind == protocol.ANSWER:
+        if kind == messages.ANSWER:
             self._take_response(words, text, memory_of)
-        elif kind == protocol.OVER:
-            number, member = words[1:]
+        elif kind == messages.OVER:
+            number, member = read(FROM_INSTANCE, kind, words)
             source = self._sources.pop((number, member), None)
             if source is not None:
                 self.streams.over(source, decode_error(json.loads(text)) if text else None)
-        elif kind == protocol.WAITS:
-            number, member, is_inside = words[1:]
+        elif kind == messages.WAITS:
+            number, member, is_inside = read(FROM_INSTANCE, kind, words)
             source = self._sources.get((number, member))
             if source is not None:
                 self.streams.waits(source, batch if is_inside else None)
@@ -126,8 +134,8 @@ class RemoteSender:
 
     def grant(self, count: int) -> None:
         port = self.sink.port
-        port.tell(pack(protocol.GRANT, [*self.key, count, *port.free_words()]))
+        port.tell(pack(messages.GRANT, [*self.key, count, *port.free_words()]))
 
     def withdraw(self) -> None:
         self.sink.streams.cancelled(self._source)
-        self.sink.port.tell(pack(protocol.WITHDRAW, self.key))
+        self.sink.port.tell(pack(messages.WITHDRAW, self.key))

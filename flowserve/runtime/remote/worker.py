@@ -20,8 +20,8 @@ from typing import Any, Final
 import trio
 
 from flowserve.backends.base import Results
-from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import ColumnPlace, Garbled, encode_about, encode_run
+from flowserve.backends.worker import messages
+from flowserve.backends.worker.messages import ColumnPlace, Garbled, encode_about, encode_run
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Internal, Unavailable
 from flowserve.memory.arena import Arena
@@ -42,7 +42,7 @@ log = logging.getLogger("flowserve.runtime")
 _RELEASES: Final = 6
 # Processes forked by a model that may call other models at once: each has a socket in the server.
 _FORKS_MAX: Final = 256
-_REPLIES: Final = frozenset((protocol.DONE, protocol.FAILED, protocol.NOT_RUN))
+_REPLIES: Final = frozenset((messages.DONE, messages.FAILED, messages.NOT_RUN))
 
 # An instance that takes two batches would run the second one only after the first, whose call may wait for it.
 _CALLS_TOO_EARLY: Final = (
@@ -244,7 +244,7 @@ class RemoteWorker:
         if run is None:
             run = self.port.runs.get(number)  # this instance was released before the batch's route was over
             if run is None or self not in run.workers:
-                if kind == protocol.NOT_RUN:
+                if kind == messages.NOT_RUN:
                     return False  # the batch was lost meanwhile
                 raise Garbled(f"a reply to batch {number}, which it does not have")
         outcome = run.outcome(self, kind, words, text, self._clock())

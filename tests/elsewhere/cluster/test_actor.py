@@ -19,8 +19,8 @@ import pytest
 
 from flowserve.backends.base import ModelFiles
 from flowserve.backends.python.pb_utils import context
-from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import encode_run, pack, unpack
+from flowserve.backends.worker import messages
+from flowserve.backends.worker.messages import encode_run, pack, unpack
 from flowserve.config.types import InstanceGroup, ModelConfig, SourceMap
 from flowserve.elsewhere.cluster import frames
 from flowserve.elsewhere.cluster.actor import Actor
@@ -55,7 +55,7 @@ class Spoken:
     def open(self) -> None:
         self.tell(frames.HELLO, (), versions())
         kind, words, text, _ = self.hear()
-        assert (kind, words[1:], text) == (protocol.READY, (0,), None)
+        assert (kind, words[1:], text) == (messages.READY, (0,), None)
 
     def run(self, number: int, *values: float) -> None:
         data = np.array([values], np.float32)
@@ -113,7 +113,7 @@ def test_batches_run_in_order_and_the_actor_ends_with_the_connection(tmp_path: P
             server.tell(frames.PING)
             heard = [server.hear() for _ in range(4)]
             assert heard[0][0] == frames.PONG, "while the first batch runs"
-            assert [(kind, words[1]) for kind, words, _, _ in heard[1:]] == [(protocol.DONE, n) for n in (7, 8, 9)]
+            assert [(kind, words[1]) for kind, words, _, _ in heard[1:]] == [(messages.DONE, n) for n in (7, 8, 9)]
             assert [block[:8].view(np.float32)[1] for *_, block in heard[1:]] == [14, 16, 18]
         thread.join(10)
 
@@ -127,7 +127,7 @@ def test_a_connection_that_does_not_know_the_secret_is_refused_and_the_next_one_
             plain.recv(1000)
         with connected(made) as server:
             server.open()
-            server.tell(protocol.END)
+            server.tell(messages.END)
             assert (server.hear()[0], server.heard_of) == (frames.CLOSED, 1)
             with pytest.raises(EOFError):
                 server.hear()
@@ -137,7 +137,7 @@ def test_other_versions_are_refused_with_both(tmp_path: Path) -> None:
     with actor(tmp_path) as (made, *_), connected(made) as server:
         server.tell(frames.HELLO, (), ["9.9", "3.99", "7"])
         kind, _, (error, text), _ = server.hear()
-        assert (kind, error) == (protocol.BROKEN, "unavailable")
+        assert (kind, error) == (messages.BROKEN, "unavailable")
         assert "the server has flowserve, Python and numpy 9.9, 3.99, 7" in text
         assert ", ".join(versions()) in text
 
@@ -146,17 +146,17 @@ def test_other_versions_are_refused_with_both(tmp_path: Path) -> None:
     "message",
     [
         pack(99, ()),
-        pack(protocol.RUN, (1, 2)),
+        pack(messages.RUN, (1, 2)),
         encode_run(1, 0, 0, [1], [(0,)], (0, 0), [(frames.BLOCK, 0, 4000, (1, 1000))]),
         encode_run(1, 0, 0, [1], [(0,)], (0, 0), [(frames.BLOCK, 0, 8, (3, 1))]),
         encode_run(1, 0, 0, [2], [(0,)], (0, 0), [(frames.BLOCK, 0, 8, (1, 2))]),
         encode_run(1, 0, 0, [1], [(5,)], (0, 0), [(frames.BLOCK, 0, 8, (1, 2))]),
         encode_run(1, 0, 0, [1], [(0,)], (0, 0), [None, None]),
         encode_run(1, 0, 2, [1], [(0,)], (0, 0), [(frames.BLOCK, 0, 8, (1, 2))]),
-        pack(protocol.ROUTE, (1, 2)),
-        pack(protocol.ROUTE, (1, 2, 1, 0, 9, 0)),
-        pack(protocol.CANCEL, ()),
-        pack(protocol.RUN, (1, 5, 0, 1, 1, 4, 0, 0, 1)),
+        pack(messages.ROUTE, (1, 2)),
+        pack(messages.ROUTE, (1, 2, 1, 0, 9, 0)),
+        pack(messages.CANCEL, ()),
+        pack(messages.RUN, (1, 5, 0, 1, 1, 4, 0, 0, 1)),
         b"\x00" * 8,
     ],
 )
@@ -173,31 +173,31 @@ def test_an_error_of_the_model_fails_its_batch_and_the_next_one_runs(tmp_path: P
         server.open()
         server.run(1, -2.0)
         kind, words, (_, text, traceback), _ = server.hear()
-        assert (kind, words[1]) == (protocol.FAILED, 1)
+        assert (kind, words[1]) == (messages.FAILED, 1)
         assert "minus two" in text
         assert traceback.startswith("Traceback")
         server.run(2, -1.0)
         kind, _, told, block = server.hear()
-        assert (kind, block) == (protocol.DONE, None)
+        assert (kind, block) == (messages.DONE, None)
         assert "minus one" in told["0"][1]
         server.run(3, 1.0)
-        assert server.hear()[0] == protocol.DONE
+        assert server.hear()[0] == messages.DONE
 
 
 def test_an_instance_that_was_given_up_before_its_job_came_is_not_opened(tmp_path: Path) -> None:
     with actor(tmp_path) as (made, _, job), connected(made) as server:
         server.open()
-        server.tell(protocol.END, instance=2)
+        server.tell(messages.END, instance=2)
         server.tell(frames.PING)
         assert server.hear()[0] == frames.PONG
         made.add(replace(job, number=2, name="m_1"))
         made.add(replace(job, number=3, name="m_2"))
-        assert (server.hear()[0], server.heard_of) == (protocol.READY, 3)
-        server.tell(protocol.END, instance=3)
+        assert (server.hear()[0], server.heard_of) == (messages.READY, 3)
+        server.tell(messages.END, instance=3)
         assert (server.hear()[0], server.heard_of) == (frames.CLOSED, 3)
         server.run(1, 4.0)
-        assert (server.hear()[0], server.heard_of) == (protocol.DONE, 1), "the other one goes on"
-        server.tell(protocol.RUN, instance=3)
+        assert (server.hear()[0], server.heard_of) == (messages.DONE, 1), "the other one goes on"
+        server.tell(messages.RUN, instance=3)
         with pytest.raises(EOFError):
             server.hear()
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowserve.backends.base import Work
-from flowserve.backends.worker.protocol import Garbled, decode_run, encode_run, unpack
+from flowserve.backends.worker.messages import Garbled, decode_run, encode_run, unpack
 from flowserve.elsewhere.cluster.frames import (
     BLOCK_BYTES_MAX,
     MESSAGE_BYTES_MAX,

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowserve.backends.worker.protocol import Garbled
+from flowserve.backends.worker.messages import Garbled
 from flowserve.elsewhere.cluster.link import ActorLink, Tls, client_context, greet_actor, greet_server, server_context
 from flowserve.errors import Unavailable
 from flowserve.memory.pool import HOST

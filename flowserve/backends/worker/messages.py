@@ -16,7 +16,8 @@ server, which trusts no worker process:
 
   PASSED    for each stage: kept gathered_ns computed_ns segment offset outputs (offset nbytes dimensions dim...)...
 
-Numbers 16 to 31 are for messages between a decoupled model and the server during a batch.
+The kinds are in four tables at the end of this module, with their fields and their functions. Numbers 16 to 18 are for
+messages between a decoupled model and the server during a batch.
 
 Does not know memory or models. Callers: the modules of this package, and runtime/.
 """
@@ -29,7 +30,7 @@ import struct
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -71,124 +72,49 @@ ANCILLARY_BYTES: Final = 64
 # A descriptor that is received is closed on exec. A number: an operation on the enumeration's member costs 0.5 us.
 CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
 
-# ---- server to worker process
-# ATTACH segment, with a descriptor: memory that inputs will be in. Segment numbers are unique in a server: those that a
-#   worker process creates begin at its own number << 32 (`Job.number`). Also between worker processes.
+# The kinds of messages; what their words are is in the tables at the end of this module. To an instance:
 ATTACH: Final = 1
-# RUN number route stage members sets updates passed about inputs  rows... wanted... updates... passed... about...
-#   columns...
-#   TEXT: one batch; also between worker processes, for a batch with a route. `stage` is the number of stages that it
-#   has passed. `members` counts the rows, `sets` the lists in `wanted`, the next three the words of these parts, and
-#   `inputs` the columns.
-#   wanted: (outputs output...)... indices of the outputs that each member requests, one list if all request the same
-#   updates: (blocks ended (segment offset)... segment...)... for this stage and each later one: blocks of its process
-#     that are free again, and attached memory that has ended
-#   passed: PASSED
-#   about: the facts of the members and their trace contexts, see `encode_about`; TEXT has their strings
-#   columns: for each input NOTHING, or TOGETHER segment offset nbytes dimensions dim..., the place of one tensor of all
-#     members; or APART, and for each member 0, or 1 segment offset nbytes dimensions dim...  The segment is 0 where
-#     there are no bytes.
 RUN: Final = 2
-# END: finalise the model and exit
 END: Final = 3
-# SPILLED segment offset nbytes: the position of a message that is too long for a datagram
 SPILLED: Final = 4
-# SHOW segment: send that SEGMENT again; the server had no free descriptor when it arrived
 SHOW: Final = 5
-# PEER number gone..., with a descriptor: the server's end of another process's socket, to hand batches on to that
-#   process; the peers `gone` have ended
 PEER: Final = 6
-# ROUTE number peer wanted output... inputs (stage output)... gone...: batches with this route go on to that peer, which
-#   computes those outputs; its inputs are those outputs of those stages. `wanted` and `inputs` are counts. The routes
-#   `gone` are not used any more.
 ROUTE: Final = 7
-# CANCEL number: reply whether that batch was run here; if not, it must not be run any more
 CANCEL: Final = 8
-# RELEASE quiet count (segment offset)... segment...: `count` blocks of the process's own are free, and attached
-#   segments have ended; release memory that was not used for a while. quiet: no batch came since the last RELEASE
 RELEASE: Final = 9
-# GRANT number member count (segment offset)...: permits `count` more responses of that member of that batch; those that
-#   are permitted from the beginning are sent before the batch. The blocks are free again.
 GRANT: Final = 16
-# WITHDRAW number member: its client has cancelled the request
 WITHDRAW: Final = 17
-# GOES_ON number (member earlier-number earlier-member)...: these members of the next batch were rescheduled earlier and
-#   keep their senders; a member whose sender does not exist any more is treated as cancelled
 GOES_ON: Final = 18
 OF_STREAMS: Final = frozenset((GRANT, WITHDRAW, GOES_ON))
 
-# ---- worker process to server
-# READY, or BROKEN TEXT [kind, text]: the instance is open, or could not be opened
+# From an instance:
 READY: Final = 1
 BROKEN: Final = 2
-# SEGMENT number, with a descriptor: memory that outputs will be in
 SEGMENT: Final = 3
-# DONE number stages PASSED kept gathered_ns computed_ns segment offset nbytes outputs...  TEXT {member: [kind, text] if
-#   it failed, its parameters, or null if it is rescheduled; under "" the notes about the outputs (`encode_notes`), and
-#   under RAISED [kind, text, traceback] of what the model raised after it had responded to some members; the others
-#   have RAISED as their error}
-#   PASSED: the results of the `stages` before this one, in a route
-#   kept: whether the model still holds views of this batch's inputs; GONE follows when it has released them
-#   outputs: for each output NOTHING, or
-#     TOGETHER offset nbytes absent member... dimensions dim...    contiguous, without the absent members
-#     APART, and for each member 0, or form offset nbytes dimensions dim...; form: 1 for the configuration's data type,
-#       else 1 + the number of another one in ModelConfig
-#   offsets are relative to the block
 DONE: Final = 4
+FAILED: Final = 5
+GONE: Final = 6
+SPILLED_OUT: Final = 7
+CALLS: Final = 8
+NOT_RUN: Final = 15
+ANSWER: Final = 16
+OVER: Final = 17
+WAITS: Final = 18
+CANCELLED: Final = 19
+READINESS: Final = 20
 PASSED_AT: Final = 3  # where PASSED is in the replies to a batch; the number of its stages is the word before
 STAGE_WORDS: Final = 6  # before the outputs, of a stage in PASSED and of DONE behind PASSED
-RAISED: Final = "raised"
-# FAILED number stages PASSED kept TEXT [kind, text]: the whole batch failed
-FAILED: Final = 5
-# GONE number...: the model has released the inputs of these batches
-GONE: Final = 6
-# SPILLED_OUT segment offset nbytes: as SPILLED
-SPILLED_OUT: Final = 7
-# NOT_RUN number stages PASSED: a batch of a route was not run here: it was cancelled, or its inputs do not fit
-NOT_RUN: Final = 15
-# CANCELLED number stages PASSED: the reply to CANCEL: the results of the batch here, if it was run (one stage or none)
-CANCELLED: Final = 19
-# ... from a decoupled model, at any time; its DONE has NOTHING for every output
-# ANSWER number member last infer_ns output_ns segment offset nbytes outputs..., and TEXT parameters, or [parameters,
-#   notes about the outputs], if there are any: one response; uses up one that GRANT permitted. last: it carries the
-#   final flag
-ANSWER: Final = 16
 ANSWER_OUTPUTS_AT: Final = 9
-# OVER number member, and TEXT [kind, text] if it failed: there are no more responses; otherwise the final flag came
-#   without one
-OVER: Final = 17
-# WAITS number member inside: a thread waits for a GRANT; inside: the thread that runs the batch
-WAITS: Final = 18
+RAISED: Final = "raised"
 
-# READINESS, with a descriptor: a socket for questions whether the model is ready (readiness.py), before READY
-READINESS: Final = 20
-# CALLS is_fork, with a descriptor: a socket for the model's calls of other models, in the worker process or in one that
-# the model has forked, each of which has its own. Messages of the process on it:
-CALLS: Final = 8
-# SEGMENT as above, for inputs of calls, and
-# CALL number is_stream batch segment offset nbytes count, and for each input: type offset nbytes dimensions dim...
-#   TEXT [model, version, names of inputs, names of outputs or null, id, priority, timeout in us, sequence id, start,
-#   end, parameters]. Types are numbers in ModelConfig. batch: the batch that is executed and returns to the server
-#   after this stage of its route, because its model calls another; else 0
+# From a process that calls models, and to it:
 CALL: Final = 9
-# READ token: the response with that token was read
 READ: Final = 10
-# LEAVE number is_answered: the call is withdrawn. is_answered: a last RESULT follows, if none was sent
 LEAVE: Final = 11
-# SERVER_REQUEST number 0 0 segment offset nbytes count, and for each file: type offset nbytes dimensions dim...  TEXT
-#   [what, arguments, names of files]: another request to the server (backends/base.py). The file of a metric is the
-#   memory in which it is counted from then on.
-SERVER_REQUEST: Final = 13
-# DROP family: its metrics are not shown any more
-DROP: Final = 14
-# ... and messages of the server on it: ATTACH as above, and
-# SERVER_REPLY number (segment offset)...  TEXT [[kind, text] or null, answer]: the answer to a SERVER_REQUEST.
-#   The blocks, of inputs of calls, are free again: the server does not read them any more.
-SERVER_REPLY: Final = 13
-# RESULT number is_last token blocks (segment offset)... outputs (type segment offset nbytes dimensions dim...)...  TEXT
-#   [[kind, text] or null, names, parameters], and behind a line feed the bytes of all outputs whose segment is 0, at
-#   these offsets: a response to a CALL. `token` is 0 where no output is in a segment.
 RESULT: Final = 12
+SERVER_REQUEST: Final = 13
+SERVER_REPLY: Final = 13
+DROP: Final = 14
 
 # The fields of a `Request` that are sent with it, in this order: all but its tensors, and its outputs, since a step has
 # its own (`wanted`).
@@ -752,3 +678,155 @@ def decode_server_reply(words: Sequence[int], text: bytes) -> tuple[int, list[Bl
         return words[1], blocks, error, answer
     except (IndexError, TypeError, ValueError, RecursionError) as fault:
         raise Garbled(f"a reply that is none: {fault}") from None
+
+
+class Form(NamedTuple):
+    """The form of one kind of message. `fields`: the names of its words, in order; those in brackets repeat until its
+    end, and "..." stands for lists that only its functions know. `text`: what its text is, "" for none. `encode` and
+    `decode`: its functions, if it has lists within lists; every other kind is written by `pack` and read by `read`.
+    """
+
+    name: str
+    fields: str = ""
+    text: str = ""
+    encode: Callable[..., bytes] | None = None
+    decode: Callable[..., Any] | None = None
+
+
+# OUTPUTS: for each output NOTHING, or TOGETHER offset nbytes absent member... dimensions dim..., contiguous without the
+# absent members; or APART, and for each member 0, or form offset nbytes dimensions dim..., where form is 1 for the
+# configuration's data type, else 1 + the number of another one in ModelConfig. Offsets are relative to the block.
+# COLUMNS: for each input NOTHING, or TOGETHER segment offset nbytes dimensions dim..., the place of one tensor of all
+# members; or APART, and for each member 0, or 1 segment offset nbytes dimensions dim...  The segment is 0 where there
+# are no bytes.
+
+TO_INSTANCE: Final[Mapping[int, Form]] = {
+    # With a descriptor: memory that inputs will be in. Segment numbers are unique in a server: those that a worker
+    # process creates begin at its own number << 32 (`Job.number`). Also between worker processes.
+    ATTACH: Form("ATTACH", "segment"),
+    # One batch; also between worker processes, for a batch with a route. `stage` is the number of stages that it has
+    # passed, `members` counts the rows, `sets` the lists of requested outputs (one if all members request the same),
+    # the next three the words of these parts, and `inputs` the COLUMNS. For this stage and each later one, the updates
+    # have the blocks of its process that are free again, and the attached memory that has ended.
+    RUN: Form(
+        "RUN",
+        "number route stage members sets updates passed about inputs ... rows wanted updates PASSED about COLUMNS",
+        "the strings of `about`",
+        encode_run,
+        decode_run,
+    ),
+    END: Form("END"),  # finalise the model, and exit
+    SPILLED: Form("SPILLED", "segment offset nbytes"),  # the place of a message that is too long for a datagram
+    # Send that SEGMENT again: the server had no free descriptor when it arrived.
+    SHOW: Form("SHOW", "segment"),
+    # With a descriptor: the server's end of another process's socket, to hand batches on to that process.
+    PEER: Form("PEER", "number [gone]"),
+    # Batches with this route go on to that peer, which computes those outputs of those inputs: (stage, output).
+    ROUTE: Form("ROUTE", "number peer ... wanted inputs gone", "", encode_route, decode_route),
+    CANCEL: Form("CANCEL", "number"),  # reply whether that batch was run here; if not, it must not be run any more
+    # Release memory that was not used for a while. quiet: no batch came since the last RELEASE.
+    RELEASE: Form("RELEASE", "quiet count ... blocks ended", "", encode_release, decode_release),
+    # Permits `count` more responses of that member; those that are permitted from the beginning come before the batch.
+    # The blocks are free again.
+    GRANT: Form("GRANT", "number member count [segment offset]"),
+    WITHDRAW: Form("WITHDRAW", "number member"),  # its client has cancelled the request
+    # These members of the next batch were rescheduled earlier and keep their senders; a member whose sender does not
+    # exist any more is treated as cancelled.
+    GOES_ON: Form("GOES_ON", "number [member earlier-number earlier-member]"),
+}
+FROM_INSTANCE: Final[Mapping[int, Form]] = {
+    READY: Form("READY", "[pure]"),  # the instance is open; an actor also says whether its model is pure
+    BROKEN: Form("BROKEN", "", "the error"),
+    SEGMENT: Form("SEGMENT", "number"),  # with a descriptor: memory that outputs will be in
+    # kept: whether the model still holds views of this batch's inputs; GONE follows when it has released them.
+    DONE: Form(
+        "DONE",
+        "number stages ... PASSED kept gathered_ns computed_ns segment offset nbytes OUTPUTS",
+        "{member: its error if it failed, its parameters, or null if it is rescheduled; under '' the notes about the "
+        "outputs, under RAISED what the model raised after it had responded to some members}",
+        None,
+        decode_done_text,
+    ),
+    FAILED: Form("FAILED", "number stages ... PASSED kept", "the error of the whole batch"),
+    # A batch of a route was not run here: it was cancelled, or its inputs do not fit.
+    NOT_RUN: Form("NOT_RUN", "number stages ... PASSED", "", None, read_passed),
+    # The reply to CANCEL: the results of the batch here, if it was run (one stage or none).
+    CANCELLED: Form("CANCELLED", "number stages ... PASSED", "", None, read_passed),
+    GONE: Form("GONE", "[number]"),  # the model has released the inputs of these batches
+    SPILLED_OUT: Form("SPILLED_OUT", "segment offset nbytes"),
+    # One response of a decoupled model; uses up one that GRANT permitted. last: it carries the final flag.
+    ANSWER: Form(
+        "ANSWER",
+        "number member last infer_ns output_ns segment offset nbytes ... OUTPUTS",
+        "parameters, or [parameters, notes about the outputs], if there are any",
+    ),
+    # There are no more responses: an error, or the final flag came without a response.
+    OVER: Form("OVER", "number member", "the error"),
+    # A thread waits for a GRANT; inside: the thread that runs the batch.
+    WAITS: Form("WAITS", "number member inside"),
+    # With a descriptor: a socket for questions whether the model is ready (readiness.py), before READY.
+    READINESS: Form("READINESS"),
+    # With a descriptor: a socket for the model's calls of other models, in its process or in one that it has forked.
+    CALLS: Form("CALLS", "is_fork"),
+}
+FROM_CALLER: Final[Mapping[int, Form]] = {
+    SEGMENT: Form("SEGMENT", "number"),
+    # batch: the batch that is executed and returns to the server after this stage of its route, because its model calls
+    # another; else 0. Types are numbers in ModelConfig.
+    CALL: Form(
+        "CALL",
+        "number is_stream batch segment offset nbytes count ... type offset nbytes dimensions dim",
+        "[model, version, names of inputs, names of outputs or null, FACTS...]",
+    ),
+    READ: Form("READ", "token"),  # the response with that token was read
+    # The call is withdrawn. is_answered: a last RESULT follows, if none was sent.
+    LEAVE: Form("LEAVE", "number is_answered"),
+    # Another request to the server (backends/base.py). The file of a metric is the memory in which it is counted.
+    SERVER_REQUEST: Form(
+        "SERVER_REQUEST",
+        "number 0 0 segment offset nbytes count ... type offset nbytes dimensions dim",
+        "[what, arguments, names of files]",
+    ),
+    DROP: Form("DROP", "family"),  # its metrics are not shown any more
+}
+TO_CALLER: Final[Mapping[int, Form]] = {
+    ATTACH: Form("ATTACH", "segment"),
+    # The blocks, of inputs of calls, are free again: the server does not read them any more.
+    SERVER_REPLY: Form(
+        "SERVER_REPLY",
+        "number [segment offset]",
+        "[the error or null, the answer]",
+        encode_server_reply,
+        decode_server_reply,
+    ),
+    # A response to a CALL. The bytes of outputs whose segment is 0 are behind a line feed in the text. `token` is 0
+    # where no output is in a segment.
+    RESULT: Form(
+        "RESULT",
+        "number is_last token blocks ... segment offset outputs type segment offset nbytes dimensions dim",
+        "[the error or null, names, parameters]",
+        encode_result,
+        decode_result,
+    ),
+}
+
+
+@lru_cache(None)
+def _counts(fields: str) -> tuple[int, int]:
+    """The words of a message before a group that repeats, and the words of that group; 0 for none."""
+    fixed, _, group = fields.partition("[")
+    return len(fixed.split()), len(group.rstrip("]").split())
+
+
+def read(table: Mapping[int, Form], kind: int, words: Sequence[int]) -> Sequence[int]:
+    """The fields of a message without functions of its own. Raises Garbled for an unknown kind, and if it has other
+    fields.
+    """
+    form = table.get(kind)
+    if form is None or "..." in form.fields:
+        raise Garbled(f"a message of kind {kind}")
+    fixed, group = _counts(form.fields)
+    more = len(words) - 1 - fixed
+    if more < 0 or (more % group if group else more):
+        raise Garbled(f"a message {form.name} of {len(words) - 1} words")
+    return words[1:]

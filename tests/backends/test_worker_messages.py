@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flowserve
-from flowserve.backends.worker import protocol
-from flowserve.backends.worker.protocol import (
+from flowserve.backends.worker import messages
+from flowserve.backends.worker.messages import (
+    FROM_CALLER,
+    FROM_INSTANCE,
+    TO_CALLER,
+    TO_INSTANCE,
+    Form,
     Garbled,
     decode_about,
     decode_release,
@@ -26,9 +32,11 @@ from flowserve.backends.worker.protocol import (
     encode_run,
     encode_server_reply,
     pack,
+    read,
     read_passed,
     unpack,
 )
+from flowserve.elsewhere.cluster.frames import KINDS
 from flowserve.errors import Internal
 
 WORD = st.integers(0, 2**64 - 1)
@@ -66,7 +74,7 @@ def batches(draw: st.DrawFn) -> dict[str, Any]:
 @given(batches(), st.lists(st.tuples(BLOCKS, st.lists(WORD, max_size=2).map(tuple)), min_size=1, max_size=3))
 def test_a_batch_is_read_as_it_was_written(batch: dict[str, Any], updates: list[Any]) -> None:
     kind, words, text = unpack(encode_run(**batch, updates=_updates(updates)))
-    assert kind == protocol.RUN
+    assert kind == messages.RUN
     read = decode_run(words, text)
     assert read.update == updates[0]
     assert read.later == tuple(_updates(updates[1:]))
@@ -109,21 +117,21 @@ def test_the_result_of_a_call_is_read_as_it_was_written(
     number: int, is_last: bool, token: int, blocks: Any, error: Any, columns: Any, parameters: Any
 ) -> None:
     kind, words, text = unpack(encode_result(number, is_last, token, blocks, error, columns, parameters))
-    assert kind == protocol.RESULT
+    assert kind == messages.RESULT
     assert decode_result(words, text) == (number, is_last, token, blocks, error, columns, parameters)
 
 
 @given(WORD, BLOCKS, st.one_of(st.none(), TEXT, st.lists(st.integers(), max_size=2)))
 def test_a_reply_of_the_server_is_read_as_it_was_written(number: int, blocks: Any, answer: Any) -> None:
     kind, words, text = unpack(encode_server_reply(number, blocks, None, answer))
-    assert kind == protocol.SERVER_REPLY
+    assert kind == messages.SERVER_REPLY
     assert decode_server_reply(words, text) == (number, blocks, None, answer)
 
 
 @given(st.booleans(), BLOCKS, st.lists(WORD, max_size=3).map(tuple))
 def test_a_release_of_memory_is_read_as_it_was_written(is_quiet: bool, blocks: Any, ended: tuple[int, ...]) -> None:
     kind, words, _ = unpack(encode_release(is_quiet=is_quiet, blocks=blocks, ended=ended))
-    assert kind == protocol.RELEASE
+    assert kind == messages.RELEASE
     assert decode_release(words) == (is_quiet, blocks, ended)
 
 
@@ -157,7 +165,7 @@ TAIL = st.one_of(
 @pytest.mark.fault("W10")
 @given(st.lists(st.one_of(SMALL, WORD), max_size=24), TAIL, SMALL)
 def test_any_words_are_a_message_or_an_error(words: list[int], text: bytes, members: int) -> None:
-    _, found, tail = unpack(pack(protocol.RUN, words) + text)
+    _, found, tail = unpack(pack(messages.RUN, words) + text)
     assert found[1:] == tuple(words)
     assert tail == text
     _decode(found, tail, members)
@@ -260,3 +268,25 @@ def test_no_message_is_decoded_by_marshal_or_pickle() -> None:
         "runtime/processes/environments.py",
         "runtime/remote/shm.py",
     }
+
+
+@pytest.mark.parametrize("table", [TO_INSTANCE, FROM_INSTANCE, FROM_CALLER, TO_CALLER, KINDS])
+def test_every_kind_of_message_is_in_a_table_and_read_by_its_fields(table: Mapping[int, Form]) -> None:
+    assert len({form.name for form in table.values()}) == len(table)
+    for kind, form in table.items():
+        if "..." in form.fields:
+            with pytest.raises(Garbled):
+                read(table, kind, (kind,))
+            continue
+        fixed, _, group = form.fields.partition("[")
+        for groups in (0, 1, 3) if group else (0,):
+            fields = [*range(len(fixed.split()) + groups * len(group.rstrip("]").split()))]
+            head, words, _ = unpack(pack(kind, fields))
+            assert (head, [*read(table, kind, words)]) == (kind, fields)
+        wrong = [] if group else [(kind, *fields, 0)]
+        wrong += [(kind, *fields[: len(fixed.split()) - 1])] if fixed else []
+        for words in wrong:
+            with pytest.raises(Garbled, match=form.name):
+                read(table, kind, words)
+    with pytest.raises(Garbled, match="of kind 99"):
+        read(table, 99, (99,))
