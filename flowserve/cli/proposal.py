@@ -34,7 +34,7 @@ from flowserve.partition.costs import (
 )
 from flowserve.partition.groups import convex_groups
 from flowserve.partition.search import partition
-from flowserve.runtime.remote.tcp import DEPTH
+from flowserve.runtime.remote.actors import DEPTH
 
 KIND_LABEL: Final = "kind"  # of machines, where there are several kinds that could run a model
 ON_SERVER: Final = "server"

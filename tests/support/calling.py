@@ -20,8 +20,7 @@ from flowserve.config.types import DynamicBatching, InstanceGroup, ModelConfig, 
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.factory import MakeWorker, worker_maker
-from flowserve.runtime.remote.actors import ClusterActor, ClusterModel
-from flowserve.runtime.remote.tcp import ActorPort
+from flowserve.runtime.remote.actors import ActorPort, ClusterActor, ClusterModel
 from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.runtime.workers.policies import batcher_for
 from flowserve.scheduling.rate_limit.limiter import Needs

@@ -42,8 +42,7 @@ from flowserve.runtime.factory import (
 from flowserve.runtime.loading.completion import Completer
 from flowserve.runtime.loading.warmup import read_samples, warm_up
 from flowserve.runtime.processes.environments import Environment
-from flowserve.runtime.remote.actors import ClusterActor, ClusterModel
-from flowserve.runtime.remote.tcp import ActorPort
+from flowserve.runtime.remote.actors import ActorPort, ClusterActor, ClusterModel
 from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.runtime.workers import policies
 from flowserve.runtime.workers.base import RunsElsewhere, StateAdapter, Worker
