@@ -1,19 +1,16 @@
-"""The port of an instance on another machine: TCP, over which tensors travel as bytes behind their message.
+"""The connection to an actor on another machine: TCP, over which tensors travel as bytes behind their message.
 
-An actor (cluster/actor.py) has the instances of several workers, and one connection (`ActorConnection`); each worker
-has a port (`ActorPort`), which is a number on that connection.
-
-Decides that an instance has up to `DEPTH` batches: while one computes, the next is being sent, and the queue has an
-entry of the instance for each (`base.slots_of`). A small batch is packed and sent on the event loop, a larger one by
-the sending thread of the connection, so that the loop is not blocked. Tensors are sent without a copy. Another thread
-reads what the actor sends, into memory of the pool or into shared memory, and passes it to the event loop in order.
+Decides on which thread what happens: a small frame is sent on the event loop, a larger one by the sending thread of the
+connection, so that the loop is not blocked, and none overtakes another. Another thread reads what the actor sends, into
+memory of the pool or into shared memory, and passes it to the event loop in order. There a message goes to the worker
+of its instance (worker.py), which decides what it means.
 
 Decides when an actor is lost: its connection has ended, or it has not answered pings for some seconds. Then its
 instances end together, and its batches fail and are not run again, because one of them may be the cause
 (`InstanceDied`); only if the whole machine is lost may the scheduler run them once more (`MachineLost`).
 
-cluster/ decides the form of frames, actors.py when an actor is started, runtime/remote/worker.py what a message means.
-Does not know queues or callers.
+cluster/ decides the form of frames, actors.py when an actor is started and what is sent to it. Does not know queues or
+callers.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -31,49 +28,39 @@ from queue import SimpleQueue
 from typing import Any, Final, Protocol, cast
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import trio
 
-from flowserve.backends.base import Results, Work
+from flowserve.backends.base import Results
 from flowserve.backends.worker import messages
 from flowserve.backends.worker.messages import (
-    HOME_BLOCKS_MAX,
-    MESSAGE_BYTES_MAX,
     Garbled,
-    ResultColumn,
     RouteHop,
     Stage,
     decode_error,
-    encode_result,
     encode_route,
-    encode_server_reply,
     pack,
     read,
-    request_facts,
     unpack,
 )
-from flowserve.config.types import ModelConfig
+from flowserve.elsewhere.call_frames import CallFrames
 from flowserve.elsewhere.cluster import frames
 from flowserve.elsewhere.cluster.base import ActorEnd, ActorJob, ClusterEngine, InstanceJob, Started, versions
-from flowserve.elsewhere.cluster.frames import Outgoing, add_inputs
+from flowserve.elsewhere.cluster.frames import Outgoing, part_of
 from flowserve.elsewhere.cluster.link import ActorLink, Send, client_context, greet_actor
 from flowserve.elsewhere.cluster.traffic import MachineTraffic
-from flowserve.errors import FlowserveError, InstanceDied, Internal, MachineLost, Unavailable
+from flowserve.errors import FlowserveError, InstanceDied, MachineLost, Unavailable
 from flowserve.runtime.clock import ClockNs
-from flowserve.runtime.model_calls.call_socket import TOO_LONG
-from flowserve.runtime.model_calls.remote_calls import RemoteCalls
 from flowserve.runtime.remote.run import Run
 from flowserve.runtime.remote.sink import RemoteSink
-from flowserve.runtime.remote.worker import RemoteWorker, encode_batch
-from flowserve.runtime.workers.base import WorkerContext, cannot_start
+from flowserve.runtime.remote.worker import RemoteWorker
+from flowserve.runtime.workers.base import WorkerContext
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.route import Route
-from flowserve.values import BY_NUMPY, Array
+from flowserve.values import Array
 
 log = logging.getLogger("flowserve.runtime")
 
-DEPTH: Final = 2
-# A batch of at most this size is sent on the event loop, which takes about 20 us.
+# A frame of at most this size is sent on the event loop, which takes about 20 us.
 SENT_ON_LOOP_BYTES_MAX: Final = 64 * 1024
 SILENCES_MAX: Final = 3  # seconds without a byte from an actor whose instances are open
 OPENING_SILENCES_MAX: Final = 120  # loading a model may keep the interpreter from answering
@@ -81,254 +68,22 @@ CONNECT_S: Final = 5.0
 CLOSE_S_MAX: Final = 600.0
 END_S: Final = 10.0  # limit for an actor without instances to end
 _ENDED: Final = "its process has ended"
-_HOME_BYTES: Final = 16 * HOME_BLOCKS_MAX  # what the actor adds to a message about a call
-_NO_BLOCK: Final = Outgoing()
 
 
-class InstanceModel(Protocol):
-    """What an instance is started from: a `ClusterModel`."""
+class ConnectedPort(Protocol):
+    """The port of one instance: an `ActorPort`. `number`: of its instance in the actor; `has_readiness`: whether its
+    model has code that says whether it is ready.
+    """
 
-    config: ModelConfig
-    is_pure: bool
-
-    def job(self, number: int, name: str, group: Any) -> InstanceJob:
-        """The job of an actor's instance with that number."""
-
-
-class InstanceActor(Protocol):
-    """The actor of an instance: a `ClusterActor`. `share`: place outputs in shared memory from now on."""
-
-    clock: ClockNs
-
-    def join(self, port: ActorPort, context: WorkerContext) -> tuple[ActorConnection, int]:
-        """Start opening an instance. Returns the connection, and the instance's number there. Raises Unavailable."""
-
-    def leave(self, connection: ActorConnection, number: int) -> None:
-        """Remove an instance that is closed, or was not opened. The actor ends with its last one."""
-
-    def share(self) -> None: ...
-
-
-class ActorPort:
-    """The connection of one instance. `connection`: while its instance is open."""
-
-    arena = None  # its process reads no memory of this machine
-    has_free_blocks = False
-    run_numbers = count(1)
-
-    def __init__(
-        self, name: str, model: InstanceModel, group: Any, actor: InstanceActor, *, depth: int, is_plain: bool
-    ) -> None:
-        """`is_plain`: the model is not decoupled and has no state."""
-        self.runs: dict[int, Run] = {}
-        self.depth = depth
-        self.route_group: object = actor if is_plain else None
-        self.computes_apart = False  # one process runs the instances of its actor
-        self.machine = ""
-        self.connection: ActorConnection | None = None
-        self.has_readiness = False  # whether its model has code that says whether it is ready
-        self.share = actor.share
-        self.names = {spec.name: j for j, spec in enumerate(model.config.outputs)}
-        self._name = name
-        self._model = model
-        self._group = group
-        self._actor = actor
-        self._is_plain = is_plain
-        self._worker: RemoteWorker | None = None  # set by the last `open`
-        self._number = 0  # the number of its instance in the actor
-        self._opening: ActorConnection | None = None  # set while its instance is being opened
-        self._is_closed = False
-        self._given_up = ""
+    has_readiness: bool
 
     @property
-    def worker(self) -> RemoteWorker:
-        """Its worker, once it is being opened."""
-        assert self._worker is not None
-        return self._worker
-
-    @property
-    def number(self) -> int:
-        """The number of its instance in the actor."""
-        return self._number
-
-    # ------------------------------------------------------------------ opening and closing, on other threads
-
-    def open(self, worker: RemoteWorker) -> None:
-        """Have its actor open the instance, and wait for that; the actor is started if there is none."""
-        self._worker = worker
-        self.machine = ""
-        self.has_readiness = False
-        try:
-            connection, number = self._actor.join(self, worker.context)
-            self.machine = connection.machine
-            self._opening = connection
-            try:
-                self.check_given_up()
-                is_pure = connection.wait_until_open(number)
-            except BaseException:
-                self._actor.leave(connection, number)
-                self.check_given_up()
-                raise
-            finally:
-                self._opening = None
-        except Unavailable as error:
-            at = f", machine '{self.machine}'" if self.machine and not self._given_up else ""
-            raise Unavailable(f"{worker.where}{at}: {error}") from None
-        self._model.is_pure = is_pure and self._is_plain
-        self._number = number
-        self.runs = connection.runs
-        self.connection = connection
-
-    def serve(self) -> None:
-        connection = self.connection
-        if connection is None:
-            return
-        if self._is_closed:  # checked last: `close` sets it before it looks for a connection
-            self.close()
-        elif connection.is_over:  # its end may have been reported before
-            connection.post(self.lost, connection, connection.why)
-
+    def worker(self) -> RemoteWorker: ...
     def job(self, number: int) -> InstanceJob:
-        """The job for its actor."""
-        return self._model.job(number, self._name, self._group)
-
-    def check_given_up(self) -> None:
-        """Raises Unavailable if its opening was given up."""
-        if self._given_up:
-            raise Unavailable(self._given_up)
-
-    def give_up(self, why: str) -> None:
-        """As `Port.give_up`. A worker that still waits for a machine continues to wait, for as long as that takes. An
-        actor with other instances continues.
-        """
-        self._given_up = f"its process was ended: {why}"
-        connection = self._opening
-        if connection is not None:
-            connection.give_up(self, self._given_up)
-
-    def close(self) -> None:
-        self._is_closed = True
-        connection = self.connection
-        if connection is not None:
-            connection.close(self._number)
-            self._actor.leave(connection, self._number)
-
-    def kill(self, why: str) -> None:
-        connection = self.connection
-        if connection is not None:
-            connection.kill(why)
-
-    # ------------------------------------------------------------------ to the instance, on the event loop
-
-    def path_of(self, batch: Batch) -> Sequence[RemoteWorker]:
-        connection, worker = self.connection, self.worker
-        if connection is None:
-            return ()
-        if batch.route is None:
-            return (worker,)
-        if batch.wants_outputs or any(one.port.connection is not connection for one in batch.instances):
-            worker.context.release(batch, range(1, len(batch.route)))  # it does not take its route
-            return (worker,)
-        return cast("Sequence[RemoteWorker]", batch.instances)
-
-    def pack(self, work: Work) -> tuple[int, _Packed | None]:
-        """The bytes of the inputs, and the inputs in a block if they are so few that the event loop sends them."""
-        nbytes = 0
-        for column in work.inputs:
-            nbytes += column.nbytes
-        return nbytes, _Packed(work, self._model.config, self.names) if nbytes <= SENT_ON_LOOP_BYTES_MAX else None
-
-    def send(self, run: Run, work: Work, packed: tuple[int, _Packed | None]) -> None:
-        connection = self.connection
-        assert connection is not None
-        run.memory = ActorRunMemory(run.batch, connection)
-        nbytes, contents = packed
-        route, is_announced = (0, True) if len(run.workers) == 1 else connection.announce(run.batch, run.workers)
-        if contents is not None and is_announced:
-            connection.traffic.count(run, nbytes)
-            connection.send_soon(self._number, contents.message(run, route), contents.block)
-        else:  # after the messages that announce its route
-            send = partial(self._send, connection, run, work, route)
-            connection.traffic.admit(run, nbytes, partial(connection.later, send))
-
-    def _send(self, connection: ActorConnection, run: Run, work: Work, route: int) -> None:
-        """Pack and send a batch, on the sending thread."""
-        try:
-            run.batch.started_ns = self._actor.clock()  # it waited in the server until now
-            packed = _Packed(work, self._model.config, self.names)
-            del work
-            message = packed.message(run, route)
-            block = packed.block
-            connection.link.send(self._number, message, block.finish(block.nbytes), block.nbytes)
-        except (OSError, EOFError):
-            raise
-        except Exception as error:
-            failed = error if isinstance(error, FlowserveError) else cannot_start(self.worker, run.batch, error)
-            connection.post(connection.failed, run, failed.with_traceback(None))
-
-    def tell(self, message: bytes) -> None:
-        if self.connection is not None:
-            self.connection.send_soon(self._number, message, _NO_BLOCK)
-
-    def recall(self, run: Run) -> None:
-        connection = self.connection
-        if connection is not None:
-            connection.later(partial(connection.link.send, 0, pack(messages.CANCEL, (run.number,))))
-
-    def free_words(self) -> Sequence[int]:
-        return ()  # blocks are sent, not shared
-
-    def readiness(self) -> Callable[[], str] | None:
-        connection = self.connection
-        return None if connection is None or not self.has_readiness else partial(connection.ask, self._number)
-
-    def release_idle(self, *, is_quiet: bool) -> None:
-        """No effect: the process has memory of its own."""
-
-    def garbled(self, what: str) -> None:
-        connection = self.connection or self._opening
-        if connection is not None:
-            connection.garbled(what)
-
-    def end(self, why: str) -> None:
-        self.kill(why)
-
-    # ------------------------------------------------------------------ the end of its actor, on the event loop
+        """The job for the actor, with the number of the instance there."""
 
     def lost(self, connection: ActorConnection, why: str) -> RemoteSink | None:
-        """Its connection has ended: it takes no batches until it is opened again. Its current batches fail when the
-        cause of the actor's end is known (`ActorConnection._fail`). Returns the sink of its responses.
-        """
-        if self.connection is not connection:
-            if self._opening is connection:
-                self.worker.end_calls()
-            return None
-        self.connection = None
-        worker = self.worker
-        sink = worker.down(f"{worker.where}: {why}")
-        worker.report_end()
-        return sink
-
-
-class _Packed:
-    """A batch as a message and a block."""
-
-    def __init__(self, work: Work, config: ModelConfig, names: Mapping[str, int]) -> None:
-        """Raises FlowserveError."""
-        self.block = Outgoing()
-        self._columns, self._taken = add_inputs(work, config.inputs, self.block)
-        asked = work.wanted
-        if asked.count(asked[0]) == len(asked):
-            asked = asked[:1]
-        self._wanted = [[names[one] for one in some] for some in asked]
-        facts = [*map(request_facts, work.requests)]
-        self._facts = facts if any(map(any, facts)) else None
-
-    def message(self, run: Run, route: int) -> bytes:
-        """The RUN message."""
-        run.memory.taken = self._taken
-        updates = (0, 0) * len(run.workers)  # none, for each stage
-        return encode_batch(run, route, self._wanted, self._facts, updates, self._columns)
+        """The connection has ended. Returns the sink of its responses."""
 
 
 class ActorRunMemory:
@@ -346,7 +101,7 @@ class ActorRunMemory:
         self._connection = connection
 
     def block(self, i: int, segment: int, offset: int, nbytes: int) -> Array | None:
-        found: Array | None = _part(self.frame, segment, offset, nbytes)
+        found: Array | None = part_of(self.frame, segment, offset, nbytes)
         return found
 
     def give_back(self, passed: Sequence[Stage]) -> bool:
@@ -357,7 +112,7 @@ class ActorRunMemory:
         for stage in passed:
             nbytes = max([start + size for start, size, shape in stage.outputs if shape], default=0)
             try:
-                found.append(_part(self.frame, stage.segment, stage.offset, nbytes))
+                found.append(part_of(self.frame, stage.segment, stage.offset, nbytes))
             except Garbled as error:
                 found.append(error.with_traceback(None))
         return found
@@ -417,7 +172,7 @@ class ActorConnection:
         memory for the block of a frame, on the reading thread.
         """
         self.runs: dict[int, Run] = {}
-        self.instances: dict[int, ActorPort] = {}
+        self.instances: dict[int, ConnectedPort] = {}
         self.machine = started.machine
         self.traffic = traffic
         self.is_over = False
@@ -430,7 +185,7 @@ class ActorConnection:
         self._take_memory = take
         self._routes: WeakKeyDictionary[Route, int] = WeakKeyDictionary()
         self._route_numbers = count(1)
-        self._ports: dict[int, ActorPort] = {}  # as `instances`, for the event loop
+        self._ports: dict[int, ConnectedPort] = {}  # as `instances`, for the event loop
         self._channels: dict[int, CallFrames] = {}  # the calls of processes, by number
         self._arrived: deque[tuple[int, int, Sequence[int], bytes, Any]] = deque()  # for the event loop
         self._instance_numbers = count(1)
@@ -463,7 +218,7 @@ class ActorConnection:
 
     # ------------------------------------------------------------------ opening and closing; these block
 
-    def add(self, port: ActorPort) -> int:
+    def add(self, port: ConnectedPort) -> int:
         """Have the actor open a port's instance. Returns its number."""
         number = next(self._instance_numbers)
         self._ports[number] = self.instances[number] = port
@@ -485,7 +240,7 @@ class ActorConnection:
             raise answer
         return answer
 
-    def give_up(self, port: ActorPort, why: str) -> None:
+    def give_up(self, port: ConnectedPort, why: str) -> None:
         """Give up opening a port's instance: the actor ends, unless it has other instances."""
         if [*self.instances.values()] == [port]:
             self.kill(why)
@@ -675,7 +430,7 @@ class ActorConnection:
         """Process one message. Raises Garbled, or another exception for an invalid one."""
         if block is not None and kind != messages.SERVER_REQUEST:
             block.flags.writeable = False
-        memory_of = partial(_part, block)
+        memory_of = partial(part_of, block)
         if number >= frames.CALLS_FROM:
             channel = self._channels.get(number)
             if channel is not None:  # None if it was closed here
@@ -726,7 +481,7 @@ class ActorConnection:
                 if i != stage and number in cast("RemoteWorker", worker).runs:
                     cast("RemoteWorker", worker).leave(run)
 
-    def _begin_calls(self, port: ActorPort, address: int, *, is_fork: bool) -> None:
+    def _begin_calls(self, port: ConnectedPort, address: int, *, is_fork: bool) -> None:
         make = port.worker.begin_calls(is_fork=is_fork)
         if make is not None:
             self._channels[address] = CallFrames(self, address, self._channels, self._clock, make)
@@ -781,105 +536,6 @@ class _Outgoing:
         """What `get` returned has been done."""
         with self._lock:
             self._unsent -= 1
-
-
-class CallFrames:
-    """The port of the calls of one process in an actor: frames with a number of their own. `cells` are the numbers of
-    its metrics, which are sent when they have changed.
-    """
-
-    def __init__(
-        self,
-        connection: ActorConnection,
-        address: int,
-        channels: dict[int, CallFrames],
-        clock: ClockNs,
-        make: Callable[[CallFrames], RemoteCalls],
-    ) -> None:
-        self._connection = connection
-        self._address = address
-        self._channels = channels
-        self._clock = clock
-        self._cells: dict[int, _SentCells] = {}
-        self.calls = make(self)
-
-    def take(self, kind: int, words: Sequence[int], text: bytes, block: Array | None) -> None:
-        """Process a message of the process."""
-        if kind == frames.CALLS_ENDED:
-            self.calls.close()
-        elif kind == frames.CELLS:
-            (number,) = read(frames.KINDS, kind, words)
-            cells = self._cells.get(number)
-            if cells is not None and block is not None:  # None if the metric was dropped, or refused
-                cells.take(block.view(np.float64).tolist(), self._clock())
-        else:
-            self.calls.take(kind, words, text, lambda *place: _memory(block, *place))
-
-    def result(
-        self, number: int, is_last: bool, error: Sequence[str] | None, outputs: Mapping[str, Array], parameters: Any
-    ) -> None:
-        block = Outgoing()
-        columns: list[ResultColumn] = []
-        for name, array in outputs.items():
-            start, nbytes = block.add([array])
-            where = (frames.BLOCK, start, nbytes) if nbytes else b""
-            columns.append((name, BY_NUMPY[array.dtype].number, array.shape, where))
-        message = encode_result(number, is_last, 0, (), error, columns, parameters)
-        if len(message) > MESSAGE_BYTES_MAX - _HOME_BYTES:
-            raise Internal(TOO_LONG)
-        self._connection.send_soon(self._address, message, block)
-
-    def reply(self, number: int, error: Sequence[str] | None, answer: Any) -> None:
-        self._connection.send_soon(self._address, encode_server_reply(number, (), error, answer), _NO_BLOCK)
-
-    def cells(self, number: int, family: int, cells: Array, *, is_gauge: bool) -> list[float]:
-        shown = self._cells[number] = _SentCells(family, cells.tolist(), is_gauge=is_gauge)
-        return shown.numbers
-
-    def drop(self, family: int) -> None:
-        self._cells = {number: one for number, one in self._cells.items() if one.family != family}
-
-    def close(self) -> None:
-        self._channels.pop(self._address, None)
-
-
-class _SentCells:
-    """The numbers of one metric."""
-
-    def __init__(self, family: int, numbers: list[float], *, is_gauge: bool) -> None:
-        self.family = family
-        self.numbers = numbers
-        self._is_gauge = is_gauge
-        self._set_ns = numbers[0]  # by the clock of the other machine
-
-    def take(self, numbers: Sequence[float], now_ns: int) -> None:
-        """Take over numbers that have changed. The time of a gauge is compared between machines, so it is the time at
-        which the server learns of it.
-        """
-        if len(numbers) != len(self.numbers):
-            raise Garbled("a metric with another number of cells")
-        if not self._is_gauge:
-            self.numbers[:] = numbers
-            return
-        if numbers[0] != self._set_ns:
-            self._set_ns = numbers[0]
-            self.numbers[0] = float(now_ns)
-        self.numbers[1:] = numbers[1:]
-
-
-def _part(block: Any, segment: int, offset: int, nbytes: int) -> Any:
-    """A part of the block of a frame; None for no bytes. Raises Garbled."""
-    if not nbytes:
-        return None
-    if block is None or segment != frames.BLOCK or offset + nbytes > len(block) or offset % 8:
-        raise Garbled("tensors that are not within their block")
-    return block if nbytes == len(block) else block[offset : offset + nbytes]
-
-
-def _memory(block: Array | None, segment: int, offset: int, nbytes: int) -> Array:
-    """The memory of a call's tensors. Raises Garbled."""
-    found: Array | None = _part(block, segment, offset, nbytes)
-    return np.empty(0, np.uint8) if found is None else found
 
 
 def _said(error: Exception) -> str:

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from flowserve.config.types import InstanceGroup, instances_of
-from flowserve.elsewhere.actors import ClusterActor, ClusterModel, ClusterOptions
+from flowserve.elsewhere.actors import ActorPort, ClusterActor, ClusterModel, ClusterOptions
 from flowserve.elsewhere.cluster.base import MachineNeeds
 from flowserve.elsewhere.placement import ModelPlace, why_not_placed
 from flowserve.elsewhere.segments import paths_outside, way_back
-from flowserve.elsewhere.tcp import ActorPort
 from flowserve.errors import Invalid
 from flowserve.graph.types import Graph
 from flowserve.observe.exposition import COUNTER, GAUGE, family

@@ -16,9 +16,8 @@ import trio
 
 from flowserve.backends import registry
 from flowserve.config.types import DynamicBatching, InstanceGroup, ModelConfig, QueuePolicy
-from flowserve.elsewhere.actors import ClusterActor, ClusterModel, ClusterOptions
+from flowserve.elsewhere.actors import ActorPort, ClusterActor, ClusterModel, ClusterOptions
 from flowserve.elsewhere.cluster.base import MachineNeeds
-from flowserve.elsewhere.tcp import ActorPort
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.engine.loaded import NewModel

@@ -17,6 +17,7 @@ from typing import Final
 from flowserve.cli.elsewhere.options import GPU
 from flowserve.cli.elsewhere.step_figures import BatchTime, GraphFigures, MeasuredGraph, StepFigures
 from flowserve.config.types import ModelConfig
+from flowserve.elsewhere.actors import DEPTH
 from flowserve.elsewhere.partition.costs import (
     AT_SERVER,
     SERVER,
@@ -32,7 +33,6 @@ from flowserve.elsewhere.partition.costs import (
 from flowserve.elsewhere.partition.groups import convex_groups
 from flowserve.elsewhere.partition.search import partition
 from flowserve.elsewhere.placement import COUNT_MAX, why_not_placed
-from flowserve.elsewhere.tcp import DEPTH
 from flowserve.errors import Invalid, Problem, Problems
 from flowserve.graph.types import GRAPH, Edge, Graph
 

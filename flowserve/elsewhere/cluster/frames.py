@@ -262,3 +262,12 @@ def _view(spec: TensorSpec, place: tuple[int, int, int, Sequence[int]], block: A
         return np.ndarray(shape, spec.dtype.numpy, block, start)
     except (Invalid, ValueError, OverflowError) as error:  # invalid strings, or a shape that numpy does not support
         raise error if isinstance(error, Garbled) else Garbled(f"input '{spec.name}': {error}") from None
+
+
+def part_of(block: Any, segment: int, offset: int, nbytes: int) -> Any:
+    """A part of the block of a frame; None for no bytes. Raises Garbled."""
+    if not nbytes:
+        return None
+    if block is None or segment != BLOCK or offset + nbytes > len(block) or offset % 8:
+        raise Garbled("tensors that are not within their block")
+    return block if nbytes == len(block) else block[offset : offset + nbytes]
