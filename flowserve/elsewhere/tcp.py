@@ -62,6 +62,7 @@ log = logging.getLogger("flowserve.runtime")
 
 # A frame of at most this size is sent on the event loop, which takes about 20 us.
 SENT_ON_LOOP_BYTES_MAX: Final = 64 * 1024
+_PORTION: Final = 64  # messages that are processed without a pause
 SILENCES_MAX: Final = 3  # seconds without a byte from an actor whose instances are open
 OPENING_SILENCES_MAX: Final = 120  # loading a model may keep the interpreter from answering
 CONNECT_S: Final = 5.0
@@ -293,7 +294,8 @@ class ActorConnection:
             self._context.token.run_sync_soon(self._carry_out, what, about)
 
     def _carry_out(self, what: Callable[..., object], about: Sequence[object]) -> None:
-        self._take_arrived()  # first what was read before
+        while self._arrived:  # first what was read before
+            self._take_arrived()
         what(*about)
 
     # ------------------------------------------------------------------ sending
@@ -415,16 +417,20 @@ class ActorConnection:
     # ------------------------------------------------------------------ on the event loop
 
     def _take_arrived(self) -> None:
-        """Process the messages that were read, in their order, and have the engine run a step."""
-        if not self._arrived:
+        """Process the next messages that were read, in their order, and have the engine run a step."""
+        arrived = self._arrived
+        if not arrived:
             return
-        while self._arrived:
+        for _ in range(min(len(arrived), _PORTION)):
             try:
-                self._take(*self._arrived.popleft())
+                self._take(*arrived.popleft())
             except Exception as error:  # an error about a message concerns this actor only
                 self.garbled(_said(error))
-                self._arrived.clear()
+                arrived.clear()
+                break
         self._context.completions.step_now()
+        if arrived:
+            self._context.token.run_sync_soon(self._take_arrived, idempotent=True)
 
     def _take(self, number: int, kind: int, words: Sequence[int], text: bytes, block: Any) -> None:
         """Process one message. Raises Garbled, or another exception for an invalid one."""
