@@ -36,7 +36,7 @@ from flowserve.backends.worker.messages import (
     read_passed,
     unpack,
 )
-from flowserve.cluster.frames import KINDS
+from flowserve.elsewhere.cluster.frames import KINDS
 from flowserve.errors import Internal
 
 WORD = st.integers(0, 2**64 - 1)
@@ -263,7 +263,7 @@ def test_no_message_is_decoded_by_marshal_or_pickle() -> None:
                 found.add(path.relative_to(root).as_posix())
     assert found == {
         "backends/worker/main.py",
-        "cluster/pipes.py",
+        "elsewhere/cluster/pipes.py",
         "runtime/loading/completion.py",
         "runtime/processes/environments.py",
         "runtime/remote/shm.py",

@@ -190,7 +190,7 @@ async def test_a_withdrawn_name_is_refused_with_the_reason_and_its_statistics_ar
         await ask(engine, "m", [])
         assert len(engine.deployments.statistics()) == 1
         engine.deployments.withdraw_name("m", "unloaded")
-        generation = engine.generations.retire(ModelKey("m", 1))
+        generation = engine.loaded.generations.retire(ModelKey("m", 1))
         with pytest.raises(Unavailable, match="'m' is not at ready state: unloaded"):
             engine.deployments.find("m")
         await generation.closed.wait()
@@ -371,7 +371,7 @@ async def test_a_sequence_whose_first_request_has_not_come_to_its_step_goes_on_a
 
     scope = trio.CancelScope()
     async with EngineOfFiles(tmp_path) as engine:
-        generations = engine_of(engine).generations
+        generations = engine_of(engine).loaded.generations
         with suppress(BaseExceptionGroup) if end == "failed" else nullcontext():
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(partial(send, -1 if end == "failed" else 1, is_first=True))

@@ -200,7 +200,7 @@ class Routed:
     async def check_idle(self) -> None:
         """No request, batch, instance or block of memory is held."""
         engine, scheduler = self.engine, self.engine.scheduler
-        assert engine.processes is not None
+        assert engine.loaded.processes is not None
         workers = self.served.workers
         await self.until(lambda: all(worker.port.child is not None for worker in workers.values()))
         await self.until(lambda: not any(self.queue(name).away for name in workers))
@@ -211,7 +211,7 @@ class Routed:
         self.over.clear()
         assert not scheduler.in_flight
         assert not scheduler.routes.running
-        assert not engine.processes.runs
+        assert not engine.loaded.processes.runs
         assert not engine.completions.waiting
         for name in workers:
             queue = self.queue(name)

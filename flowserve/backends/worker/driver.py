@@ -4,7 +4,7 @@ Decides that batches run one after another until the server ends the instance, w
 message, and which errors the server gets: a model that raises fails its batch, a process that has lost its GPU ends.
 
 The connection, the memory of tensors and the way of a batch on its route belong to the port (port.py). Does not know
-the event loop, queues or graphs, nor which backend it runs. Called by main.py and by cluster/actor.py.
+the event loop, queues or graphs, nor which backend it runs. Called by main.py and by elsewhere/cluster/actor.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The connection of one instance to its server, as its driver sees it.
 
 Decides nothing; this is the contract between a driver (driver.py, streaming.py) and the two kinds of connections: in a
-worker process (shm.py), where tensors travel as places in shared memory, and in an actor on another machine
-(cluster/port.py), where they travel as bytes behind their message. The driver does not know which of them it has.
+worker process (shm.py), where tensors travel as places in shared memory, and in an actor on another machine,
+where they travel as bytes behind their message. The driver does not know which of them it has.
 
 Methods are called on the thread of the driver; `respond` and `send` on any thread. `receive` is called on one thread,
 which for a decoupled model is not that of the driver.

@@ -4,7 +4,7 @@ Decides that a separate thread receives messages, because the thread that runs t
 message arrives; a model with one response per request does not need that thread. Everything else about an instance is
 in driver.py.
 
-Callers: main.py and cluster/actor.py, through `drive`.
+Callers: main.py and elsewhere/cluster/actor.py, through `drive`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol, Self
 import trio
 from trio.lowlevel import Abort, RaiseCancelT, Task, current_task, reschedule, wait_task_rescheduled
 
-from flowserve.backends.base import LoadedModel, Results
+from flowserve.backends.base import Results
 from flowserve.errors import FlowserveError, Internal, ModelFailed, Unavailable, told
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
@@ -32,43 +32,32 @@ from flowserve.runtime.admission.steps import look_up_all
 from flowserve.runtime.clock import running_clock, wall_clock_ms
 from flowserve.runtime.engine.accounting import Accounting, record_batch, record_ended
 from flowserve.runtime.engine.deployments import Deployment, Deployments, MakeFlow
-from flowserve.runtime.engine.generations import Generation, Generations
+from flowserve.runtime.engine.loaded import LoadedModels, NewModel
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.group import Group
 from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.model_calls.calls import Calls
-from flowserve.runtime.model_calls.server_requests import ServerRequests
-from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.runtime.readiness import ModelChecks
-from flowserve.runtime.release import MemoryRelease
-from flowserve.runtime.remote.shm import ProcessPool
-from flowserve.runtime.tracing.recent import RecentRequests
 from flowserve.runtime.tracing.traces import Traces
-from flowserve.runtime.tracing.tracing import Tracing, Watch
+from flowserve.runtime.tracing.tracing import Watch
 from flowserve.runtime.workers.base import (
     Completions,
     Outcome,
     Passed,
     Returned,
-    RunsElsewhere,
     Worker,
     WorkerContext,
     cannot_start,
     fields_of,
     log_failure,
     log_unnoticed,
-    slots_of,
 )
 from flowserve.runtime.workers.outputs import take_notes
 from flowserve.runtime.workers.parameters import NONE, of_ensemble, take_parameters
 from flowserve.runtime.workers.streaming import ResponseStreams
-from flowserve.runtime.workers.supervisor import Supervisor, WarmUp
 from flowserve.scheduling.batch import Batch, Grant, Notice, Recall, Responses, Stop, TicketRefused, Withdrawn
 from flowserve.scheduling.frames.borders import RegionFrame
 from flowserve.scheduling.frames.frame import Frame, Ticket
-from flowserve.scheduling.model_queue import ModelQueue
-from flowserve.scheduling.queue import Batcher
-from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
+from flowserve.scheduling.rate_limit.limiter import Limiter
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.values import Request, Response, shape_text
 
@@ -125,22 +114,17 @@ class Engine:
         self.completions = Completions(token, self._step_now)
         self.streams = ResponseStreams(token, self.scheduler, self.clock, self.loop.wake)
         self.post = self.streams.post  # runs a function on the event loop, after earlier posts; any thread
-        self.server_requests = ServerRequests(self._is_served)
-        self.calls = Calls(self, self.server_requests)
+        self.calls = Calls(self)
         self.context = WorkerContext(
             token, self.clock, self.completions, self.loop.wake, self._release_stages, self.calls
         )
-        self.processes = ProcessPool(self.clock, self.loop) if SUPPORTED else None
-        self.generations = Generations(self._forget)
-        self.memory = MemoryRelease(self.clock, self.generations.workers, lambda: not self.scheduler.in_flight)
-        self.supervisor = Supervisor(self.scheduler, self.context, options.restarts)
-        self.deployments = Deployments(options, self.clock, self.scheduler, self.generations, self.supervisor)
-        self._checks = ModelChecks(token)
+        self.loaded = LoadedModels(self.scheduler, self.context, self.loop, options.restarts)
+        self._memory = self.loaded.memory
+        self.deployments = Deployments(options, self.clock, self.scheduler, self.loaded)
         self.accounting = Accounting()
         self.observers: list[Observer] = []
-        self.tracing = Tracing(self.scheduler, self.streams, self.observers, self.clock)
-        self._recent = RecentRequests(self.tracing.is_traced, self.clock)
-        self.traces = Traces(options.trace, self.tracing, self._recent)
+        self.traces = Traces(options.trace, self.scheduler, self.streams, self.observers, self.clock)
+        self.tracing, self._recent = self.traces.tracing, self.traces.recent_requests
         self.group: Group | None = None  # the other servers behind the same port
         self.stopping = trio.Event()  # for tasks that otherwise run as long as a client listens
         # Tasks that wait for responses that keep an order, to be woken one after the other.
@@ -156,8 +140,8 @@ class Engine:
         """Complete batches, schedule and execute decisions until no decision is left; then notify the callers. Returns
         the latest time of the next step, in nanoseconds of the clock; None: at the next event.
         """
-        if self.memory.awaits_activity:
-            self.memory.note_activity()
+        if self._memory.awaits_activity:
+            self._memory.note_activity()
         completed, scheduler = self.completions.waiting, self.scheduler
         now_ns = began_ns = self.clock()
         at_ns: int | None = 0
@@ -588,59 +572,19 @@ class Engine:
 
     # ------------------------------------------------------------------ start and end
 
-    def add_model(
-        self,
-        key: ModelKey,
-        batcher: Batcher,
-        workers: Sequence[Worker],
-        model: LoadedModel,
-        passive: Sequence[Worker] = (),
-        files: object = None,
-        needs: Sequence[Needs] = (),
-        *,
-        keeps_order: bool = False,
-        is_cached: bool = False,
-        execution_timeout_ns: int = 0,
-        warm_up: WarmUp | None = None,
-    ) -> None:
-        """Add the queue of a model version; graphs that are announced from now on use it for `key`.
-
-        `passive` instances get no work, and are closed with the others. `files` is held until then. `needs` are the
-        resources of each worker, if there is a rate limiter. `keeps_order`: responses leave in the order of their
-        requests. `is_cached`: responses are cached, if the server has a response cache. `execution_timeout_ns`: a
-        process whose batch runs longer is killed; 0: no limit. `warm_up`: runs on a restarted instance before it
-        serves.
-        """
-        groups = {} if execution_timeout_ns else {worker: worker.route_group for worker in workers}
-        queue = ModelQueue(
-            key,
-            batcher,
-            slots_of(workers),
-            is_pure=model.is_pure,
-            statistics=self.deployments.statistics_of(key),
-            needs=needs,
-            keeps_order=keeps_order,
-            route_groups=groups,
-            computes_apart=all(worker.computes_apart for worker in workers),
-            cache=self.deployments.step_cache(key) if is_cached else None,
-        )
-        self.scheduler.models.add(queue)
-        self.generations.add(Generation(queue, [*workers, *passive], model, files))
-        elsewhere = [worker for worker in workers if isinstance(worker, RunsElsewhere)]
-        self.supervisor.watch(queue, elsewhere, execution_timeout_ns, warm_up)
-
-    def _forget(self, queue: ModelQueue) -> None:
-        """Remove a queue that gets no more work; its instances are about to be closed."""
-        self.scheduler.models.remove(queue)
-        self.supervisor.release(queue)
+    def add_model(self, new: NewModel) -> None:
+        """Add a model version; graphs that are announced from now on use it."""
+        cache = self.deployments.step_cache(new.key) if new.is_cached else None
+        self.loaded.add(new, self.deployments.statistics_of(new.key), cache)
 
     async def unready(self, deployment: Deployment) -> str:
         """Why a loaded deployment is not ready, or "": it cannot serve at present, or one of its models says so."""
         if outage := self.deployments.outage(deployment):
             return outage
-        return await self._checks.objection(worker for queue in deployment.queues for worker in queue.instances)
+        return await self.loaded.objection(deployment.queues)
 
-    def _is_served(self, name: str, version: str) -> bool:
+    def is_served(self, name: str, version: str) -> bool:
+        """Whether this version is ready. Raises as `Deployments.find`."""
         return not self.deployments.outage(self.deployments.find(name, version))
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -648,11 +592,7 @@ class Engine:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.loop.run, name="steps")
             nursery.start_soon(self._wake_ordered, name="ordered wake-up")
-            nursery.start_soon(self.generations.run, name="closing of models")
-            nursery.start_soon(self.memory.run, name="release of memory")
-            await nursery.start(self.supervisor.run)
-            if self.processes is not None:
-                await nursery.start(self.processes.run)
+            await nursery.start(self.loaded.run)
             task_status.started()
 
     async def _wake_ordered(self) -> None:
@@ -684,23 +624,19 @@ class Engine:
             deadline - min(FAILURE_MARGIN_S, left_s / 5),
         ):
             return []
-        running = self.busy()
+        running = self.loaded.busy()
         self.scheduler.fail_all(STOPPING)
         self.loop.wake()
         await trio.sleep_until(deadline)  # their callers are notified meanwhile
         return running or ["requests that wait in queues, or are answered many times"]
 
-    def busy(self) -> list[str]:
-        """The instances that compute outside of the event loop, including those whose callers have all left."""
-        return [worker.name for worker in self.generations.workers() if worker.running is not None]
-
     async def close(self, deadline: float) -> list[str]:
         """Close every instance, running ones last and only until `deadline`. Returns those that did not close."""
         self.refuse_new()
-        self.supervisor.stop()
+        self.loaded.supervisor.stop()
         self.scheduler.fail_all(STOPPING)
         self.loop.wake()
-        return await self.generations.close(deadline)
+        return await self.loaded.generations.close(deadline)
 
 
 async def _poll(is_over: Callable[[], bool], deadline: float) -> bool:
@@ -802,7 +738,7 @@ async def open_engine(
     async with _machinery() as machinery:
         engine = Engine(options)
         await machinery.start(engine.run)
-        if engine.processes is None:
+        if engine.loaded.processes is None:
             log.info("Python models run on threads and share one process: processes of their own need Linux 5.3")
         try:
             yield engine
@@ -813,8 +749,8 @@ async def open_engine(
                     await trio.to_thread.run_sync(engine.traces.close, abandon_on_cancel=True)
                 if on_close is not None:
                     on_close(hung)
-                if engine.processes is not None:
-                    await engine.processes.close()
+                if engine.loaded.processes is not None:
+                    await engine.loaded.processes.close()
 
 
 @asynccontextmanager

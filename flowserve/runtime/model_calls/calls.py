@@ -67,6 +67,7 @@ class CallableEngine(Protocol):
     @property
     def deployments(self) -> Any: ...
     def call(self, batch: Batch | None, deployment: Any, request: Request, *, is_stream: bool) -> Frame: ...
+    def is_served(self, name: str, version: str) -> bool: ...
     def withdraw(self, flow: Frame) -> None: ...
     def response(self, flow: Frame) -> Response: ...
     def response_from(self, flow: Frame, *, is_final: bool = True) -> Response: ...
@@ -88,9 +89,9 @@ class PendingCall:
 class Calls:
     """The calls in progress of an engine, on the event loop except `post`."""
 
-    def __init__(self, engine: CallableEngine, server_requests: ServerRequests) -> None:
+    def __init__(self, engine: CallableEngine) -> None:
         self.clock = engine.clock
-        self.server_requests = server_requests
+        self.server_requests = ServerRequests(engine.is_served)
         self.post = engine.post
         self._engine = engine
         self._pending: dict[Frame, PendingCall] = {}

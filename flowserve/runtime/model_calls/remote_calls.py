@@ -3,7 +3,7 @@ has forked there.
 
 Decides that everything the process sends is checked before use; that each process has calls of its own, and that they
 and its metrics end with it; and what a process is told about a call. How messages and tensors travel is decided by the
-port: call_socket.py for processes of this machine, runtime/remote/tcp.py for actors. Its other requests
+port: call_socket.py for processes of this machine, elsewhere/call_frames.py for actors. Its other requests
 (server_requests.py) come the same way.
 """
 

@@ -1,8 +1,8 @@
 """The connection of one instance in another process to the server, as its worker sees it.
 
 Decides nothing; this is the contract between a worker (worker.py) and the two kinds of connections: to a worker process
-(shm.py), where tensors travel as places in shared memory, and to an actor on another machine (tcp.py), where they
-travel as bytes. The worker does not know which of them it has. At the other end is a port of backends/worker/.
+(shm.py), where tensors travel as places in shared memory, and to an actor on another machine (elsewhere/), where
+they travel as bytes. The worker does not know which of them it has. At the other end is a port of backends/worker/.
 
 `open`, `close`, `give_up` and `kill` are called on any thread, everything else on the event loop, where the port calls
 `RemoteWorker.take` for each message, and `down` and `lost` at the end of the process.

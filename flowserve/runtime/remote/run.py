@@ -5,8 +5,8 @@ that ended. The process at which a batch returns sends the only reply. Processes
 be asked about it: to return a batch early, or if a process has ended, each of them is asked whether it ran the batch; a
 process that did not may no longer run it. `RouteStates` decides what follows from the answers.
 
-Where the tensors of a reply are belongs to `RunMemory`, which the port makes (shm.py, tcp.py). Does not know how a
-process is started, or what follows its end, nor queues or callers. Called by worker.py, on the event loop.
+Where the tensors of a reply are belongs to `RunMemory`, which the port makes (shm.py, elsewhere/tcp.py). Does not know
+how a process is started, or what follows its end, nor queues or callers. Called by worker.py, on the event loop.
 """
 
 from __future__ import annotations

@@ -24,15 +24,17 @@ from flowserve.backends.worker import messages
 from flowserve.backends.worker.messages import ColumnPlace, Garbled, encode_about, encode_run
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Internal, Unavailable
+from flowserve.memory.arena import Arena
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.ipc.tensors import OutputReader
 from flowserve.runtime.model_calls.remote_calls import CallPort, MemoryOf, RemoteCalls
 from flowserve.runtime.remote.run import Run
 from flowserve.runtime.remote.sink import RemoteSink
-from flowserve.runtime.workers.base import Outcome, Returned, StateAdapter, WorkerContext, works
+from flowserve.runtime.workers.base import Outcome, Returned, StateAdapter, WorkerContext, counts_nothing, works
 from flowserve.runtime.workers.streaming import ResponseStreams
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.frames.frame import Ticket
+from flowserve.values import TensorSpec
 
 log = logging.getLogger("flowserve.runtime")
 # How often a process is requested to release idle memory after its last batch. A request is sent every few seconds, and
@@ -77,6 +79,7 @@ class RemoteWorker:
         self.has_state = streams is not None or type(self.state) is not StateAdapter
         self.is_on_gpu = False  # its process has a context of its own
         self.outage = works
+        self.counted_there = counts_nothing
         self.route_group: object = port.route_group
         self.computes_apart: bool = port.computes_apart
         self.depth: int = port.depth
@@ -95,6 +98,16 @@ class RemoteWorker:
         self._recalled = 0  # the number of the last batch that left its route because of a call; its run may be over
         self._is_opening = False
         self._releases_due = 0
+
+    @property
+    def arena(self) -> Arena | None:
+        """As `Worker.arena`."""
+        found: Arena | None = self.port.arena
+        return found
+
+    def share(self, output: int, spec: TensorSpec) -> None:
+        """As `Worker.share`; all outputs of its process are in one block."""
+        self.port.share()
 
     @property
     def running(self) -> Batch | None:

@@ -18,13 +18,14 @@ import trio
 
 from flowserve.backends.base import Results, Work
 from flowserve.errors import FlowserveError, Internal, Overloaded, told
+from flowserve.memory.arena import Arena
 from flowserve.memory.column import Column
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.log_fields import of_requests
 from flowserve.runtime.clock import ClockNs
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.frames.frame import Ticket
-from flowserve.values import Request
+from flowserve.values import Request, TensorSpec
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -111,6 +112,11 @@ def works() -> str:
     return ""
 
 
+def counts_nothing() -> Mapping[str, Any]:
+    """The `counted_there` of a worker whose batches are counted here alone."""
+    return {}
+
+
 class Worker(Protocol):
     """One instance in its place. The scheduler holds it as an opaque handle."""
 
@@ -120,10 +126,15 @@ class Worker(Protocol):
     def running(self) -> Batch | None:
         """The batch that it runs outside the event loop, as known there; the oldest if it has several, or None."""
 
+    @property
+    def arena(self) -> Arena | None:
+        """Shared memory from which its process reads inputs without a copy; None: it reads any memory."""
+
     is_on_gpu: bool  # whether it computes on a GPU in the server's own process
     route_group: object  # workers of one group hand batches to each other; None: this one does not
     computes_apart: bool  # whether it computes at the same time as other workers of its group
     outage: Callable[[], str]  # why it cannot work at present, or ""; the supervisor handles the end of a process
+    counted_there: Callable[[], Mapping[str, Any]]  # the counters of another server, if the model runs there
     state: StateAdapter
     has_state: bool  # whether `finish` has something to do
 
@@ -141,6 +152,9 @@ class Worker(Protocol):
 
     def recall(self, batch: Batch) -> None:
         """Return a batch from its route as early as possible."""
+
+    def share(self, output: int, spec: TensorSpec) -> None:
+        """Place this output, with this declaration, in shared memory from now on: a process reads it."""
 
     def close(self) -> None:
         """Close the instance after its running batch. Blocks; called on a thread."""
@@ -167,6 +181,10 @@ class RunsElsewhere(Worker, Protocol):
     on_end: Callable[[], None] | None
     depth: int  # the batches that it takes at once; its queue has an entry for each
 
+    @property
+    def batches(self) -> Sequence[Batch]:
+        """All batches that it runs, as `running`."""
+
     def kill(self, why: str) -> None:
         """End its instance immediately, for this reason. No effect if there is none."""
 
@@ -177,6 +195,13 @@ class RunsElsewhere(Worker, Protocol):
 def slots_of(workers: Sequence[Worker]) -> list[Worker]:
     """The workers of a model, each once for every batch that it takes at a time."""
     return [one for one in workers for _ in range(one.depth if isinstance(one, RunsElsewhere) else 1)]
+
+
+def batches_of(worker: Worker) -> Sequence[Batch]:
+    """The batches that it runs outside the event loop."""
+    if isinstance(worker, RunsElsewhere):
+        return worker.batches
+    return [] if worker.running is None else [worker.running]
 
 
 class Completions:
