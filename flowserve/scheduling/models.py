@@ -22,7 +22,7 @@ class Models:
         self.changed: deque[ModelQueue] = deque()
         self.timed: dict[ModelQueue, None] = {}  # queues whose tickets or sequences may time out or wait for a delay
         self._rate_limit = rate_limit
-        self._ending: set[ModelQueue] = set()  # queues that are removed when their batches are complete
+        self.ending: set[ModelQueue] = set()  # queues that are removed when their batches are complete
 
     def add(self, queue: ModelQueue) -> None:
         """Add a model: flows may refer to this queue from now on."""
@@ -40,13 +40,13 @@ class Models:
 
     def remove_when_idle(self, queue: ModelQueue) -> None:
         """Remove a model as soon as none of its instances runs a batch."""
-        self._ending.add(queue)
+        self.ending.add(queue)
         self.remove_idle()
 
     def remove_idle(self) -> None:
-        """Remove the models that were waiting for this."""
-        for queue in [queue for queue in self._ending if not queue.running]:
-            self._ending.remove(queue)
+        """Remove the `ending` models whose batches are complete."""
+        for queue in [queue for queue in self.ending if not queue.running]:
+            self.ending.remove(queue)
             self.remove(queue)
 
     @property

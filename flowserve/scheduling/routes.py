@@ -9,20 +9,18 @@ passed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.frames.frame import Frame
-from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import Deadlines
 from flowserve.scheduling.route import RECALL_NS, Route, find_route
 
 
 class Routes:
-    """`free` frees an instance of a queue; `due` are the deadlines of flows."""
+    """`freed` is called after instances were freed; `due` are the deadlines of flows."""
 
-    def __init__(self, free: Callable[[ModelQueue, Any], None], due: Deadlines[Frame]) -> None:
-        self._free = free
+    def __init__(self, freed: Callable[[], None], due: Deadlines[Frame]) -> None:
+        self._freed = freed
         self._due = due
         self.running: dict[Batch, None] = {}
 
@@ -58,11 +56,12 @@ class Routes:
                 instances.append(queue.members[group])
             else:
                 return
+        due = self._due.entries
         for ticket in tickets:
             flow = ticket.flow
             if flow.plan is not plan or ticket.node is not node or flow.queues is not queues or not ticket.rows:
                 return
-            if flow in self._due:
+            if flow in due:
                 return
         for queue, instance in zip(route.queues[1:], instances[1:], strict=True):
             queue.free.remove(instance)  # with one group the first of `free`, as chosen above
@@ -76,23 +75,27 @@ class Routes:
         for i in stages:
             if i not in batch.released:
                 batch.released.add(i)
-                self._free(batch.route.queues[i], batch.instances[i])
+                batch.route.queues[i].freed(batch.instances[i])
+        self._freed()
 
     def returned(self, batch: Batch) -> None:
         """A batch is complete, and frees the instances that it still holds."""
         batch.is_back = True
         del self.running[batch]
-        self.release(batch, range(len(batch.instances)))
+        assert batch.route is not None
+        for i, queue in enumerate(batch.route.queues):
+            if i not in batch.released:
+                queue.freed(batch.instances[i])
+        batch.released.update(range(len(batch.instances)))
+        self._freed()
 
     def recalls(self, now_ns: int) -> list[Batch]:
         """The batches that must return at the next stage; each is returned once."""
-        found = [
-            batch
-            for batch in self.running
-            if now_ns >= batch.started_ns + RECALL_NS and not batch.is_recalled and _blocks_tickets(batch)
-        ]
-        for batch in found:
-            batch.is_recalled = True
+        found = []
+        for batch in self.running:
+            if now_ns >= batch.started_ns + RECALL_NS and not batch.is_recalled and _blocks_tickets(batch):
+                batch.is_recalled = True
+                found.append(batch)
         return found
 
     def soonest(self) -> int | None:

@@ -91,7 +91,7 @@ class Scheduler:
             self.rate_limit = RateLimit(limiter, overtaken_max, self.calls)
         self.models = Models(self.rate_limit)
         self.due: Deadlines[Frame] = Deadlines()  # a flow that is not finished by then fails with DeadlineExceeded
-        self.routes = Routes(self._free, self.due)
+        self.routes = Routes(self._freed, self.due)
         self._to_start: list[Batch] = []
         self._finished: list[Frame] = []
         self._lookups: list[Lookup] = []
@@ -389,7 +389,8 @@ class Scheduler:
             self._set_free(batch)
         else:  # `_set_free` without a rate limiter, inlined: a call less per batch
             batch.is_back = True
-            self._free(batch.queue, batch.instance)
+            batch.queue.freed(batch.instance)
+            self._freed()
         if error is not None:
             return self._fail_batch(batch, error)
         tickets, outputs, errors = batch.tickets, made[0].outputs, made[0].errors
@@ -612,13 +613,14 @@ class Scheduler:
         if self.rate_limit is not None:
             self.rate_limit.ended(batch)
             batch.queue.mark()  # even if the queue is empty: the limiter resets the turn of an idle model
-        self._free(batch.queue, batch.instance)
+        batch.queue.freed(batch.instance)
+        self._freed()
 
-    def _free(self, queue: ModelQueue, instance: Any) -> None:
-        queue.freed(instance)
-        if not queue.running:
+    def _freed(self) -> None:
+        """Batches freed their instances."""
+        if self.models.ending:
             self.models.remove_idle()
-        if self.backpressure.waiting:  # an execution may be blocked in send() until this instance is free
+        if self.backpressure.waiting:  # an execution may be blocked in send() until these instances are free
             self.streams.is_due = True
 
     def _release_in_order(self, order: Order, now_ns: int) -> None:

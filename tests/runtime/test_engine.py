@@ -16,7 +16,7 @@ from flowserve.backends.base import ClockNs, Results, Work
 from flowserve.config.parameters import AdmissionOptions
 from flowserve.errors import FlowserveError, Internal, Invalid, ModelFailed, NotFound, Overloaded, Unavailable
 from flowserve.runtime.admission.controller import AdmissionController
-from flowserve.runtime.engine import engine as engine_module
+from flowserve.runtime.engine import accounting
 from flowserve.runtime.engine.engine import Engine, Observer, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.workers.local import LocalWorker, Placement
@@ -489,7 +489,7 @@ async def test_an_internal_error_in_the_statistics_fails_no_request(
 ) -> None:
     async with running() as engine:
         add_function(engine, "double", [double])
-        slips_once(monkeypatch, engine_module, "record_batch")
+        slips_once(monkeypatch, accounting, "record_batch")
         deployment = engine.deployments.find("double")
         with trio.fail_after(5):
             for _ in range(2):

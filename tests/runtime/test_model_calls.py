@@ -17,7 +17,7 @@ import trio
 from flowserve.backends.base import BlsCall
 from flowserve.errors import FlowserveError, InstanceDied
 from flowserve.memory.segment import Segment
-from flowserve.runtime.admission import controller
+from flowserve.runtime.admission import cache
 from flowserve.runtime.engine.engine import open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.model_calls.calls import PendingCall
@@ -400,7 +400,7 @@ async def test_response_is_sent_if_the_cache_has_no_memory_for_it(
         monkeypatch.undo()
         raise MemoryError
 
-    monkeypatch.setattr(controller, "cached_copy", full)
+    monkeypatch.setattr(cache, "cached_copy", full)
     with trio.fail_after(10):
         assert await served.ask("twice", 1) == [2]
         assert await served.ask("twice", 1) == [2]

@@ -9,7 +9,9 @@ so facts about the batch as a whole are not computed per ticket. Called by the e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from flowserve.backends.base import Results
@@ -20,14 +22,67 @@ from flowserve.memory.tensor import Tensor
 from flowserve.observe.statistics import BACKEND, CANCELED, OTHER, RAN, REJECTED, Statistics
 from flowserve.observe.traffic import REQUEST, EdgeTraffic, NodeTraffic, share
 from flowserve.runtime.clock import wall_clock_ms
-from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.batch import Batch, TicketRefused, Withdrawn
 from flowserve.scheduling.frames.borders import RegionFrame, skipped
 from flowserve.scheduling.frames.frame import Frame, Ticket
 from flowserve.scheduling.frames.request import TOOK_NOTHING
 
+log = logging.getLogger("flowserve.runtime")
+
 # Why a queue refused or dropped a ticket: no room or no time, the instance with its sequence died, or an earlier
 # request of its sequence was cancelled. Other errors: the request was invalid, such as one that belongs to no sequence.
 _REASONS: Final = ((InstanceDied, BACKEND), (Unavailable, REJECTED), (Cancelled, CANCELED))
+
+
+class Accounting:
+    """The first observer of an engine: it is called at the same points as the others, before them. What succeeded is
+    counted by `write`, at the end of a step, so that no response waits for it; failures are counted at once.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[Callable[[], object]] = []  # functions that count the step's events
+
+    def computed(self, batch: Batch, made: Sequence[Results], now_ns: int, *, has_failed: bool) -> None:
+        """A batch has returned with the results of these stages; the scheduler is notified afterwards. `has_failed`:
+        the stage after them failed.
+        """
+        regathered: Sequence[int] = ()
+        first = batch.tickets[0]
+        if made[0].copied and first.flow.plan.missing[first.node.index]:  # it reads outputs of other nodes
+            regathered = find_regathered(batch, made[0].copied)  # while the flows have the tensors
+        if batch.route is None:
+            record = partial(record_batch, batch.queue.statistics, batch, made[0], now_ns, (), regathered)
+        else:
+            record = partial(record_stages, batch, made, has_failed, now_ns, regathered)
+        self.records.append(record)
+
+    def finished(self, flows: Sequence[Frame], now_ns: int) -> None:
+        """These requests are over; their callers have not been notified yet."""
+        ensembles = []
+        for flow in flows:
+            if flow.plan.graph.is_ensemble:
+                ensembles.append(flow)
+            elif isinstance(flow.record.error, DeadlineExceeded):
+                record_ended(flow, REJECTED, now_ns - flow.record.arrived_ns)
+        if ensembles:
+            self.records.append(partial(record_finished, ensembles, now_ns))
+
+    def noticed(self, notice: TicketRefused | Withdrawn, now_ns: int) -> None:
+        """A step will not run. The request of a model itself that is withdrawn is counted when it ends."""
+        if isinstance(notice, Withdrawn):
+            notice.queue.statistics.failed(1, 0, CANCELED)
+            return
+        reason = next((reason for kind, reason in _REASONS if isinstance(notice.error, kind)), OTHER)
+        notice.queue.statistics.failed(1, now_ns - notice.ticket.queued_ns, reason)
+
+    def write(self) -> None:
+        """Count the step's events."""
+        records, self.records = self.records, []
+        for record in records:
+            try:
+                record()
+            except Exception:  # only statistics depend on it
+                log.exception("accounting for a batch failed")
 
 
 def record_batch(
@@ -44,7 +99,13 @@ def record_batch(
     output) of later stages of its route, which are added to the flows' as well.
     """
     tickets = batch.tickets
-    present = _undecided(statistics, tickets)
+    count = len(tickets)
+    first = tickets[0]
+    present: Sequence[Ticket] = tickets
+    if first.flow.record.outcome or (
+        count > 1 and [ticket.flow.record.outcome for ticket in tickets].count(None) != count
+    ):
+        present = _undecided(statistics, tickets)
     if batch.queue.order is not None:  # the responses may be held for long, while their callers leave
         for ticket in present:
             if not ticket.flow.plan.graph.is_ensemble:
@@ -57,8 +118,6 @@ def record_batch(
     input_ns = outcome.gathered_ns - started_ns
     infer_ns = outcome.computed_ns - outcome.gathered_ns
     output_ns = now_ns - outcome.computed_ns
-    count = len(tickets)
-    first = tickets[0]
     queued_ns = first.queued_ns
     if (
         outcome.errors
@@ -198,16 +257,8 @@ def record_ended(flow: Frame, reason: str, total_ns: int) -> None:
         flow.record.owner.statistics.failed(1, total_ns, reason)
 
 
-def record_refused(statistics: Statistics, ticket: Ticket, error: FlowserveError, now_ns: int) -> None:
-    """Record one request that its model's queue did not take or keep."""
-    reason = next((reason for kind, reason in _REASONS if isinstance(error, kind)), OTHER)
-    statistics.failed(1, now_ns - ticket.queued_ns, reason)
-
-
 def _undecided(statistics: Statistics, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
     """The tickets of a batch without those whose request has been counted, if it is a request of this model itself."""
-    if [ticket.flow.record.outcome for ticket in tickets].count(None) == len(tickets):
-        return tickets
     left = [
         one for one in tickets if one.flow.record.outcome is not None and one.flow.record.owner.statistics is statistics
     ]

@@ -23,21 +23,14 @@ import trio
 from trio.lowlevel import Abort, RaiseCancelT, Task, current_task, reschedule, wait_task_rescheduled
 
 from flowserve.backends.base import LoadedModel, Results
-from flowserve.errors import DeadlineExceeded, FlowserveError, Internal, ModelFailed, Unavailable, told
+from flowserve.errors import FlowserveError, Internal, ModelFailed, Unavailable, told
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
 from flowserve.observe.log_fields import of_request
 from flowserve.observe.statistics import CANCELED, REJECTED
 from flowserve.runtime.admission.steps import look_up_all
 from flowserve.runtime.clock import running_clock, wall_clock_ms
-from flowserve.runtime.engine.accounting import (
-    find_regathered,
-    record_batch,
-    record_ended,
-    record_finished,
-    record_refused,
-    record_stages,
-)
+from flowserve.runtime.engine.accounting import Accounting, record_batch, record_ended
 from flowserve.runtime.engine.deployments import Deployment, Deployments, MakeFlow
 from flowserve.runtime.engine.generations import Generation, Generations
 from flowserve.runtime.engine.options import EngineOptions
@@ -143,6 +136,7 @@ class Engine:
         self.supervisor = Supervisor(self.scheduler, self.context, options.restarts)
         self.deployments = Deployments(options, self.clock, self.scheduler, self.generations, self.supervisor)
         self._checks = ModelChecks(token)
+        self.accounting = Accounting()
         self.observers: list[Observer] = []
         self.tracing = Tracing(self.scheduler, self.streams, self.observers, self.clock)
         self._recent = RecentRequests(self.tracing.is_traced, self.clock)
@@ -152,7 +146,6 @@ class Engine:
         # Tasks that wait for responses that keep an order, to be woken one after the other.
         self._wake_in_order, self._ordered = trio.open_memory_channel[Task](math.inf)
         self._announced = 0  # requests that arrived and are not yet submitted
-        self._records: list[Callable[[], object]] = []  # functions that count the step's events, called at its end
         self._to_notify: deque[Frame] = deque()  # flows whose caller is to be notified at the end of a step
         # An increasing number, drawn when a request is parsed: it orders the requests of one loop iteration.
         self.next_stamp: Callable[[], int] = count(1).__next__
@@ -187,8 +180,8 @@ class Engine:
             now_ns = self.clock()
         if self._to_notify:
             self._deliver()
-        if self._records:
-            self._account()
+        if self.accounting.records:
+            self.accounting.write()
         return 0 if self._to_notify else at_ns
 
     def _step_now(self) -> None:
@@ -233,18 +226,10 @@ class Engine:
             else:
                 error = outcome
             if made:
-                regathered: Sequence[int] = ()
-                first = batch.tickets[0]
-                if made[0].copied and first.flow.plan.missing[first.node.index]:  # it reads outputs of other nodes
-                    regathered = find_regathered(batch, made[0].copied)  # while the flows have the tensors
-                if batch.route is None:
-                    record = partial(record_batch, batch.queue.statistics, batch, made[0], now_ns, (), regathered)
-                else:
-                    record = partial(record_stages, batch, made, error is not None, now_ns, regathered)
-                self._records.append(record)
+                self.accounting.computed(batch, made, now_ns, has_failed=error is not None)
                 last = made[-1]
                 if last.parameters or last.notes is not None:
-                    self._account()  # before errors are added below
+                    self.accounting.write()  # before errors are added below
                     stage = batch.stage(len(made) - 1)
                     last.errors = take_parameters(stage, last.parameters, last.errors)
                     if last.notes is not None:
@@ -266,7 +251,7 @@ class Engine:
         """A batch failed in the stage after those of `made`."""
         stage = batch.stage(len(made))
         if made:
-            self._account()
+            self.accounting.write()
             stage.begin_at(made[-1].computed_ns)
         if self.scheduler.complete(batch, made, error, now_ns):  # parts of it are retried
             return
@@ -289,10 +274,8 @@ class Engine:
 
     def _carry_out(self, notice: Notice) -> None:
         try:
-            if isinstance(notice, TicketRefused):
-                record_refused(notice.queue.statistics, notice.ticket, notice.error, self.clock())
-            elif isinstance(notice, Withdrawn):
-                notice.queue.statistics.failed(1, 0, CANCELED)
+            if isinstance(notice, TicketRefused | Withdrawn):
+                self.accounting.noticed(notice, self.clock())
             elif isinstance(notice, Responses):
                 self._has_responses(notice.stream)
             elif isinstance(notice, Grant):
@@ -314,12 +297,11 @@ class Engine:
 
     def _finish(self, flows: Sequence[Frame]) -> None:
         """Release what finished flows hold (a sequence, a place in admission control), report them to observers, and
-        queue the notification of their callers. Those that succeeded are counted at the end of the step (`_account`).
+        queue the notification of their callers.
         """
         now_ns = self.clock()
-        ensembles: list[Frame] = []
         has_failed = False
-        pending = deque(flows)
+        over, pending = [*flows], deque(flows)
         while pending:
             flow = pending.popleft()
             if flow.record.waiter is not None:
@@ -338,18 +320,15 @@ class Engine:
                 if admission is not None:
                     admission.leave(flow)
                     # Cached responses that waited for this one come before whatever finished after it.
-                    pending.extendleft(reversed(self.scheduler.take_finished()))
-                if flow.plan.graph.is_ensemble:
-                    ensembles.append(flow)
-                elif isinstance(flow.record.error, DeadlineExceeded):
-                    record_ended(flow, REJECTED, now_ns - flow.record.arrived_ns)
+                    answered = self.scheduler.take_finished()
+                    pending.extendleft(reversed(answered))
+                    over += answered
             except Exception:  # it concerns one request; the others are accounted for and delivered
                 name = flow.plan.graph.name
                 log.exception(
                     "accounting for a request of '%s' failed", name, extra=of_request(flow.request, model=name)
                 )
-        if ensembles:
-            self._records.append(partial(record_finished, ensembles, now_ns))
+        self.accounting.finished(over, now_ns)
         if has_failed and self.calls:  # running steps of these flows may have called other models
             self.calls.sweep()
 
@@ -371,15 +350,6 @@ class Engine:
                     name = flow.plan.graph.name
                     extra = of_request(flow.request, model=name)
                     log.exception("delivering a response of '%s' failed", name, extra=extra)
-
-    def _account(self) -> None:
-        """Write the statistics of batches and requests. At the end of a step: responses do not wait for it."""
-        records, self._records = self._records, []
-        for record in records:
-            try:
-                record()
-            except Exception:  # only statistics depend on it
-                log.exception("accounting for a batch failed")
 
     def _observe(self, point: str, *arguments: Any) -> None:
         """Call all observers at this point. Their exceptions change nothing."""
