@@ -31,7 +31,7 @@ from bench.growth.report import write_plot as write_growth_plot
 from bench.in_process import measure_in_process
 from bench.libraries import measure_libraries
 from bench.measure import measure_echo, measure_work
-from bench.options import RESULTS, parser, plan_of
+from bench.options import parser, plan_of
 from bench.packages import measure_packages
 from bench.reliability.figures import Figure, measure_figures, run_chaos
 from bench.reliability.soak import soak
@@ -101,7 +101,7 @@ def _measure_growth(call: Call) -> str:
     parts = options.growth or list(PARTS.values())
     load = Load(plan.seconds, min(WARMUP_S, plan.seconds), plan.clients[0])
     growths = measure_growth(parts, load, plan.rounds, _say)
-    _save_growth(growths, call, options.plot or RESULTS / "growth.svg")
+    _save_growth(growths, call, options.plot or options.results / "growth.svg")
     return ""
 
 
@@ -207,7 +207,7 @@ def _measure_latency(call: Call) -> str:
         how = _how(call, "python -m bench --latency")
         if any(run.server == servers.TRITON for run in runs):
             how += f" Triton's allocator: {servers.triton_allocator() or 'its own'}."
-        _save_tables("latency", f"{how}\n\n{open_loop.latencies(runs)}", call.options.page)
+        _save_tables("latency", f"{how}\n\n{open_loop.latencies(runs)}", call.options)
         _save(results, call.options)
     return failure
 
@@ -295,13 +295,13 @@ def _save_growth(growths: Sequence[Growth], call: Call, plot: Path) -> None:
             text += f"\n\n![The figures as a plot]({Path(os.path.relpath(plot, page.parent)).as_posix()})"
     else:
         print("no plot: matplotlib is not installed")
-    _save_tables("growth", text, page)
+    _save_tables("growth", text, call.options)
 
 
-def _save_tables(name: str, text: str, page: Path | None) -> None:
+def _save_tables(name: str, text: str, options: argparse.Namespace) -> None:
     """Print the Markdown, and write it as a file of the results and into the page."""
     print(text)
-    path = RESULTS / f"{name}.md"
+    page, path = options.page, options.results / f"{name}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
     print(f"tables: {path}")
@@ -311,7 +311,7 @@ def _save_tables(name: str, text: str, page: Path | None) -> None:
 
 
 def _save(results: Results, options: argparse.Namespace) -> None:
-    json_path, plot_path = options.json, options.plot or RESULTS / "bench.svg"
+    json_path, plot_path = options.json or options.results / "bench.json", options.plot or options.results / "bench.svg"
     write_json(results, json_path)
     print(f"figures: {json_path}")
     if importlib.util.find_spec("matplotlib"):

@@ -316,12 +316,15 @@ def parser() -> argparse.ArgumentParser:
         help="put the tables of --growth or --latency between the comments `<!-- growth: begin -->` or `<!-- latency: "
         "begin -->` and `end` of that page as well",
     )
-    made.add_argument("--json", type=Path, default=RESULTS / "bench.json", metavar="FILE", help="default %(default)s")
+    made.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="FOLDER", help="of the files below; default %(default)s"
+    )
+    made.add_argument("--json", type=Path, metavar="FILE", help="default bench.json in the folder of the results")
     made.add_argument(
         "--plot",
         type=Path,
         metavar="FILE",
-        help=f".svg or .png; default {RESULTS / 'bench.svg'}, with --growth {RESULTS / 'growth.svg'}",
+        help=".svg or .png; default bench.svg in the folder of the results, with --growth growth.svg",
     )
     return made
 

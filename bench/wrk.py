@@ -14,8 +14,9 @@ import subprocess
 from pathlib import Path
 from typing import Any, Final
 
-from bench.load import SILENCE_LIMIT_S, LoadFailed, Measured
+from bench.load import LoadFailed, Measured
 from bench.processes import cpu_seconds
+from flowserve.cli.load import ANSWER_TIMEOUT_S
 
 # Called as `wrk -s SCRIPT URL -- FOLDER COUNT`. The requests are complete HTTP messages, read before the first is sent.
 _SCRIPT: Final = """\
@@ -71,7 +72,7 @@ def _run(folder: Path, port: int, concurrency: int, seconds: float) -> dict[str,
     script.write_text(_SCRIPT)
     count = len(list(folder.glob("*.request")))
     duration = math.ceil(seconds)
-    options = ["-t1", f"-c{concurrency}", f"-d{duration}s", "--timeout", f"{SILENCE_LIMIT_S:.0f}s", "-s", str(script)]
+    options = ["-t1", f"-c{concurrency}", f"-d{duration}s", "--timeout", f"{ANSWER_TIMEOUT_S:.0f}s", "-s", str(script)]
     command = ["wrk", *options, f"http://127.0.0.1:{port}"]
     try:
         finished = subprocess.run(

@@ -20,7 +20,8 @@ from typing import Any
 import hypothesis
 import pytest
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,7 +43,7 @@ gc.disable()
 
 # `ci`, the default, uses the same examples in each run, so that results are reproducible. `dev` uses new examples in
 # each run, `long` many more. Deadlines are off, because the speed of a shared machine says nothing about a property.
-hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
 hypothesis.settings.register_profile("long", max_examples=2_000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -3,7 +3,8 @@
 Decides the output: a table with a bar plot, JSON for programs, progress on a terminal only; and for a sweep, which
 variants are tried (instances, batch sizes and delays of all plain models of a deployment), how (an engine in this
 process, so that only the models and their scheduling are compared), and the recommendation: most requests per second
-among the variants whose p99 is within the bound. Does not know how load is generated (`load`).
+among the variants whose p99 is within the bound. Does not know how load is generated (`load`, and
+`engine_load` for a sweep).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flowserve.cli import load
+from flowserve.cli import engine_load, load
 from flowserve.cli.client import Address, describe, id_maker, sequence_ids
 from flowserve.cli.deployment import described_inputs, find_deployment
 from flowserve.cli.interrupts import run_until_ctrl_c
@@ -48,15 +49,9 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     FlowserveError.
     """
     target = arguments.target
-    if len(target) != (1 if arguments.sweep else 2):
-        parser.error(f"say {'MODEL' if arguments.sweep else 'URL MODEL'}, got {' '.join(target) or 'nothing'}")
+    _check_usage(arguments, parser)
     if arguments.sweep:
-        for name in ("input", "parameter"):
-            if getattr(arguments, name):
-                parser.error(f"--{name} has no effect with --sweep, which generates its requests")
         return _sweep(arguments, target[0])
-    if arguments.p99_ms:
-        parser.error("--p99-ms is the bound of a recommendation, which --sweep makes")
     address, model, parameters = Address.of(target[0]), target[1], dict(arguments.parameter)
     described, is_decoupled = describe(address, model)
     inputs = read_inputs(arguments.input, described) if arguments.input else generated_inputs(described)
@@ -88,6 +83,22 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         print(json.dumps({**asked, "levels": [asdict(one) for one in measured]}))
     else:
         output().print(table)
+    return _status(arguments, measured)
+
+
+def _check_usage(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    target = arguments.target
+    if len(target) != (1 if arguments.sweep else 2):
+        parser.error(f"say {'MODEL' if arguments.sweep else 'URL MODEL'}, got {' '.join(target) or 'nothing'}")
+    for name in ("input", "parameter") if arguments.sweep else ():
+        if getattr(arguments, name):
+            parser.error(f"--{name} has no effect with --sweep, which generates its requests")
+    if arguments.p99_ms and not arguments.sweep:
+        parser.error("--p99-ms is the bound of a recommendation, which --sweep makes")
+
+
+def _status(arguments: argparse.Namespace, measured: Sequence[load.Measured | load.StreamsMeasured]) -> int:
+    """The exit status; prints why it is not 0."""
     unfinished = next((one for one in measured if not one.requests_per_s), None)
     if unfinished is not None:
         at = f"at {unfinished.concurrency} at a time"
@@ -99,13 +110,13 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     return 1
 
 
-def _each_level(arguments: argparse.Namespace, measure_level: Callable[[int, float], Awaitable[T]]) -> list[T]:
+def _each_level(arguments: argparse.Namespace, measure_level: Callable[[int, float], T]) -> list[T]:
     measured = []
     with _progress(arguments) as progress:
         task = progress.add_task("measuring", total=len(arguments.concurrency))
         for level in arguments.concurrency:
             progress.update(task, description=f"{level} at a time")
-            measured.append(run_until_ctrl_c(measure_level, level, arguments.seconds))
+            measured.append(measure_level(level, arguments.seconds))
             progress.advance(task)
     return measured
 
@@ -239,9 +250,9 @@ async def sweep(
                 await engine.load(target.name)
             if target.make_id is not None:
                 senders = [partial(_ask, engine, target)] * concurrency
-                measured = await load.measure_sequences(senders, target.make_id, length, seconds)
+                measured = await engine_load.measure_sequences(senders, target.make_id, length, seconds)
             else:
-                measured = await load.measure([partial(_ask, engine, target)] * concurrency, seconds)
+                measured = await engine_load.measure([partial(_ask, engine, target)] * concurrency, seconds)
             tried.append(Trial(variant, measured))
     return tried
 

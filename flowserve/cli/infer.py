@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,7 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     described, is_decoupled = describe(address, model, version)
     inputs = tensors.read_inputs(arguments.input, described)
     if is_decoupled:
-        known = {tensor["name"]: tensor for tensor in described["outputs"]}
-        for word in outputs:
-            if "=" in word:
-                raise Invalid(f"--output {word}: '{model}' answers any number of times; only names are taken here")
-            if word not in known:
-                raise Invalid(f"--output {word}: the model has no such output; it has {', '.join(known)}")
-        shown = {name: known[name] for name in outputs or known}
+        shown = _shown(described, model, outputs)
         # Over HTTP, streamed responses are plain JSON.
         path = address.path(model, version, "/generate_stream")
         for event in events(address, path, tensors.flat_body(inputs, described, parameters)):
@@ -56,6 +50,17 @@ def execute(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     for name, file in files.items() if not arguments.json else ():
         print(f"{name}  written to {file}")
     return 0
+
+
+def _shown(described: Mapping[str, Any], model: str, outputs: Sequence[str]) -> dict[str, Any]:
+    """The descriptions of the outputs of a decoupled model that are printed. Raises Invalid."""
+    known = {tensor["name"]: tensor for tensor in described["outputs"]}
+    for word in outputs:
+        if "=" in word:
+            raise Invalid(f"--output {word}: '{model}' answers any number of times; only names are taken here")
+        if word not in known:
+            raise Invalid(f"--output {word}: the model has no such output; it has {', '.join(known)}")
+    return {name: known[name] for name in outputs or known}
 
 
 def _show(header: Mapping[str, Any], arrays: Mapping[str, Array], *, as_json: bool) -> None:

@@ -469,12 +469,16 @@ def contradiction(arguments: argparse.Namespace) -> str:
             "--http-max-total-input-size must be at least twice --http-max-input-size: a compressed body and its "
             "expanded form count"
         )
+    if group := _repeated_group(arguments.grpc_restricted_protocol):
+        return f"--grpc-restricted-protocol: protocol '{group}' can not be specified in multiple config groups"
+    return _contradiction_of_certificates(arguments)
+
+
+def _contradiction_of_certificates(arguments: argparse.Namespace) -> str:
     if (arguments.http_server_cert is None) != (arguments.http_server_key is None):
         return "--http-server-cert and --http-server-key go together"
     if arguments.http_root_cert and not arguments.http_server_cert:
         return "--http-root-cert has no effect without --http-server-cert"
-    if group := _repeated_group(arguments.grpc_restricted_protocol):
-        return f"--grpc-restricted-protocol: protocol '{group}' can not be specified in multiple config groups"
     files = (arguments.grpc_server_cert, arguments.grpc_server_key)
     if arguments.grpc_use_ssl_mutual or arguments.grpc_use_ssl:
         if None in files:

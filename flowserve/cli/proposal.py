@@ -261,15 +261,10 @@ class _Draft:
         return f"machines '{name}' have room for {load.most:g} instances, and {load.used:g} are needed"
 
     def _groups(self, proposed: Sequence[ModelProposal]) -> Iterator[GroupProposal]:
-        """Neighbours that could run as one step: models with one node each, whose tensors are passed on as they are."""
+        """Neighbours that could run as one step."""
         graph, names = self.subject.graph, [one.name for one in self.task.models]
         places = [self.assignment[names.index(node.model.name)] for node in graph.nodes]
-        inner = [edge for edge in graph.edges if GRAPH not in (edge.producer, edge.consumer)]
-        edges = {(edge.producer, edge.consumer) for edge in inner}
-        changed = {(one.producer, one.consumer) for one in inner if one.derived >= 0 or one.conversion is not None}
-        nodes = Counter(node.model.name for node in graph.nodes)
-        once = {node.index for node in graph.nodes if nodes[node.model.name] == 1}
-        joinable = {pair for pair in edges - changed if once.issuperset(pair)}
+        edges, joinable = _joinable(graph)
         crossings = [*_crossings(graph, self.figures, self.link, may_join=True)]
         for group in convex_groups(places, edges, joinable):
             members = tuple(graph.nodes[index].model.name for index in group)
@@ -284,6 +279,18 @@ class _Draft:
             has_room = cores <= self.task.kinds[self.assignment[names.index(members[0])]].cores
             is_segment = interpreted < 2 and has_room and not any(one.on_gpu for one in inside)
             yield GroupProposal(members, saves_s, count, cores, is_segment)
+
+
+def _joinable(graph: Graph) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+    """All pairs of neighbours, and those that could run as one step: of models with one node each, whose tensors are
+    passed on as they are.
+    """
+    inner = [edge for edge in graph.edges if GRAPH not in (edge.producer, edge.consumer)]
+    edges = {(edge.producer, edge.consumer) for edge in inner}
+    changed = {(one.producer, one.consumer) for one in inner if one.derived >= 0 or one.conversion is not None}
+    nodes = Counter(node.model.name for node in graph.nodes)
+    once = {node.index for node in graph.nodes if nodes[node.model.name] == 1}
+    return edges, {pair for pair in edges - changed if once.issuperset(pair)}
 
 
 def _use_text(load: MachineLoad) -> str:

@@ -17,9 +17,10 @@ from typing import Final
 
 import numpy as np
 
-from flowserve.cli import load
+from flowserve.cli import engine_load
 from flowserve.cli.client import MakeId, id_maker
 from flowserve.cli.interrupts import run_until_ctrl_c
+from flowserve.cli.load import Measured
 from flowserve.config.types import OFF, ModelConfig
 from flowserve.errors import Invalid
 from flowserve.graph.types import Graph
@@ -89,7 +90,7 @@ class GraphFigures:
     input_bytes: Mapping[Port, float]
     output_bytes: Mapping[Port, float]
     shares: Mapping[str, float]
-    measured: load.Measured
+    measured: Measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ async def _measure(subject: MeasuredGraph, seconds: float, concurrency: int) -> 
         times = subject.times
         many = await sender.send_many(subject.repeated(times), seconds) if times > 1 else []
         before = _counted(engine, subject.graph)
-        measured = await load.measure([sender.send_untraced] * concurrency, seconds)
+        measured = await engine_load.measure([sender.send_untraced] * concurrency, seconds)
         after = _counted(engine, subject.graph)
         shares = _shares(engine, subject.graph)
     batch_rows = {
@@ -220,7 +221,7 @@ def _figures(
     many: Sequence[Trace],
     batch_rows: Mapping[str, float],
     shares: Mapping[str, float],
-    measured: load.Measured,
+    measured: Measured,
 ) -> GraphFigures:
     seen = [trace for trace in few if trace.tensors][:REQUESTS_MIN]
     models = {}

@@ -172,16 +172,7 @@ def instance_groups(s: RuleInput) -> Iterator[Problem]:
         for gpu in group.gpus:
             if gpu < 0:
                 yield s.problem("M11", f"{path}.gpus", f"{label} specifies invalid or unsupported gpu id {gpu}")
-        on_platform = f"{label} and platform {m.platform}"
-        if group.profile and m.platform != "tensorrt_plan":
-            text = f"{on_platform} specifies profile field which is only supported for TensorRT models"
-            yield s.problem("M12", f"{path}.profile", text, "leave `profile` out")
-        else:
-            for position, profile in enumerate(group.profile):
-                if not (profile.isascii() and profile.isdigit()):
-                    text = f"{on_platform} specifies invalid profile {profile}. The field should contain the string"
-                    text = f"{text} representation of a non-negative integer."
-                    yield s.problem("M12", f"{path}.profile[{position}]", text)
+        yield from _profiles_fit(s, path, label, group)
         for gpu in sorted({gpu for gpu in group.gpus if [*group.gpus].count(gpu) > 1}):
             text = f"{label} lists gpu id {gpu} twice"
             yield s.problem("M44", f"{path}.gpus", text, "for several instances on each GPU, write `count`")
@@ -194,6 +185,19 @@ def instance_groups(s: RuleInput) -> Iterator[Problem]:
     if m.instance_group and all(group.passive for group in m.instance_group):
         text = f"model '{m.name}' has passive instance groups only, so that nothing would ever serve a request"
         yield s.problem("M17", "instance_group[0].passive", text, "leave `passive` out of one of them")
+
+
+def _profiles_fit(s: RuleInput, path: str, label: str, group: pb.ModelInstanceGroup) -> Iterator[Problem]:
+    on_platform = f"{label} and platform {s.message.platform}"
+    if group.profile and s.message.platform != "tensorrt_plan":
+        text = f"{on_platform} specifies profile field which is only supported for TensorRT models"
+        yield s.problem("M12", f"{path}.profile", text, "leave `profile` out")
+        return
+    for position, profile in enumerate(group.profile):
+        if not (profile.isascii() and profile.isdigit()):
+            text = f"{on_platform} specifies invalid profile {profile}. The field should contain the string"
+            text = f"{text} representation of a non-negative integer."
+            yield s.problem("M12", f"{path}.profile[{position}]", text)
 
 
 def _requested_gpus_exist(s: RuleInput, path: str, label: str, group: pb.ModelInstanceGroup) -> Iterator[Problem]:

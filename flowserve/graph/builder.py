@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from html import escape
@@ -444,15 +444,19 @@ class GraphBuilder(DeclaredPart):
         for name in names:
             self._give_name(merged[0], name)
         fills = [self._fills.pop(key) for key in keys if key in self._fills]
-        if otherwise is not None and default is None:
+        if otherwise is not None and not isinstance(otherwise, (Tensor, Outputs)):
             fills.append({"string_value" if isinstance(otherwise, str) else "value": otherwise})
+        if fills:
+            self._fills[next(iter(keys))] = self._one_fill(fills)
+        return merged[0]
+
+    def _one_fill(self, fills: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The fill of merged tensors, from their own and the one of the merge."""
         values = dict.fromkeys(value for fill in fills for name, value in fill.items() if name != "present")
         if len(values) > 1:
             given = " and ".join(map(repr, values))
             self._problem(f"a tensor has one value where no step writes it, not {given}; a step may copy it in between")
-        if fills:
-            self._fills[next(iter(keys))] = {name: value for fill in fills for name, value in fill.items()}
-        return merged[0]
+        return {name: value for fill in fills for name, value in fill.items()}
 
     def present(self, tensor: Tensor | Outputs, name: str) -> None:
         """Name a BOOL tensor that is true in the rows and items in which `tensor` was written; `output(name)` makes it

@@ -21,7 +21,7 @@ import networkx as nx
 import numpy as np
 
 from flowserve.config.types import EachItem, Fill, ModelConfig, RowTest
-from flowserve.errors import Problem
+from flowserve.errors import Place, Problem
 from flowserve.graph.types import GRAPH
 from flowserve.graph.wiring import End, Wiring, port_index
 from flowserve.values import DType, TensorSpec
@@ -214,14 +214,9 @@ def _wrong_tests(w: Wiring, made: Arrangement) -> Iterator[Problem]:
         place = w.place(space.path)
         if space.test is not None:
             spec = declared(w, space.test.tensor)
-            inside = _is_item(made, space.parent, space.test.tensor)
-            dims = () if spec is None else spec.dims[1:] if inside else spec.dims
-            if spec is not None and spec.dtype is DType.BYTES:
-                text = f"{subject}: '{spec.name}' is BYTES and cannot be tested"
-                yield Problem(text, place, "G35", "compare it in a model, which writes a number")
-            elif spec is not None and prod(dims) != 1:
-                text = f"{subject}: '{spec.name}' has dims {[*dims]}; a test needs one number for each row"
-                yield Problem(text, place, "G35")
+            if spec is not None:
+                inside = _is_item(made, space.parent, space.test.tensor)
+                yield from _untestable(spec, spec.dims[1:] if inside else spec.dims, subject, place)
             if space.test.otherwise and not made.tests_beside(space):
                 text = f"{subject}: `otherwise` of '{space.test.tensor}', which no other step tests for the same rows"
                 yield Problem(text, place, "G35")
@@ -234,6 +229,16 @@ def _wrong_tests(w: Wiring, made: Arrangement) -> Iterator[Problem]:
             if spec is not None and (spec.dtype not in _COUNTS or prod(spec.dims) != 1):
                 text = f"{subject}: the count '{spec.name}' is {spec.dtype} {[*spec.dims]}"
                 yield Problem(text, place, "G35", "a count is one integer for each row")
+
+
+def _untestable(spec: TensorSpec, dims: Sequence[int], subject: str, place: Place | None) -> Iterator[Problem]:
+    """Of a tested tensor with these dims."""
+    if spec.dtype is DType.BYTES:
+        text = f"{subject}: '{spec.name}' is BYTES and cannot be tested"
+        yield Problem(text, place, "G35", "compare it in a model, which writes a number")
+    elif prod(dims) != 1:
+        text = f"{subject}: '{spec.name}' has dims {[*dims]}; a test needs one number for each row"
+        yield Problem(text, place, "G35")
 
 
 def _is_item(made: Arrangement, space: int, tensor: str) -> bool:

@@ -277,23 +277,36 @@ def merge(
             base = _with_rows(base)
         if not written:
             return base
-        if has_rows and base.stop - base.start != rows:
-            raise ModelFailed(
-                f"the rows of tensor '{derived.spec.name}' were chosen among {rows}, and the step without a condition "
-                f"wrote {base.stop - base.start}"
-            )
+        if has_rows:
+            _check_rows(base, rows, derived.spec.name)
     elif count < rows and derived.fill is None:
         return None  # no row of the request passes a condition
     made = [tensor for tensor, _ in written]
     if base is not None:
         made.append(base)
     _same_shapes(made, derived.spec.name)
-    dims = made[0].shape[1:] if made else tuple(1 if dim == -1 else dim for dim in derived.spec.dims)
-    dtype = made[0].dtype if made else derived.spec.dtype.numpy
+    if base is None or not has_rows:
+        base = _filled(derived, made[0] if made else None, rows, has_rows=has_rows)
+    return _in_order(written, base) if written and has_rows else base
+
+
+def _check_rows(base: Tensor, rows: int, name: str) -> None:
+    if base.stop - base.start != rows:
+        raise ModelFailed(
+            f"the rows of tensor '{name}' were chosen among {rows}, and the step without a condition wrote "
+            f"{base.stop - base.start}"
+        )
+
+
+def _filled(derived: Derived, alike: Tensor | None, rows: int, *, has_rows: bool) -> Tensor:
+    """All rows with the value of `fill`, of the data type and shape of a tensor that was written, if there is one."""
+    if alike is not None:
+        dims, dtype = alike.shape[1:], alike.dtype
+    else:
+        dims, dtype = tuple(1 if dim == -1 else dim for dim in derived.spec.dims), derived.spec.dtype.numpy
     if not has_rows:
         return Tensor(_full(dims, dtype, derived.fill))
-    others = base if base is not None else Tensor(_repeated(dims, dtype, derived.fill, rows), 0, rows)
-    return _in_order(written, others) if written else others
+    return Tensor(_repeated(dims, dtype, derived.fill, rows), 0, rows)
 
 
 def _in_order(written: Sequence[tuple[Tensor, Spread]], others: Tensor) -> Tensor:

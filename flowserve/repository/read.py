@@ -120,10 +120,7 @@ def examine(
         problems += none.problems
     completion: Completion | None = None
     refusals: Sequence[Problem] = ()
-    # An unknown backend is asked too, which reports it; a rule refuses Triton's others.
-    backend = draft.preliminary.backend
-    can_be_asked = bool(backend) and (backend in draft.backends or backend not in OTHER_BACKENDS)
-    if versions and can_be_asked and can_check_others(draft.parsed.broken):
+    if versions and _can_be_asked(draft):
         try:
             completion = _ask(draft, folder, versions[-1], default_files, complete)
         except Problems as refused:
@@ -147,6 +144,15 @@ def examine(
     warnings = (*folder.warnings, *validated.ignored, *_warnings(folder, config, versions))
     read = ReadModel(folder, config, versions, warnings, labels)
     return Examined(tuple(problems), read, validated.broken, is_legible)
+
+
+def _can_be_asked(draft: Draft) -> bool:
+    """Whether a backend completes the configuration. One that is unknown is asked too, and reports that; a rule refuses
+    Triton's others.
+    """
+    backend = draft.preliminary.backend
+    is_known = bool(backend) and (backend in draft.backends or backend not in OTHER_BACKENDS)
+    return is_known and can_check_others(draft.parsed.broken)
 
 
 def read_steps(

@@ -20,6 +20,10 @@ SECOND_NS = 1_000_000_000
 _PAUSE_S = 1e-4
 
 
+# The same clock in a program without a trio loop.
+thread_clock: ClockNs = time.perf_counter_ns
+
+
 def running_clock() -> ClockNs:
     """The clock of the running trio loop, in nanoseconds. May be read from any thread when the loop runs in real time.
 

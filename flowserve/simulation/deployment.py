@@ -26,8 +26,8 @@ from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.workers.policies import batcher_for, keeps_order, levels_of, needs_of
 from flowserve.scheduling.batch import Batch, Grant, Notice, Responses, Stop
 from flowserve.scheduling.frames.borders import RegionFrame, region_frame
+from flowserve.scheduling.frames.borders import Source as StreamSource
 from flowserve.scheduling.frames.frame import Frame, Ticket
-from flowserve.scheduling.frames.stream import Source as StreamSource
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.rate_limit.limiter import Available, Limiter
 from flowserve.scheduling.scheduler import Scheduler

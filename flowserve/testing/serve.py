@@ -12,13 +12,32 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Protocol
 
 START_S_MAX = 90.0  # a start slower than this is a failure; the examples take about two seconds
 STOP_S_MAX = 60.0
+
+
+class Process(Protocol):
+    """A started process, as subprocess.Popen has it. `stdout` is the reading end of its standard output."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def stdout(self) -> IO[str] | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+# Starts `flowserve` with these arguments, standard error and environment.
+Start = Callable[[Sequence[str], IO[str], Mapping[str, str]], Process]
 
 
 @dataclass(slots=True)
@@ -29,7 +48,7 @@ class Served:
     """
 
     base_url: str
-    process: subprocess.Popen[str]
+    process: Process
     lines: list[str]
     log_path: Path
 
@@ -73,21 +92,27 @@ class DidNotServe(Exception):
         self.log = log
 
 
+def started(
+    arguments: Sequence[str], stderr: IO[str], environment: Mapping[str, str], python: str = sys.executable
+) -> subprocess.Popen[str]:
+    """`python -m flowserve ARGUMENTS`."""
+    command = [python, "-m", "flowserve", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=dict(environment))
+
+
 @contextmanager
 def serving(
-    repository: Path, *options: str, environment: Mapping[str, str] | None = None, python: str = sys.executable
+    repository: Path, *options: str, environment: Mapping[str, str] | None = None, start: Start = started
 ) -> Iterator[Served]:
     """`python -m flowserve run REPOSITORY OPTIONS` on a free port, until the block ends.
 
-    `options` come last and so win over the defaults: without `--allow-grpc true` it serves HTTP only. `python` is the
-    interpreter, for a flowserve that is installed elsewhere. Raises DidNotServe.
+    `options` come last and so win over the defaults: without `--allow-grpc true` it serves HTTP only. `start` starts
+    the process: `partial(started, python=...)` with another interpreter. Raises DidNotServe.
     """
     quiet = ["--http-port", "0", "--allow-grpc", "false"]
-    command = [python, "-m", "flowserve", "run", str(repository), *quiet, *options]
+    arguments = ["run", str(repository), *quiet, *options]
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log_file:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log_file, text=True, env={**os.environ, **(environment or {})}
-        )
+        process = start(arguments, log_file, {**os.environ, **(environment or {})})
         try:
             lines = _read_until_listening(process)
             if process.poll() is not None or not lines or not lines[-1].startswith("listening on "):
@@ -97,7 +122,7 @@ def serving(
             _end(process)
 
 
-def _read_until_listening(process: subprocess.Popen[str]) -> list[str]:
+def _read_until_listening(process: Process) -> list[str]:
     assert process.stdout is not None
     too_late = threading.Timer(START_S_MAX, process.kill)
     too_late.start()
@@ -112,7 +137,7 @@ def _read_until_listening(process: subprocess.Popen[str]) -> list[str]:
     return lines
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: Process) -> None:
     if process.poll() is None:
         process.terminate()
         try:

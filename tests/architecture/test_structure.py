@@ -64,3 +64,29 @@ def test_every_module_and_package_begins_with_a_docstring(modules: dict[str, Pat
 def test_every_folder_of_modules_is_a_package(modules: dict[str, Path]) -> None:
     folders = {path.parent for path in modules.values()}
     assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+HTTPX_CALLS = {"get", "post", "put", "delete", "request", "stream", "options", "head", "patch", "Client", "AsyncClient"}
+
+
+def _reads_certificates(node: ast.AST) -> bool:
+    """httpx reads all certificate authorities for each call that does not say `verify=False` or has no transport."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "httpx"
+        and node.func.attr in HTTPX_CALLS
+        and not {"verify", "transport", None} & {keyword.arg for keyword in node.keywords}
+    )
+
+
+def test_no_test_reads_certificates_for_plain_http(root: Path) -> None:
+    texts = {path: path.read_text() for path in sorted((root / "tests").rglob("*.py"))}
+    found = [
+        f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)}"
+        for path, text in texts.items()
+        for node in (ast.walk(ast.parse(text)) if "httpx" in text else ())
+        if _reads_certificates(node)
+    ]
+    assert found == []

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flowserve.testing.serve import serving
+from tests.support.forked import serving
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINES_PROMISED = 24
@@ -75,7 +75,7 @@ def test_the_module_is_served_and_answers_as_the_page_shows(blocks: list[tuple[s
     body = re.search(r"-d '(.*)'", command)
     assert body is not None
     with serving(Path("sound:graph")) as served:
-        asked = httpx.post(f"http://{served.address}/v2/models/sound/infer", content=body[1])
+        asked = httpx.post(f"http://{served.address}/v2/models/sound/infer", content=body[1], verify=False)
     assert asked.text.strip() == answer.strip()
 
 
@@ -88,7 +88,7 @@ def test_a_saved_graph_is_served_if_its_module_can_be_imported(
     body = '{"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["aaa"]}]}'
     monkeypatch.setenv("PYTHONPATH", str(home) + os.pathsep + os.environ.get("PYTHONPATH", ""))
     with serving(home / "models") as served:
-        asked = httpx.post(f"http://{served.address}/v2/models/sound/infer", content=body)
+        asked = httpx.post(f"http://{served.address}/v2/models/sound/infer", content=body, verify=False)
     assert asked.json()["outputs"][1]["data"] == ["sung"]
 
 
@@ -103,7 +103,7 @@ def test_a_script_serves_its_own_functions_until_a_stop_signal(blocks: list[tupl
         assert process.stdout is not None
         line = next(line for line in process.stdout if line.startswith("listening on "))
         body = '{"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["..."]}]}'
-        asked = httpx.post(f"{line.split()[-1]}/v2/models/sound/infer", content=body)
+        asked = httpx.post(f"{line.split()[-1]}/v2/models/sound/infer", content=body, verify=False)
         process.terminate()
         assert process.wait(30) == 0
     finally:

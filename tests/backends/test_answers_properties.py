@@ -189,7 +189,7 @@ def _tensor(tensor: Tensor | None) -> Any:
 
 
 @given(batches())
-@settings(max_examples=1000)
+@settings(max_examples=6 * settings().max_examples)
 def test_a_uniform_batch_is_read_as_any_other(batch: Answers) -> None:
     event("uniform" if batch.is_uniform else "not uniform")
     assert _shown(batch.read_by(AnswerReader)) == _shown(batch.read_by(GeneralReader))

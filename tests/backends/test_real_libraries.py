@@ -20,7 +20,8 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 from tests.support.library_models import X
 
 pytestmark = [pytest.mark.slow, pytest.mark.server]

@@ -99,14 +99,11 @@ def test_an_unknown_part_or_size_is_refused(given: str, capsys: pytest.CaptureFi
 
 
 @pytest.mark.server
-def test_every_part_is_measured_with_checked_responses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "RESULTS", tmp_path)
+def test_every_part_is_measured_with_checked_responses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- growth: begin --><!-- growth: end -->")
     sizes = ["steps=1,2", "deployments=1,2", "connections=3,4", "sequences=1,32"]
-    shortly = ["--rounds", "1", "--seconds", "0.2", "--client", "own"]
+    shortly = ["--rounds", "1", "--seconds", "0.2", "--client", "own", "--results", str(tmp_path)]
     command.main(["--growth", *sizes, *shortly, "--page", str(page)])
 
     text = (tmp_path / "growth.md").read_text()

@@ -53,10 +53,9 @@ def test_lines_are_ordered_by_mode_and_share_and_can_be_without_triton() -> None
 def test_each_mode_is_measured_at_each_share_of_its_capacity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "RESULTS", tmp_path)
     monkeypatch.delenv("TRITONSERVER", raising=False)
     options = ["--work", "identity", "--concurrency", "2", "--rounds", "1", "--seconds", "0.3"]
-    command.main(["--latency", *options, "--json", str(tmp_path / "bench.json"), "--plot", str(tmp_path / "bench.svg")])
+    command.main(["--latency", *options, "--results", str(tmp_path)])
     lines = [line.split("|") for line in (tmp_path / "latency.md").read_text().splitlines() if line.startswith("| id")]
     assert [(line[2].strip(), line[3].strip()) for line in lines] == [
         (mode, share) for mode in ("process", "inline") for share in ("30%", "60%", "85%")

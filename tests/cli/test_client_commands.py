@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import trio
 
 from flowserve.cli.bench import SweepTarget, Trial, Variant, recommended, sweep
 from flowserve.cli.client import Address
-from flowserve.cli.load import LoadConnection, Measured
+from flowserve.cli.load import Measured
 from flowserve.cli.main import main
 from flowserve.cli.option_values import levels
 from flowserve.cli.tensors import InferBody, generated_inputs, plain, read_answer, read_inputs
@@ -485,32 +484,6 @@ def test_bench_reports_failed_streams_and_streams_longer_than_the_measurement(
     assert "no request ended within 0.1 s at 1 at a time" in printed.err
 
 
-@pytest.mark.parametrize(
-    ("answer", "body"),
-    [
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nab\r\nc", b"ab\r\nc"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4;x\r\nab\r\n\r\n1\r\nc\r\n0\r\n\r\n", b"ab\r\nc"),
-        (b"HTTP/1.1 503 No\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b""),
-    ],
-)
-@pytest.mark.parametrize("size", [1, 7, 1000])
-async def test_a_response_is_the_same_for_any_segmentation(answer: bytes, body: bytes, size: int) -> None:
-    async def serve(stream: trio.SocketStream) -> None:
-        for _ in range(2):
-            await stream.receive_some()
-            for start in range(0, len(answer), size):
-                await stream.send_all(answer[start : start + size])
-
-    async with trio.open_nursery() as nursery:
-        (listener,) = await nursery.start(partial(trio.serve_tcp, serve, 0, host="127.0.0.1"))
-        address = Address("127.0.0.1", listener.socket.getsockname()[1])
-        async with LoadConnection(address, "/", b"?", {}) as wire:
-            for _ in range(2):
-                assert await wire.begin() == int(answer[9:12])
-                assert await wire.rest() == body
-        nursery.cancel_scope.cancel()
-
-
 @pytest.mark.server
 def test_ctrl_c_ends_a_measurement_without_a_traceback(served: Served) -> None:
     statistics = f"{served.base_url}/v2/models/songs_judge/stats"
@@ -527,12 +500,6 @@ def test_ctrl_c_ends_a_measurement_without_a_traceback(served: Served) -> None:
         bench.send_signal(signal.SIGINT)
         printed = bench.communicate(timeout=60)
     assert (bench.returncode, printed) == (130, ("", ""))
-
-
-@pytest.mark.server
-def test_ctrl_c_while_a_response_is_parsed_ends_a_measurement(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LoadConnection, "on_body", lambda *_: signal.raise_signal(signal.SIGINT))
-    assert main(["bench", served.address, "songs", "--concurrency", "2", "--seconds", "30"]) == 130
 
 
 def test_a_variant_keeps_all_other_fields(songs: Path) -> None:

@@ -13,12 +13,13 @@ import subprocess
 import sys
 import sysconfig
 import urllib.request
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 
-from flowserve.testing.serve import serving
+from flowserve.testing.serve import serving, started
 from tests.support.packages import build, copy_source
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -98,7 +99,7 @@ def beside(root: Path, folder: Path) -> list[str]:
     assert (home / "songs.svg").read_text().startswith("<svg")
     # Not the flowserve of the folder where the tests run, which `python -m` would find first.
     elsewhere = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
-    with serving(home / "songs", python=str(newcomer.python), environment=elsewhere) as served:
+    with serving(home / "songs", environment=elsewhere, start=partial(started, python=str(newcomer.python))) as served:
         with urllib.request.urlopen(served.base_url) as page:  # all of it came with the wheel
             assert page.read().rstrip().endswith(b"</html>")
         blocks = BLOCK.findall(after.replace("localhost:8000", served.address))

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 pytestmark = [
     pytest.mark.server,

@@ -71,6 +71,7 @@ def test_an_image_file_is_a_complete_request(
         content=files["hello.png"],
         headers={"Inference-Header-Content-Length": "0"},
         timeout=60,
+        verify=False,
     )
     assert answer.status_code == 200
     # TEXT is the last output: a shell can cut it off the end of the answer.

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
 from flowserve.values import DType
+from tests.support.forked import serving
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about the age of its generated code

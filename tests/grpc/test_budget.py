@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from flowserve.grpc.service_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
 from tests.grpc.conftest import ECHO, REPEATS, SLEEPS, one_in_one_out, write
+from tests.support.forked import serving
 
 pytestmark = pytest.mark.server
 

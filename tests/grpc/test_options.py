@@ -21,7 +21,8 @@ from tritonclient.utils import InferenceServerException
 from flowserve.grpc.health_pb2 import HealthCheckRequest
 from flowserve.grpc.service import GROUP
 from flowserve.runtime.protocol import GROUPS
-from flowserve.testing.serve import DidNotServe, Served, serving
+from flowserve.testing.serve import DidNotServe, Served
+from tests.support.forked import serving
 
 pytestmark = pytest.mark.server
 KEY = {"triton-grpc-protocol-admin-key": "s3:cr=t"}

@@ -16,7 +16,8 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from flowserve.testing.serve import DidNotServe, Served, serving
+from flowserve.testing.serve import DidNotServe, Served
+from tests.support.forked import serving
 
 pytestmark = pytest.mark.server
 

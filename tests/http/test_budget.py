@@ -29,8 +29,9 @@ from flowserve.http.server.connection import Phase
 from flowserve.http.server.request_parser import Limits
 from flowserve.http.server.server import Server, open_listeners
 from flowserve.runtime.budget import Budget, Reservation
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
 from tests.http.conftest import Answer, Client, Running
+from tests.support.forked import serving
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SIZE = 100_000

@@ -12,7 +12,8 @@ import httpx
 import numpy as np
 import pytest
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 CONFIG = """

@@ -49,7 +49,7 @@ def mutated(draw: st.DrawFn, original: bytes) -> bytes:
     return bytes(data)
 
 
-many = settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=5 * settings().max_examples, suppress_health_check=[HealthCheck.too_slow])
 
 
 @many

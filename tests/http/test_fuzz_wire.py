@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
 from flowserve.values import DType
+from tests.support.forked import serving
 from tests.support.http_fuzz import CORPUS, Insistent, mutated
 from tests.support.onnx_files import onnx_identity
 

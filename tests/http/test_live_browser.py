@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
 from tests.support.browser import CHROMIUM, Page, browsing
+from tests.support.forked import serving
 from tests.support.onnx_files import onnx_identity
 
 pytestmark = [

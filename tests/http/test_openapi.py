@@ -21,8 +21,9 @@ from flowserve.http.api.app import make_routes
 from flowserve.http.api.infer import AppOptions
 from flowserve.http.api.openapi import openapi
 from flowserve.runtime.engine.engine import Engine
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
 from flowserve.values import DType
+from tests.support.forked import serving
 from tests.support.onnx_files import onnx_identity
 
 METHODS = {"get", "post", "put", "delete", "patch"}

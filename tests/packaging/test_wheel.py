@@ -10,12 +10,13 @@ import os
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
-from flowserve.testing.serve import serving
+from flowserve.testing.serve import serving, started
 from tests.support.packages import build, copy_source
 
 ROOT = Path(__file__).parent.parent.parent
@@ -78,7 +79,9 @@ def _install_and_serve(folder: Path, extra: str, build_of: str) -> None:
     run("flowserve", "check", "hello")
     if extra in USES:
         run("sh", "-c", USES[extra])
-    with serving(folder / "hello", python=str(folder / "venv/bin/python"), environment=environment) as served:
+    with serving(
+        folder / "hello", environment=environment, start=partial(started, python=str(folder / "venv/bin/python"))
+    ) as served:
         body = {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["a good day"]}]}
         response = httpx.post(f"{served.base_url}/v2/models/hello/infer", json=body, verify=False)
         assert response.status_code == 200, response.text

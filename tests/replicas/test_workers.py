@@ -24,7 +24,8 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 
-from flowserve.testing.serve import DidNotServe, Served, serving
+from flowserve.testing.serve import DidNotServe, Served
+from tests.support.forked import serving
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 

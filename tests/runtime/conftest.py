@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from flowserve.runtime.engine.engine import open_engine
 from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.processes import forkservers
+from tests.support import forked
 from tests.support.processes import ServedInProcesses
 
 
@@ -16,6 +18,15 @@ from tests.support.processes import ServedInProcesses
 def unlimited_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of the engine ends only when no decision is left, not after its time limit, even on a busy machine."""
     monkeypatch.setattr("flowserve.runtime.engine.engine.STEP_NS_MAX", 1 << 62)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_forkservers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The forkservers of engines do not import their modules again, but in the tests of forkservers themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        if forked.IS_POSSIBLE and not request.module.__name__.endswith("test_children"):
+            patch.setattr(forkservers, "start", forked.start_forkserver)
+        yield
 
 
 @pytest.fixture

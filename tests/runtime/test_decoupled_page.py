@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.testing.serve import serving
+from tests.support.forked import serving
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LOOKUP = """

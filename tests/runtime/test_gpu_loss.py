@@ -14,10 +14,11 @@ import pytest
 
 from flowserve import Engine
 from flowserve.errors import InstanceDied, ModelFailed, Unavailable
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
 from flowserve.values import Array
 from tests.support.fake_device import FakeDevice, FakeMachine
 from tests.support.fake_onnx import onnx_on
+from tests.support.forked import serving
 from tests.support.onnx_files import onnx_identity
 
 ERROR = "CUDA_ERROR_ILLEGAL_ADDRESS"
@@ -187,7 +188,7 @@ class TritonPythonModel:
 
 def _ask(served: Served, model: str, value: float = 1.0) -> httpx.Response:
     given = [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [value] * 4}]
-    return httpx.post(f"{served.base_url}/v2/models/{model}/infer", json={"inputs": given}, timeout=60)
+    return httpx.post(f"{served.base_url}/v2/models/{model}/infer", json={"inputs": given}, timeout=60, verify=False)
 
 
 @pytest.mark.gpu
@@ -205,8 +206,11 @@ def test_on_hardware_an_illegal_memory_access_loses_the_gpu_of_its_process_only(
         refused = _ask(served, "there")
         assert (refused.status_code, "restart it" in refused.text) == (503, True)
         assert [_ask(served, name).status_code for name in ("here", "process")] == [200] * 2
-        states = [httpx.get(f"{served.base_url}/v2/{path}").status_code for path in ("health/live", "health/ready")]
+        states = [
+            httpx.get(f"{served.base_url}/v2/{path}", verify=False).status_code
+            for path in ("health/live", "health/ready")
+        ]
         assert states == [400, 400]
-        assert httpx.get(f"{served.base_url}/v2/models/there/ready").status_code == 400
-        assert httpx.get(f"{served.base_url}/v2/models/here/ready").status_code == 200
+        assert httpx.get(f"{served.base_url}/v2/models/there/ready", verify=False).status_code == 400
+        assert httpx.get(f"{served.base_url}/v2/models/here/ready", verify=False).status_code == 200
         assert served.stop() == 0

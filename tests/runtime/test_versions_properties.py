@@ -244,7 +244,7 @@ async def play(steps: Sequence[Step]) -> None:
                 before = after
 
 
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples // 2)
 @given(steps)
 @pytest.mark.fault("C14")
 def test_a_load_loads_exactly_the_versions_that_changed(steps: list[Step]) -> None:

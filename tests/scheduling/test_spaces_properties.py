@@ -21,7 +21,7 @@ from tests.support.spaces_world import Interpreter, World, drawn, padded
 seeds = st.integers(0, 2**48)
 # The long profile runs 100,000 graphs, in about twenty minutes.
 profile = settings.get_profile(settings.get_current_profile_name())
-many = settings(max_examples=100_000 if profile.max_examples >= 2_000 else 100)
+many = settings(max_examples=50 * profile.max_examples if profile.max_examples >= 2_000 else profile.max_examples)
 
 
 def requests(rng: Random, world: World) -> list[tuple[Array, Frame]]:

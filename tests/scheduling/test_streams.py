@@ -15,10 +15,10 @@ from flowserve.errors import Invalid
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import GRAPH, Conversion, ModelKey
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.frames.borders import RegionFrame, region_frame
+from flowserve.scheduling.frames.borders import RegionFrame, Source, region_frame
 from flowserve.scheduling.frames.frame import Frame, Ticket
 from flowserve.scheduling.frames.slots import InflightSlots
-from flowserve.scheduling.frames.stream import UNREAD_MAX, Source
+from flowserve.scheduling.frames.stream import UNREAD_MAX
 from flowserve.scheduling.rate_limit.limiter import Needs
 from flowserve.simulation.deployment import BatchResults
 from flowserve.values import DType, TensorSpec

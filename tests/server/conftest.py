@@ -21,8 +21,9 @@ import onnx
 import pytest
 import tritonclient.http as triton
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
 from flowserve.values import BY_WIRE, DType
+from tests.support.forked import serving
 from tests.support.onnx_files import onnx_identity, onnx_model, onnx_node, onnx_value
 
 ANSWER_S_MAX = 60.0

@@ -18,7 +18,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 LIMITS = [1, 4, 16, 0]
 PRODUCE = """

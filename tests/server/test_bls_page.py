@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/bls.md"
 BLOCKS = re.findall(

@@ -17,8 +17,9 @@ import httpx
 import pytest
 import tritonclient.http as triton
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
 from tests.support.browser import CHROMIUM, Page, browsing
+from tests.support.forked import serving
 
 pytestmark = [pytest.mark.fault("W1"), pytest.mark.server]
 

@@ -20,7 +20,8 @@ import pytest
 
 from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.temporary import MODELS
-from flowserve.testing.serve import STOP_S_MAX, DidNotServe, Served, serving
+from flowserve.testing.serve import STOP_S_MAX, DidNotServe, Served
+from tests.support.forked import serving
 from tests.support.shared_memory import left_of, segments_of
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="models in processes need Linux")
@@ -487,10 +488,10 @@ def test_a_killed_server_leaves_no_processes_and_the_next_one_starts(tmp_path: P
         sessions = {mischief.pid("bad"), mischief.pid("good")}
         mischief.said("bad", "subprocess.Popen(['sleep', '600'])")
         file = base64.b64encode((repository / "good/1/model.py").read_bytes()).decode()
-        config = httpx.get(f"{served.base_url}/v2/models/good/config", trust_env=False).text
+        config = httpx.get(f"{served.base_url}/v2/models/good/config", trust_env=False, verify=False).text
         sent = {"parameters": {"config": config, "file:1/model.py": file}}
         url = f"{served.base_url}/v2/repository/models/good/load"
-        assert httpx.post(url, json=sent, timeout=WITHIN_S, trust_env=False).status_code == 200
+        assert httpx.post(url, json=sent, timeout=WITHIN_S, trust_env=False, verify=False).status_code == 200
         (left,) = places.glob(f"{MODELS}*")
         segments = segments_of([served.pid, *of_sessions(sessions)])
         assert served.stop(signal.SIGKILL) == -signal.SIGKILL

@@ -17,7 +17,8 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 TIMEOUT_US = 150_000
 LATE = "Request timeout expired: its deadline passed after "

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 ROW = [1.0, 2.0, 3.0, 4.0]
 

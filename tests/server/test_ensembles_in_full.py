@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
 from flowserve.values import DType
+from tests.support.forked import serving
 from tests.support.onnx_files import onnx_identity
 
 CACHE_BYTES = 4000

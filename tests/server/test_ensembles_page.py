@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from flowserve.config.parameters import ADMISSION_KEYS
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/ensembles.md"
 BLOCKS = re.findall(

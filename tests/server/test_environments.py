@@ -22,7 +22,8 @@ import pytest
 from flowserve import Engine
 from flowserve.runtime.processes.children import SUPPORTED
 from flowserve.temporary import UNPACKED
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="models in processes need Linux")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.testing.serve import serving
+from tests.support.forked import serving
 
 
 @pytest.mark.parametrize(("page", "model"), [("ragged", "sums"), ("sequences", "totals")])

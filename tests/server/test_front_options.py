@@ -18,9 +18,10 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
 from flowserve.values import DType
 from flowserve.version import __version__
+from tests.support.forked import serving
 from tests.support.onnx_files import onnx_identity
 
 SCORES = """

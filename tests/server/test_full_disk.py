@@ -17,7 +17,8 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from flowserve.testing.serve import STOP_S_MAX, serving
+from flowserve.testing.serve import STOP_S_MAX
+from tests.support.forked import serving
 
 FULL = Path("/dev/full")
 CONFIG = """

@@ -19,8 +19,9 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
 from flowserve.values import DType
+from tests.support.forked import serving
 from tests.support.onnx_files import onnx_identity
 
 SECRET = "the-secret-model"

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from flowserve.testing.serve import DidNotServe, Served, serving
+from flowserve.testing.serve import DidNotServe, Served
+from tests.support.forked import serving
 
 ONE = """
 backend: "python"

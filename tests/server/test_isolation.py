@@ -18,7 +18,8 @@ import pytest
 import tritonclient.grpc as grpc_client
 
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 GOOD_CLIENTS = 8
 REQUESTS = 40  # of each good client

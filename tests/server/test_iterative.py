@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 CONFIG = """
 backend: "python"

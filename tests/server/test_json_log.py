@@ -20,8 +20,9 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.testing.serve import DidNotServe, Served, serving
+from flowserve.testing.serve import DidNotServe, Served
 from tests.server.conftest import write_model
+from tests.support.forked import serving
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about the age of its generated code

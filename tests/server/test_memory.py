@@ -16,7 +16,8 @@ import pytest
 import tritonclient.http as triton
 
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="memory is released on Linux only")
 

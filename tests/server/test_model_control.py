@@ -23,7 +23,8 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 Client: TypeAlias = triton.InferenceServerClient
 Serve = Callable[..., Served]

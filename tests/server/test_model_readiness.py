@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 from tests.support.triton_models import python_config, spec, write_model
 
 X, Y = spec("X", "FP32", "-1"), spec("Y", "FP32", "-1")

@@ -19,7 +19,8 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import triton_to_np_dtype
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +220,11 @@ def test_other_models_respond_while_a_model_computes_on_a_thread(
     wire_to: Callable[[Served], Any],
 ) -> None:
     add_model(tmp_path, "burns", ONE_BY_ONE + EXECUTION % "thread", make_python(BURNS))
-    with serving(tmp_path) as served, ThreadPoolExecutor() as pool, httpx.Client(trust_env=False) as client:
+    with (
+        serving(tmp_path) as served,
+        ThreadPoolExecutor() as pool,
+        httpx.Client(trust_env=False, verify=False) as client,
+    ):
         wire = wire_to(served)
         burning = pool.submit(wire.together, [wire.infer_request("burns", row(1))])
         time.sleep(0.3)

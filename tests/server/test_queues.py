@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 CLOSED = -1.0  # a request that holds this keeps its instance busy until the release file exists
 AT_ONCE_S = 0.3  # far less than any wait here, and far more than a refusal takes

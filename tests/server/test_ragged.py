@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from flowserve.testing.serve import serving
 from flowserve.values import DType
+from tests.support.forked import serving
 from tests.support.onnx_files import onnx_model, onnx_node, onnx_value
 
 FIVE_TOGETHER = "dynamic_batching { preferred_batch_size: [ 5 ] max_queue_delay_microseconds: 300000 }"

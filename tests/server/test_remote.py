@@ -16,8 +16,9 @@ import httpx
 import numpy as np
 import pytest
 
-from flowserve.testing.serve import DidNotServe, Served, serving
+from flowserve.testing.serve import DidNotServe, Served
 from tests.server.conftest import write_model
+from tests.support.forked import serving
 
 pytestmark = pytest.mark.server
 
@@ -114,7 +115,7 @@ def served(other: Served, there: tuple[Path, int], tmp_path_factory: pytest.Temp
 def ask(served: Served, model: str, data: Any, datatype: str = "FP32") -> httpx.Response:
     shape = [*np.shape(data)]
     body = {"inputs": [{"name": "X", "shape": shape, "datatype": datatype, "data": data}]}
-    return httpx.post(f"{served.base_url}/v2/models/{model}/infer", json=body, timeout=30)
+    return httpx.post(f"{served.base_url}/v2/models/{model}/infer", json=body, timeout=30, verify=False)
 
 
 def answer(response: httpx.Response) -> Any:
@@ -128,7 +129,7 @@ def test_a_model_on_another_server_takes_over_its_configuration_and_answers(serv
     assert answer(ask(served, "one", [1.5, 2.5, 3.5])) == [3, 5, 7]
     assert answer(ask(served, "shout", [["a", "grün"]], "BYTES")) == [["A", "GRüN"]]
     assert answer(ask(served, "twice", [[1.0]])) == [[4]]
-    found = httpx.get(f"{served.base_url}/v2/models/double/config").json()
+    found = httpx.get(f"{served.base_url}/v2/models/double/config", verify=False).json()
     assert (found["max_batch_size"], found["backend"]) == (8, "remote")
 
 
@@ -143,7 +144,7 @@ def test_the_configuration_of_the_page_is_complete(other: Served, there: tuple[P
 
 def test_requests_travel_in_batches(served: Served, other: Served) -> None:
     def executions() -> int:
-        stats = httpx.get(f"{other.base_url}/v2/models/double/stats").json()["model_stats"][0]
+        stats = httpx.get(f"{other.base_url}/v2/models/double/stats", verify=False).json()["model_stats"][0]
         return int(stats["execution_count"])
 
     before = executions()
@@ -155,11 +156,11 @@ def test_requests_travel_in_batches(served: Served, other: Served) -> None:
 
 def test_the_statistics_have_what_the_other_server_counted(served: Served, other: Served) -> None:
     def counted(one: Served) -> dict[str, Any]:
-        (row,) = httpx.get(f"{one.base_url}/v2/models/double/stats").json()["model_stats"]
+        (row,) = httpx.get(f"{one.base_url}/v2/models/double/stats", verify=False).json()["model_stats"]
         return dict(row)
 
     def counted_there() -> dict[str, Any]:
-        (row,) = httpx.get(f"{served.base_url}/flowserve/models/double/stats").json()["graph_stats"]
+        (row,) = httpx.get(f"{served.base_url}/flowserve/models/double/stats", verify=False).json()["graph_stats"]
         return dict(row.get("there", {}))
 
     def agrees() -> bool:
@@ -180,8 +181,10 @@ def test_the_statistics_have_what_the_other_server_counted(served: Served, other
 def test_the_timeout_of_a_request_goes_along(served: Served) -> None:
     body = {"inputs": [{"name": "X", "shape": [1, 1], "datatype": "FP32", "data": [7.0]}]}
     url = f"{served.base_url}/v2/models/timeout/infer"
-    assert answer(httpx.post(url, json=body, timeout=30)) == [[0]]
-    assert answer(httpx.post(url, json={**body, "parameters": {"timeout": 5_000_000}}, timeout=30)) == [[5_000_000]]
+    assert answer(httpx.post(url, json=body, timeout=30, verify=False)) == [[0]]
+    assert answer(httpx.post(url, json={**body, "parameters": {"timeout": 5_000_000}}, timeout=30, verify=False)) == [
+        [5_000_000]
+    ]
 
 
 class Relay:
@@ -314,10 +317,10 @@ def test_a_server_that_goes_away_is_unavailable_and_serves_again_when_it_is_back
         away = ask(served, "double", [[1.0]])
         assert away.status_code == 503
         assert "cannot be reached" in away.json()["error"]
-        assert httpx.get(f"{served.base_url}/v2/models/double/ready").status_code == 400
+        assert httpx.get(f"{served.base_url}/v2/models/double/ready", verify=False).status_code == 400
         with serving(there[0], *arguments):
             deadline = time.monotonic() + 20
             while ask(served, "double", [[1.0]]).status_code != 200:
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
-            assert httpx.get(f"{served.base_url}/v2/models/double/ready").status_code == 200
+            assert httpx.get(f"{served.base_url}/v2/models/double/ready", verify=False).status_code == 200

@@ -17,7 +17,8 @@ import pytest
 from tritonclient import grpc as triton_grpc
 from tritonclient import http as triton_http
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 pytestmark = pytest.mark.server
 

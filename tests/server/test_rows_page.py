@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/rows.md"
 BLOCKS = re.findall(

@@ -16,8 +16,9 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from flowserve.testing.serve import DidNotServe, Served, serving
+from flowserve.testing.serve import DidNotServe, Served
 from flowserve.values import DType
+from tests.support.forked import serving
 from tests.support.onnx_files import onnx_model, onnx_node, onnx_value
 
 FOREVER = "max_sequence_idle_microseconds: 600000000"

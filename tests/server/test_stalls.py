@@ -25,7 +25,8 @@ import tritonclient.grpc as triton_grpc
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 SILENCE_MS_MAX = 200
 ATTEMPTS = 5  # the machine may be busy for a moment; a stall of the server occurs each time

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 REPEAT = """
 import threading, time

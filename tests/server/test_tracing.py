@@ -25,7 +25,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from flowserve.cli.option_values import TRACE_SETTINGS
 from flowserve.observe import trace
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.testing.serve import DidNotServe, Served, serving
+from flowserve.testing.serve import DidNotServe, Served
+from tests.support.forked import serving
 from tests.support.onnx_files import onnx_identity
 
 with warnings.catch_warnings():

@@ -22,8 +22,9 @@ import tritonclient.grpc as triton
 from PIL import Image
 
 from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.testing.serve import DidNotServe, Served, serving
+from flowserve.testing.serve import DidNotServe, Served
 from tests.support.fake_vllm import package
+from tests.support.forked import serving
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="engines run in processes, which are for Linux")
 

@@ -20,10 +20,9 @@ from flowserve.memory import rows as row_operations
 from flowserve.memory.recipe import host_array
 from flowserve.memory.tensor import Tensor
 from flowserve.scheduling.batch import Batch, Grant, Responses, Stop
-from flowserve.scheduling.frames.borders import RegionFrame, region_frame
+from flowserve.scheduling.frames.borders import RegionFrame, Source, region_frame
 from flowserve.scheduling.frames.frame import Frame
 from flowserve.scheduling.frames.slots import InflightSlots
-from flowserve.scheduling.frames.stream import Source
 from flowserve.values import Array
 from tests.support.ensembles import model
 from tests.support.spaces_world import MODELS, VEC, Interpreter, World, plain

@@ -20,10 +20,9 @@ from flowserve.graph.plan import make_plan
 from flowserve.graph.regions import NO_SLOT
 from flowserve.graph.types import Graph
 from flowserve.scheduling.batch import Batch, Grant, Notice, Responses, Stop
-from flowserve.scheduling.frames.borders import RegionFrame, region_frame
+from flowserve.scheduling.frames.borders import RegionFrame, Source, region_frame
 from flowserve.scheduling.frames.frame import Facts, Frame, Ticket, request_frame
 from flowserve.scheduling.frames.slots import InflightSlots
-from flowserve.scheduling.frames.stream import Source
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import Batcher, BatchPolicy, LevelPolicy, Levels, Queue
 from flowserve.scheduling.rate_limit.limiter import Limiter

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import httpx
 
-from flowserve.testing.serve import STOP_S_MAX, serving
+from flowserve.testing.serve import STOP_S_MAX
+from tests.support.forked import serving
 
 START_S_MAX = 60.0
 

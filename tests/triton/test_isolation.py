@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 from tests.support.triton_like import free_port
 from tests.support.triton_models import python_config, spec, write_model
 

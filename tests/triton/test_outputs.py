@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 
-from flowserve.testing.serve import Served, serving
+from flowserve.testing.serve import Served
+from tests.support.forked import serving
 
 PLACES = ("process", "thread", "inline")  # Triton ignores the parameter
 HEAD = """

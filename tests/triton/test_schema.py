@@ -91,7 +91,7 @@ class Server:
     grpc: tritonclient.grpc.InferenceServerClient
 
     def json(self, path: str) -> Any:
-        answer = httpx.get(f"{self.url}/v2/{path}")
+        answer = httpx.get(f"{self.url}/v2/{path}", verify=False)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -111,13 +111,13 @@ def server(tmp_path_factory: pytest.TempPathFactory, triton_like: Callable[..., 
     url = triton_like(repository, *grpc, "--cache-config=local,size=1048576")
     client = tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{port}")
     for name in CALLED:
-        described = httpx.get(f"{url}/v2/models/{name}").json()["inputs"][0]
+        described = httpx.get(f"{url}/v2/models/{name}", verify=False).json()["inputs"][0]
         shape = [max(dim, 1) for dim in described["shape"]]
         tensor = {"name": described["name"], "datatype": "FP32", "shape": shape, "data": [1, 2]}
         for _ in range(2):
-            answer = httpx.post(f"{url}/v2/models/{name}/infer", json={"inputs": [tensor]})
+            answer = httpx.post(f"{url}/v2/models/{name}/infer", json={"inputs": [tensor]}, verify=False)
             assert answer.status_code == 200, answer.text
-        httpx.post(f"{url}/v2/models/{name}/infer", json={"inputs": [{**tensor, "name": "nothing"}]})
+        httpx.post(f"{url}/v2/models/{name}/infer", json={"inputs": [{**tensor, "name": "nothing"}]}, verify=False)
     for model, name in (("streams", "X"), ("over_stream", "A")):
         _stream(client, model, name)
     yield Server(url, client)

@@ -156,6 +156,15 @@ def fill(case: str) -> Callable[[Path], None]:
     return write_all
 
 
+def fill_all(repository: Path) -> None:
+    """Every case at once, each with folders of its own."""
+    write(repository, "good")
+    for case, (folders, _) in FAILS.items():
+        for name, (config, code) in folders.items():
+            own = config and config.replace('model_name: "m"', f'model_name: "{case}_m"')
+            write(repository, f"{case}_{name}", own, code)
+
+
 @PROTOCOLS
 @pytest.mark.parametrize("case", FAILS)
 def test_a_model_that_does_not_load_stops_no_other(start: Callable[..., Server], case: str, protocol: str) -> None:
@@ -229,14 +238,17 @@ def test_an_error_at_start_ends_the_server_by_default(
 def test_a_load_call_of_a_model_that_does_not_load_begins_with_tritons_text(
     start: Callable[..., Server], on_triton: bool, case: str
 ) -> None:
-    server = start("explicit_" + case, fill(case), "--model-control-mode=explicit", "--load-model=good")
+    server = start("explicit_all", fill_all, "--model-control-mode=explicit", "--load-model=good")
     folders, is_known = FAILS[case]
     for name in folders:
-        reply = httpx.post(f"{server.url}/v2/repository/models/{name}/load", verify=False, timeout=60)
+        path = f"v2/repository/models/{case}_{name}/load"
+        reply = httpx.post(f"{server.url}/{path}", verify=False, timeout=60)
         assert reply.status_code in ((400, 500) if on_triton else (400,))  # a client's mistake is never a 500
         is_unread = not is_known and name == "m"
         begin = (
-            f"failed to load '{name}', failed to poll from model repository" if is_unread else "load failed for model"
+            f"failed to load '{case}_{name}', failed to poll from model repository"
+            if is_unread
+            else "load failed for model"
         )
         assert reply.json()["error"].startswith(begin)
     assert server.echoes("http", "good")

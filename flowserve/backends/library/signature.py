@@ -64,16 +64,7 @@ def completion(config: ModelConfig, signature: Signature, file: str) -> Completi
     """The fields that the configuration lacks. Raises Problems if it sets max_batch_size and the file has no batch
     dimension.
     """
-    made = {target for each in config.batch_inputs for target in each.targets}
-    kept: set[str] = set()
-    if config.sequence is not None:
-        made |= {control.name for control in config.sequence.controls}
-        made |= {state.input for state in config.sequence.states}
-        kept = {state.output for state in config.sequence.states} - {spec.name for spec in config.outputs}
-    signature = Signature(
-        tuple(port for port in signature.inputs if port.name not in made),
-        tuple(port for port in signature.outputs if port.name not in kept),
-    )
+    signature = _seen_by_requests(config, signature)
     ports = (*signature.inputs, *signature.outputs)
     if config.max_batch_size > 0 and not signature.is_batchable:
         fixed = [f"'{port.name}' has shape {shape_text(port.shape)}" for port in ports if not port.is_batchable]
@@ -92,6 +83,20 @@ def completion(config: ModelConfig, signature: Signature, file: str) -> Completi
         outputs=tuple(_spec(config, port, file, batches=batches) for port in signature.outputs),
         max_batch_size=DEFAULT_MAX_BATCH_SIZE if fills_batch else None,
         dynamic_batching=fills_batch,
+    )
+
+
+def _seen_by_requests(config: ModelConfig, signature: Signature) -> Signature:
+    """Without the inputs that the server makes, and the states that it keeps."""
+    made = {target for each in config.batch_inputs for target in each.targets}
+    kept: set[str] = set()
+    if config.sequence is not None:
+        made |= {control.name for control in config.sequence.controls}
+        made |= {state.input for state in config.sequence.states}
+        kept = {state.output for state in config.sequence.states} - {spec.name for spec in config.outputs}
+    return Signature(
+        tuple(port for port in signature.inputs if port.name not in made),
+        tuple(port for port in signature.outputs if port.name not in kept),
     )
 
 

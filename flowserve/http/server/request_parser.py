@@ -162,15 +162,7 @@ class HeadParser:
 
     def finish(self) -> Head:
         """The record, once everything up to the empty line was fed."""
-        # More than one message, or body bytes, means llhttp saw the head's end before we did.
-        if not self._is_complete or self._messages != 1 or self._has_body:
-            raise Refused(400, "malformed HTTP request: the head does not end where its empty line is")
-        version = self._parser.get_http_version()
-        if version not in ("1.0", "1.1"):
-            raise Refused(505, f"HTTP version {version} is not supported; use 1.1")
-        hosts = sum(name == b"host" for name, _ in self._headers)
-        if hosts > 1 or (not hosts and version == "1.1"):
-            raise Refused(400, f"malformed HTTP request: {hosts or 'no'} Host headers; HTTP/1.1 requires exactly one")
+        version = self._checked_version()
         path, query = _split_url(self._url)
         scope = {
             "type": "http",
@@ -201,6 +193,19 @@ class HeadParser:
             elif name == b"inference-header-content-length" and value.isdigit() and len(value) < 10:
                 head.anchor = int(value)  # only a hint about memory here; the codec checks its value
         return head
+
+    def _checked_version(self) -> str:
+        """The version of HTTP of a head that is complete and has the Host header that its version requires."""
+        # More than one message, or body bytes, means llhttp saw the head's end before we did.
+        if not self._is_complete or self._messages != 1 or self._has_body:
+            raise Refused(400, "malformed HTTP request: the head does not end where its empty line is")
+        version: str = self._parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise Refused(505, f"HTTP version {version} is not supported; use 1.1")
+        hosts = sum(name == b"host" for name, _ in self._headers)
+        if hosts > 1 or (not hosts and version == "1.1"):
+            raise Refused(400, f"malformed HTTP request: {hosts or 'no'} Host headers; HTTP/1.1 requires exactly one")
+        return version
 
 
 class HeadCache:

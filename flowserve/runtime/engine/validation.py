@@ -9,13 +9,15 @@ engine for every request; the deployment holds the validator of its graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from flowserve.config.suggest import meant
 from flowserve.errors import Invalid
 from flowserve.graph.types import Graph
 from flowserve.memory.tensor import Tensor
 from flowserve.values import BY_NUMPY, Array, Request, TensorSpec, fits, unexpected_shape
+
+_UNKNOWN: Final = -2  # rows before the first input; -1 are those of an input without dimensions
 
 
 class Validator:
@@ -42,12 +44,12 @@ class Validator:
         inputs = request.inputs
         index = self._index
         max_rows = self._max_rows
-        if len(inputs) != len(index) and (len(inputs) < self._required or len(inputs) > len(index)):
-            self._explain(request)
+        if len(inputs) != len(index):
+            self._check_presence(request)
         if request.outputs is not None and not self._output_names.issuperset(request.outputs):
             self._explain(request)
         tensors: list[Tensor | None] = [None] * len(index)
-        rows = -1
+        rows = _UNKNOWN
         for name, array in inputs.items():
             i = index.get(name, -1)
             if i < 0:
@@ -57,7 +59,7 @@ class Validator:
             if max_rows:
                 here = shape[0] if shape else -1
                 if rows != here:
-                    if rows != -1 or here > max_rows:
+                    if rows != _UNKNOWN or not 0 <= here <= max_rows:
                         self._explain(request)
                     rows = here
                 shape = shape[1:]
@@ -68,13 +70,16 @@ class Validator:
             ):
                 self._explain(request)
             tensors[i] = Tensor(array, 0, rows) if max_rows else Tensor(array)
-        if rows < 0 and max_rows and inputs:
-            self._explain(request)
-        if len(inputs) != len(index):
-            for spec in self._specs:
-                if not spec.optional and spec.name not in inputs:
-                    self._explain(request)
         return tensors
+
+    def _check_presence(self, request: Request) -> None:
+        """Of a request that has not all inputs, or more."""
+        inputs = request.inputs
+        if len(inputs) < self._required or len(inputs) > len(self._index):
+            self._explain(request)
+        for spec in self._specs:
+            if not spec.optional and spec.name not in inputs:
+                self._explain(request)
 
     def _explain(self, request: Request) -> NoReturn:
         """Triton's order of checks: outputs, number of inputs, names, batch, type, shape."""

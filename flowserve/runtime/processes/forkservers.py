@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
@@ -87,6 +87,25 @@ class Interpreter:
         """The environment variables with which it is started."""
         together = {**os.environ, **dict.fromkeys(_ONE_THREAD, "1"), **self.variables}
         return {name: value for name, value in together.items() if value is not None}
+
+
+def start(
+    command: Sequence[str],
+    settings: Mapping[str, Any],
+    descriptors: Sequence[str],
+    environment: Mapping[str, str],
+    stderr: int | None,
+) -> subprocess.Popen[bytes]:
+    """Start the process. `descriptors`: the settings that are numbers of descriptors, which it gets. Raises OSError."""
+    return subprocess.Popen(
+        [*command, "-c", _BOOTSTRAP, json.dumps(settings)],
+        pass_fds=[settings[name] for name in descriptors],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+        env=dict(environment),
+        start_new_session=True,  # a Ctrl-C at the terminal is for the server only
+    )
 
 
 class ForkServer:
@@ -164,28 +183,18 @@ class _Process:
         # If another Python does not start, its stderr (or that of its shell) has the reason.
         self._stderr_fd = None if interpreter.is_own else os.memfd_create("stderr")
         with orders, reports:
-            fds = (orders.fileno(), reports.fileno(), share_log_level())
+            fds = {"orders": orders.fileno(), "reports": reports.fileno(), "log_level": share_log_level()}
             settings = {
+                **fds,
                 "path": sys.path if interpreter.is_own else None,
                 "package": [str(resources.files("flowserve"))],
                 "oldest": PYTHON_MIN,
                 "libraries": interpreter.libraries,
-                "orders": fds[0],
-                "reports": fds[1],
                 "parent": os.getpid(),
-                "log_level": fds[2],
                 "environment": {name: os.environ.get(name) for name in _ONE_THREAD},
             }
             try:
-                self.popen = subprocess.Popen(
-                    [*interpreter.command, "-c", _BOOTSTRAP, json.dumps(settings)],
-                    pass_fds=fds,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=self._stderr_fd,
-                    env=interpreter.environment(),
-                    start_new_session=True,  # a Ctrl-C at the terminal is for the server only
-                )
+                self.popen = start(interpreter.command, settings, [*fds], interpreter.environment(), self._stderr_fd)
             except OSError as error:
                 self._orders.close()
                 self.reports.close()

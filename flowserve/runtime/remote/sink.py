@@ -28,8 +28,8 @@ from flowserve.runtime.ipc.tensors import ANY_ROWS, OutputReader
 from flowserve.runtime.remote.port import Port
 from flowserve.runtime.workers.streaming import ResponseStreams, is_wanted
 from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.frames.borders import Source
 from flowserve.scheduling.frames.frame import Ticket
-from flowserve.scheduling.frames.stream import Source
 
 _GOING_ON_MAX: Final = 1000  # members in one GOES_ON message
 _NO_SENDER: Final = (0, 0)  # batches are numbered from 1

@@ -43,9 +43,8 @@ from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.workers.base import Outcome, Passed
 from flowserve.runtime.workers.streaming import ResponseStreams
 from flowserve.scheduling.batch import Batch
-from flowserve.scheduling.frames.borders import RegionFrame
+from flowserve.scheduling.frames.borders import RegionFrame, Source
 from flowserve.scheduling.frames.frame import Frame, Ticket
-from flowserve.scheduling.frames.stream import Source
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.scheduling.queue import Queue
 from flowserve.scheduling.scheduler import Scheduler
@@ -247,15 +246,10 @@ class Tracing:
             specs, slots = flow.record.owner.outputs, flow.record.owner.output_slot
             made = [flow.tensors[slots[name]] for name in flow.wanted]
             trace.tensors += _traced_tensors(BACKEND_OUTPUT, [specs[name] for name in flow.wanted], made)
-        if flow.record.error is not None:
-            trace.error = str(flow.record.error)
-        elif has_left:
-            trace.error = "its caller left"
-        elif flow.record.done and not trace.steps and not trace.skipped:
+        trace.error = _error(flow, has_left=has_left)
+        if not trace.error and not trace.steps and not trace.skipped:
             trace.is_cached = True
             add(trace.waits, reasons.SAME_REQUEST, trace.arrived_ns, trace.ended_ns)
-        elif not flow.record.done:
-            trace.error = "it was refused"
         for step in trace.steps:
             step.ended_ns = step.ended_ns or trace.ended_ns
         for step in live.held:
@@ -534,6 +528,15 @@ def _why_complete(batch: Batch, left: int) -> str:
     if batch.rows >= batch.tickets[0].node.max_batch_size:
         return reasons.FULL
     return reasons.CLOSED if left else reasons.SIZED
+
+
+def _error(flow: Frame, *, has_left: bool) -> str:
+    """Why a flow that is over has no response, "" if it has one. `has_left`: its caller does not wait for it."""
+    if flow.record.error is not None:
+        return str(flow.record.error)
+    if has_left:
+        return "its caller left"
+    return "" if flow.record.done else "it was refused"
 
 
 def _traced_tensors(

@@ -32,8 +32,8 @@ from flowserve.memory.column import Column
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.workers.base import Outcome, Returned, StateAdapter
 from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.frames.borders import Source
 from flowserve.scheduling.frames.frame import Frame, Ticket, filler_frame
-from flowserve.scheduling.frames.stream import Source
 from flowserve.scheduling.sequence.sequence import RequestSequence
 from flowserve.values import Array, DType, Request, TensorSpec
 

@@ -31,9 +31,10 @@ from flowserve.runtime.workers.base import Outcome, Returned, log_unnoticed
 from flowserve.runtime.workers.outputs import in_order, record_notes, unusable_output
 from flowserve.runtime.workers.parameters import request_after
 from flowserve.scheduling.batch import Batch
+from flowserve.scheduling.frames.borders import Source
 from flowserve.scheduling.frames.frame import Ticket
 from flowserve.scheduling.frames.request import longer
-from flowserve.scheduling.frames.stream import Source, StreamSender
+from flowserve.scheduling.frames.stream import StreamSender
 from flowserve.scheduling.scheduler import Scheduler
 
 log = logging.getLogger("flowserve.runtime")
@@ -291,9 +292,9 @@ def is_wanted(ticket: Ticket) -> TypeGuard[Source]:
 def _decide(source: Source, outcome: str) -> None:
     """Write the outcome of a step; it is the outcome of a request to the model itself."""
     source.outcome = outcome
-    stream = source.flow.stream
-    if not stream.plan.graph.is_ensemble:
-        stream.outcome = outcome
+    frame = source.flow
+    if not frame.plan.graph.is_ensemble:
+        frame.record.outcome = outcome
 
 
 def _statistics(source: Source) -> Statistics:

@@ -29,7 +29,7 @@ Always true of a request that is not over (see `RegionFrame.check`):
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, Final
 
 from flowserve.errors import FlowserveError, Internal
@@ -41,12 +41,48 @@ from flowserve.scheduling.frames.parts import Part, PartedStep
 from flowserve.scheduling.frames.ranges import RowRanges
 from flowserve.scheduling.frames.request import RequestRecord
 from flowserve.scheduling.frames.slots import Gauge, Hold, InflightSlots, Parked, unlimited
-from flowserve.scheduling.frames.stream import UNREAD_MAX, Source, Stream, ignore
+from flowserve.scheduling.frames.stream import UNREAD_MAX, Stream, StreamSender, ignore
 
 # The largest number of parts of a step that are queued when one is finished. It is more than one so that a step that a
 # full queue held back regains its number of parts under way as the queue empties.
 _MORE_PARTS: Final = 2
 _NO_PARTS: Final[dict[int, PartedStep]] = {}  # of frames without spaces
+
+
+class Source(Ticket):
+    """The ticket of a decoupled step. `credit`: the responses it may send now. `is_waiting`: its model is blocked in
+    send(); `holder` is the batch whose instance it keeps meanwhile, None if it keeps none. `instance`, `count`,
+    `last_ns` and `outcome` are the runtime's: its instance, its number of responses, the time of its start or last
+    response, and as what its end is counted, "" before.
+    """
+
+    __slots__ = (
+        "count",
+        "credit",
+        "holder",
+        "instance",
+        "is_over",
+        "is_waiting",
+        "last_ns",
+        "outcome",
+        "sender",
+        "started_ns",
+    )
+
+    flow: RegionFrame  # type: ignore[mutable-override]  # a ticket keeps its frame
+
+    def __init__(self, flow: RegionFrame, node: PlanNode, rows: int, key: Hashable) -> None:
+        super().__init__(flow, node, rows, key)
+        self.credit = 0
+        self.sender: StreamSender | None = None
+        self.is_waiting = False
+        self.is_over = False
+        self.holder: Any = None
+        self.started_ns = 0
+        self.instance: Any = None
+        self.count = 0
+        self.last_ns = 0
+        self.outcome = ""
 
 
 class RegionFrame(Frame):

@@ -7,11 +7,10 @@ and streaming/.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from flowserve.graph.plan import PlanNode
-from flowserve.scheduling.frames.frame import Frame, Ticket
+from flowserve.scheduling.frames.frame import Frame
 from flowserve.scheduling.frames.operations import RowOperations
 from flowserve.scheduling.frames.slots import InflightSlots
 
@@ -27,42 +26,6 @@ class StreamSender(Protocol):
 
     def withdraw(self) -> None:
         """No further response is needed."""
-
-
-class Source(Ticket):
-    """The ticket of a decoupled step. `credit`: the responses it may send now. `is_waiting`: its model is blocked in
-    send(); `holder` is the batch whose instance it keeps meanwhile, None if it keeps none. `instance`, `count`,
-    `last_ns` and `outcome` are the runtime's: its instance, its number of responses, the time of its start or last
-    response, and as what its end is counted, "" before.
-    """
-
-    __slots__ = (
-        "count",
-        "credit",
-        "holder",
-        "instance",
-        "is_over",
-        "is_waiting",
-        "last_ns",
-        "outcome",
-        "sender",
-        "started_ns",
-    )
-
-    flow: Any  # a frame of borders.py
-
-    def __init__(self, flow: Frame, node: PlanNode, rows: int, key: Hashable) -> None:
-        super().__init__(flow, node, rows, key)
-        self.credit = 0
-        self.sender: StreamSender | None = None
-        self.is_waiting = False
-        self.is_over = False
-        self.holder: Any = None
-        self.started_ns = 0
-        self.instance: Any = None
-        self.count = 0
-        self.last_ns = 0
-        self.outcome = ""
 
 
 class Stream:

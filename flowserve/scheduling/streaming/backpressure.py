@@ -15,9 +15,9 @@ from typing import Any
 
 from flowserve.errors import Unavailable
 from flowserve.graph.plan import PlanNode
-from flowserve.scheduling.frames.borders import RegionFrame
+from flowserve.scheduling.frames.borders import RegionFrame, Source
 from flowserve.scheduling.frames.slots import InflightSlots
-from flowserve.scheduling.frames.stream import UNREAD_MAX, Source
+from flowserve.scheduling.frames.stream import UNREAD_MAX
 
 Explanation = list[str]
 

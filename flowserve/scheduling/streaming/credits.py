@@ -17,10 +17,10 @@ from typing import Any
 
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.scheduling.batch import Grant, Notice, Responses, Stop
-from flowserve.scheduling.frames.borders import RegionFrame
+from flowserve.scheduling.frames.borders import RegionFrame, Source
 from flowserve.scheduling.frames.frame import Facts, Frame, Ticket
 from flowserve.scheduling.frames.slots import InflightSlots
-from flowserve.scheduling.frames.stream import UNREAD_MAX, Source, StreamSender
+from flowserve.scheduling.frames.stream import UNREAD_MAX, StreamSender
 from flowserve.scheduling.streaming.backpressure import BackpressureWaits, deadlock
 
 
