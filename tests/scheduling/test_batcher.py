@@ -118,7 +118,7 @@ def test_parts_of_a_failed_batch_run_before_other_tickets_and_are_withdrawn_like
     batcher.again(0, (failed[:2], failed[2:]))
     assert (len(batcher), batcher.deadline()) == (5, 110)
     assert batcher.take(None, 10) == failed[:2]
-    failed[2].flow.done = True
+    failed[2].flow.record.done = True
     assert batcher.withdraw(failed[2].flow) == 1
     batcher.check()
     assert batcher.take(None, 10) == [failed[3]]
