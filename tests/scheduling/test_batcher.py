@@ -107,6 +107,27 @@ def test_a_batch_is_filled_after_a_withdrawal(ticket: MakeTicket) -> None:
     assert batcher.take(None, 150) == [stayer]
 
 
+@pytest.mark.parametrize("levels", [Levels(), Levels(policy=LevelPolicy(max_size=9))], ids=["plain", "with a limit"])
+def test_parts_of_a_failed_batch_run_before_other_tickets_and_are_withdrawn_like_them(
+    ticket: MakeTicket, levels: Levels
+) -> None:
+    batcher = Queue(BatchPolicy.simple(8, max_queue_delay_ns=100), levels)
+    failed = [ticket(at=0) for _ in range(4)]
+    waits = ticket(at=10)
+    batcher.put(waits)
+    batcher.again(0, (failed[:2], failed[2:]))
+    assert (len(batcher), batcher.deadline()) == (5, 110)
+    assert batcher.take(None, 10) == failed[:2]
+    failed[2].flow.record.done = True
+    assert batcher.withdraw(failed[2].flow) == 1
+    batcher.check()
+    assert batcher.take(None, 10) == [failed[3]]
+    assert (batcher.take(None, 10), batcher.deadline()) == (None, 110)
+    batcher.again(0, (failed[:1],))
+    assert batcher.clear() == [failed[0], waits]
+    assert len(batcher) == 0
+
+
 def test_the_default_scheduler_runs_every_request_in_its_own_batch_without_delay(ticket: MakeTicket) -> None:
     batcher = Queue(BatchPolicy.single())
     first, second = ticket(rows=2, at=0), ticket(rows=2, at=0)
