@@ -210,21 +210,21 @@ async def test_an_engine_that_ends_closes_old_generations_too() -> None:
     assert deployment.version == 1
 
 
-def flows() -> list[Frame]:
+def frames() -> list[Frame]:
     return [one for one in gc.get_objects() if isinstance(one, Frame)]
 
 
-async def test_the_flow_of_an_ensemble_whose_requests_share_slots_is_freed_with_its_response() -> None:
+async def test_the_frame_of_an_ensemble_whose_requests_share_slots_is_freed_with_its_response() -> None:
     async with running() as engine:
         for name in ("double", "triple"):
             add_function(engine, name, [times(len(name) - 4)])
         add_chain(engine, "chain", ["double", "triple"], shared_limit=1)
         answers: list[float] = []
-        before = flows()  # of other tests
+        before = frames()  # of other tests
         for _ in range(3):
             await ask(engine, "chain", answers)
         assert answers == [4, 4, 4]
-        assert [one for one in flows() if not any(one is other for other in before)] == []
+        assert [one for one in frames() if not any(one is other for other in before)] == []
         histogram, _ = engine.deployments.find("chain").statistics.until_first_response()
         assert sum(histogram.counts) == 3
 

@@ -384,7 +384,7 @@ async def test_a_call_answered_or_refused_by_admission_control_is_no_longer_trac
         watch = tracing.watch()
         request = Request({"IN": np.ones((1, 2), np.float32)}, stamp=served.engine.next_stamp())
         with suppress(FlowserveError):
-            await served.engine.infer(deployment, request, watch.make(deployment.make_flow))
+            await served.engine.infer(deployment, request, watch.make(deployment.make_frame))
         watch.close()
         assert watch.trace is not None
         assert len(watch.trace.steps[0].execution.calls) == 1

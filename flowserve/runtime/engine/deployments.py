@@ -3,7 +3,7 @@
 A deployment is one servable version of one name: its configuration, its graph, its admission control and its counters.
 Decides how a name and a version are resolved to a deployment, the error if there is none, when a server is ready, which
 parts of a loaded model belong to its deployment (its queues, its admission control, its counters), and how a request
-becomes a flow there.
+becomes a frame there.
 
 Does not know how models are loaded, nor how requests run. Used on the event loop's thread, by the engine, loading and
 front ends.
@@ -50,7 +50,7 @@ from flowserve.values import Request, TensorSpec
 _PLANS_MAX: Final = 64
 # Triton's text, the beginning of its HTTP endpoint's error.
 ONE_ANSWER: Final = "HTTP end point doesn't support models with decoupled transaction policy"
-MakeFlow = Callable[..., Frame]
+MakeFrame = Callable[..., Frame]
 NO_LABELS: Final[Mapping[str, Sequence[str]]] = {}
 UNLOADED: Final = "unloaded"
 NOTHING_RETIRED: Final[Mapping[int, trio.Event]] = {}
@@ -406,9 +406,9 @@ class Deployment:
         self.arena: Arena | None = None
         self.statistics = statistics
         self.traffic: tuple[NodeTraffic, ...] = node_traffics(graph)
-        # The functions that make a request's flow, by the kind of its graph. `make_flow` is for one response,
+        # The functions that make a request's frame, by the kind of its graph. `make_frame` is for one response,
         # `make_stream` for any number.
-        self.make_flow, self.make_stream = _flow_makers(graph, self.plan, self.traffic)
+        self.make_frame, self.make_stream = _frame_makers(graph, self.plan, self.traffic)
         self.space_traffic = statistics.spaces = tuple(map(SpaceTraffic, graph.spaces))
         statistics.nodes = self.traffic  # of the newest graph; requests on an older graph use its own counters
         self.platform = config.platform or config.backend
@@ -462,14 +462,14 @@ class Deployment:
         """Whether a sequence is open here, or about to be."""
         return bool(self.opening_sequences) or any(one.live for one in self.sequences)
 
-    def sequence_begins(self, flow: Frame) -> None:
+    def sequence_begins(self, frame: Frame) -> None:
         """A request that begins a sequence was submitted."""
-        self.opening_sequences[flow.request.sequence_id] = flow
+        self.opening_sequences[frame.request.sequence_id] = frame
 
-    def sequence_request_over(self, flow: Frame) -> None:
+    def sequence_request_over(self, frame: Frame) -> None:
         """A request that may have begun a sequence is over."""
-        if self.opening_sequences.get(flow.request.sequence_id) is flow:
-            del self.opening_sequences[flow.request.sequence_id]
+        if self.opening_sequences.get(frame.request.sequence_id) is frame:
+            del self.opening_sequences[frame.request.sequence_id]
             if self.successor is not None and not self.has_sequences:
                 _look_again(self.successor)
 
@@ -506,7 +506,7 @@ def _as_it_responds(config: ModelConfig, graph: Graph) -> ModelConfig:
     return replace(config, json={**config.json, "model_transaction_policy": {"decoupled": True}})
 
 
-def _flow_makers(graph: Graph, plan: Plan, gauges: Sequence[NodeTraffic]) -> tuple[MakeFlow, MakeFlow]:
+def _frame_makers(graph: Graph, plan: Plan, gauges: Sequence[NodeTraffic]) -> tuple[MakeFrame, MakeFrame]:
     """The functions that make the frame of a request with one response, and of one whose responses are read one by
     one.
     """

@@ -112,7 +112,7 @@ class RemoteSink:
         outputs, _ = self._reader.read(
             words, ANSWER_OUTPUTS_AT, block, [ANY_ROWS], () if notes is None else notes.unlike
         )
-        if source.flow.record.done:
+        if source.frame.record.done:
             return
         if not source.credit:
             raise Garbled(f"an answer to member {member} of batch {number}, which may not send one")

@@ -2,7 +2,7 @@
 
 Decides nothing; this is the contract between the engine and the kinds of workers (local.py, gpu.py, and
 remote/), the records that they exchange, and the outcomes of batches. A worker runs one batch at a time, unless it
-says otherwise (`RunsElsewhere`). It does not know queues, flows' other steps or callers.
+says otherwise (`RunsElsewhere`). It does not know queues, requests' other steps or callers.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class StateAdapter:
         requests: list[Request] = []
         wanted: list[tuple[str, ...]] = []
         for ticket in tickets:
-            flow = ticket.flow
+            frame = ticket.frame
             rows.append(ticket.rows)
             slots.append(ticket.tensors)
-            requests.append(flow.request)
-            wanted.append(ticket.node.wanted or flow.wanted)
+            requests.append(frame.request)
+            wanted.append(ticket.node.wanted or frame.wanted)
             is_alike = is_alike and ticket.node is node
         columns = []
         for i, slot in enumerate(node.inputs):
@@ -239,7 +239,7 @@ class WorkerContext:
 
 def fields_of(batch: Batch) -> Mapping[str, Any]:
     """`extra` of a log record about a batch."""
-    members = (ticket.flow.whole.request for ticket in batch.tickets)
+    members = (ticket.frame.whole.request for ticket in batch.tickets)
     return of_requests(members, model=batch.queue.key.name, instance=batch.instance.name)
 
 
@@ -256,7 +256,7 @@ def log_unnoticed(error: FlowserveError, batch: Batch) -> None:
     their last responses. Otherwise the log line about the first failed request has the traceback.
     """
     raised = error.raised
-    failed = (ticket.flow.record.error for ticket in batch.tickets)
+    failed = (ticket.frame.record.error for ticket in batch.tickets)
     if raised is not None and not any(one is not None and one.raised is raised for one in failed):
         log_failure("%s", error, error=error, extra=fields_of(batch))
 
@@ -281,4 +281,4 @@ def writable_members(tickets: Sequence[Ticket], i: int) -> list[bool]:
 
 def _is_last_reader(ticket: Ticket, i: int) -> bool:
     slot = ticket.node.inputs[i]
-    return slot >= 0 and ticket.flow.is_last_reader(slot) and ticket.node.inputs.count(slot) == 1
+    return slot >= 0 and ticket.frame.is_last_reader(slot) and ticket.node.inputs.count(slot) == 1

@@ -46,13 +46,13 @@ def diamond() -> Graph:
     return graph([a, b, c, d], edges)
 
 
-def flow_of(graph: Graph, *inputs: Handle | None) -> Frame:
+def frame_of(graph: Graph, *inputs: Handle | None) -> Frame:
     return request_frame(make_plan(graph), (), inputs, 0)
 
 
-def finish(flow: Frame, step: Ticket, *outputs: Handle | None) -> list[Ticket]:
+def finish(frame: Frame, step: Ticket, *outputs: Handle | None) -> list[Ticket]:
     """Finish a step that ran in a batch of its own."""
-    return flow.finish_step(step, step.node, [[output] for output in outputs], 0, {})
+    return frame.finish_step(step, step.node, [[output] for output in outputs], 0, {})
 
 
 def names(tickets: list[Ticket]) -> list[str]:
@@ -60,103 +60,103 @@ def names(tickets: list[Ticket]) -> list[str]:
 
 
 def test_a_plain_model_is_one_step() -> None:
-    flow = flow_of(plain_graph(simple_model(0)), rows_of(3))
-    (step,) = flow.begin()
+    frame = frame_of(plain_graph(simple_model(0)), rows_of(3))
+    (step,) = frame.begin()
     assert step.rows == 3
-    assert finish(flow, step, rows_of(3)) == []
-    assert flow.open == 0
+    assert finish(frame, step, rows_of(3)) == []
+    assert frame.open == 0
 
 
 def test_branches_start_together_and_their_join_waits_for_both() -> None:
-    flow = flow_of(diamond(), rows_of())
-    (a,) = flow.begin()
-    b, c = finish(flow, a, rows_of())
+    frame = frame_of(diamond(), rows_of())
+    (a,) = frame.begin()
+    b, c = finish(frame, a, rows_of())
     assert names([b, c]) == ["b#1", "c#2"]
-    assert finish(flow, c, rows_of()) == []
-    assert flow.open == 1
-    (d,) = finish(flow, b, rows_of())
-    assert finish(flow, d, rows_of()) == []
-    assert flow.open == 0
+    assert finish(frame, c, rows_of()) == []
+    assert frame.open == 1
+    (d,) = finish(frame, b, rows_of())
+    assert finish(frame, d, rows_of()) == []
+    assert frame.open == 0
 
 
 def test_a_tensor_is_released_when_its_last_reader_is_done_and_not_before() -> None:
-    flow = flow_of(diamond(), rows_of())
-    (a,) = flow.begin()
+    frame = frame_of(diamond(), rows_of())
+    (a,) = frame.begin()
     made = rows_of()
     held = weakref.ref(made)
-    b, c = finish(flow, a, made)
+    b, c = finish(frame, a, made)
     del made
-    assert flow.tensors[0] is None  # the request's own input has no other reader
-    assert not flow.is_last_reader(b.node.inputs[0])
-    finish(flow, b, rows_of())
+    assert frame.tensors[0] is None  # the request's own input has no other reader
+    assert not frame.is_last_reader(b.node.inputs[0])
+    finish(frame, b, rows_of())
     assert held() is not None
-    assert flow.is_last_reader(c.node.inputs[0])
-    finish(flow, c, rows_of())
+    assert frame.is_last_reader(c.node.inputs[0])
+    finish(frame, c, rows_of())
     assert held() is None
 
 
 def test_a_tensor_that_is_also_an_output_is_held_to_the_end() -> None:
     a, b = simple_model(0), simple_model(1)
     both = graph([a, b], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (0, 0, GRAPH, 0), (1, 0, GRAPH, 1)], outputs=2)
-    flow = flow_of(both, rows_of())
-    (first,) = flow.begin()
+    frame = frame_of(both, rows_of())
+    (first,) = frame.begin()
     made = rows_of()
-    (second,) = finish(flow, first, made)
-    assert not flow.is_last_reader(second.node.inputs[0])
-    finish(flow, second, rows_of())
-    assert flow.tensors[flow.plan.output_slots[0]] is made
+    (second,) = finish(frame, first, made)
+    assert not frame.is_last_reader(second.node.inputs[0])
+    finish(frame, second, rows_of())
+    assert frame.tensors[frame.plan.output_slots[0]] is made
 
 
 def test_a_step_that_reads_one_tensor_twice_is_one_reader() -> None:
     a, b = simple_model(0), simple_model(1, inputs=(FREE, OTHER))
     twice = graph([a, b], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (0, 0, 1, 1), (1, 0, GRAPH, 0)])
-    flow = flow_of(twice, rows_of())
-    (first,) = flow.begin()
-    (second,) = finish(flow, first, rows_of())
-    assert flow.is_last_reader(second.node.inputs[0])
-    assert finish(flow, second, rows_of()) == []
-    assert flow.open == 0
+    frame = frame_of(twice, rows_of())
+    (first,) = frame.begin()
+    (second,) = finish(frame, first, rows_of())
+    assert frame.is_last_reader(second.node.inputs[0])
+    assert finish(frame, second, rows_of()) == []
+    assert frame.open == 0
 
 
 def test_an_unread_output_is_never_held() -> None:
     a = simple_model(0, outputs=(FREE, OTHER))
-    flow = flow_of(graph([a], [(GRAPH, 0, 0, 0), (0, 1, GRAPH, 0)]), rows_of())
-    (step,) = flow.begin()
+    frame = frame_of(graph([a], [(GRAPH, 0, 0, 0), (0, 1, GRAPH, 0)]), rows_of())
+    (step,) = frame.begin()
     assert step.node.outputs == (NO_SLOT, 1)
     assert step.node.wanted == ("Y",)
     unread, read = rows_of(), rows_of()
-    finish(flow, step, unread, read)
-    assert flow.tensors == [None, read]
+    finish(frame, step, unread, read)
+    assert frame.tensors == [None, read]
 
 
 def test_a_step_with_unconnected_optional_inputs_begins_immediately() -> None:
     a, b = simple_model(0, inputs=(MAYBE,)), simple_model(1, inputs=(FREE, OTHER))
     source = graph([a, b], [(GRAPH, 0, 1, 0), (0, 0, 1, 1), (1, 0, GRAPH, 0)])
-    flow = flow_of(source, rows_of())
-    (first,) = flow.begin()
+    frame = frame_of(source, rows_of())
+    (first,) = frame.begin()
     assert first.rows == 1
-    (second,) = finish(flow, first, rows_of())
-    finish(flow, second, rows_of())
-    assert flow.open == 0
+    (second,) = finish(frame, first, rows_of())
+    finish(frame, second, rows_of())
+    assert frame.open == 0
 
 
 # ------------------------------------------------------------------------------------------------ outputs left out
 
 
 def test_an_omitted_output_without_another_reader_is_omitted_from_the_response() -> None:
-    flow = flow_of(chain_graph("chain", [simple_model(0)]), rows_of())
-    (step,) = flow.begin()
-    assert finish(flow, step, None) == []
-    assert flow.open == 0
-    assert flow.tensors[flow.plan.output_slots[0]] is None
+    frame = frame_of(chain_graph("chain", [simple_model(0)]), rows_of())
+    (step,) = frame.begin()
+    assert finish(frame, step, None) == []
+    assert frame.open == 0
+    assert frame.tensors[frame.plan.output_slots[0]] is None
 
 
 def test_a_step_runs_without_an_optional_input_that_its_producer_omitted() -> None:
     a, b = simple_model(0, outputs=(FREE, OTHER)), simple_model(1, inputs=(FREE, MAYBE))
-    flow = flow_of(graph([a, b], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (0, 1, 1, 1), (1, 0, GRAPH, 0)]), rows_of())
-    (first,) = flow.begin()
-    (second,) = finish(flow, first, rows_of(), None)
-    present = flow_of(flow.plan.graph, rows_of())
+    frame = frame_of(graph([a, b], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (0, 1, 1, 1), (1, 0, GRAPH, 0)]), rows_of())
+    (first,) = frame.begin()
+    (second,) = finish(frame, first, rows_of(), None)
+    present = frame_of(frame.plan.graph, rows_of())
     (again,) = present.begin()
     (with_both,) = finish(present, again, rows_of(), rows_of())
     assert second.key != with_both.key  # all members of a batch carry the same set of inputs
@@ -164,10 +164,10 @@ def test_a_step_runs_without_an_optional_input_that_its_producer_omitted() -> No
 
 @pytest.mark.fault("E8")
 def test_an_omitted_output_that_a_step_needs_fails_the_request_and_names_both() -> None:
-    flow = flow_of(chain_graph("chain", [simple_model(0), simple_model(1)]), rows_of())
-    (step,) = flow.begin()
+    frame = frame_of(chain_graph("chain", [simple_model(0), simple_model(1)]), rows_of())
+    (step,) = frame.begin()
     with pytest.raises(Invalid) as failed:
-        finish(flow, step, None)
+        finish(frame, step, None)
     assert str(failed.value) == (
         "expected 1 inputs but got 0 inputs for model 'b'. Got input(s) [], but missing required input(s) ['X']. "
         "Please provide all required input(s). Step 'a#0' returned no output 'X'"
@@ -180,42 +180,42 @@ def test_an_omitted_output_that_a_step_needs_fails_the_request_and_names_both() 
 
 def test_varying_shapes_are_the_batch_key_and_fixed_ones_are_not() -> None:
     wide, narrow = (
-        flow_of(plain_graph(simple_model(0)), rows_of(width=3)),
-        flow_of(plain_graph(simple_model(0)), rows_of(width=2)),
+        frame_of(plain_graph(simple_model(0)), rows_of(width=3)),
+        frame_of(plain_graph(simple_model(0)), rows_of(width=2)),
     )
     assert wide.begin()[0].key != narrow.begin()[0].key
     fixed = simple_model(0, inputs=(FOUR,))
-    assert flow_of(plain_graph(fixed), rows_of(width=4)).begin()[0].key is None
+    assert frame_of(plain_graph(fixed), rows_of(width=4)).begin()[0].key is None
 
 
 def test_a_ragged_input_may_differ_within_a_batch() -> None:
     ragged = simple_model(0, inputs=(TensorSpec("X", DType.FP32, (-1,), ragged=True),))
-    assert flow_of(plain_graph(ragged), rows_of(width=3)).begin()[0].key is None
+    assert frame_of(plain_graph(ragged), rows_of(width=3)).begin()[0].key is None
 
 
 def test_inputs_of_different_batch_sizes_are_refused_at_a_step() -> None:
     a, b = simple_model(0), simple_model(1, inputs=(FREE, OTHER))
-    flow = flow_of(graph([a, b], [(GRAPH, 0, 0, 0), (GRAPH, 0, 1, 0), (0, 0, 1, 1), (1, 0, GRAPH, 0)]), rows_of(2))
-    (step,) = flow.begin()
+    frame = frame_of(graph([a, b], [(GRAPH, 0, 0, 0), (GRAPH, 0, 1, 0), (0, 0, 1, 1), (1, 0, GRAPH, 0)]), rows_of(2))
+    (step,) = frame.begin()
     with pytest.raises(ModelFailed) as failed:  # a model that batches has other rows than it was given
-        finish(flow, step, rows_of(3))
+        finish(frame, step, rows_of(3))
     given, made = "'t' of the request has shape [2,2]", "'t' of model 'a' has shape [3,2]"
     assert str(failed.value) == f"input batch size does not match other inputs for 'b': {given}, {made}"
 
 
 def test_a_step_with_more_rows_than_the_next_accepts_fails() -> None:
-    flow = flow_of(chain_graph("chain", [simple_model(0, 8), simple_model(1, 4)]), rows_of(4))
-    (step,) = flow.begin()
+    frame = frame_of(chain_graph("chain", [simple_model(0, 8), simple_model(1, 4)]), rows_of(4))
+    (step,) = frame.begin()
     with pytest.raises(Invalid, match=r"^inference request batch-size must be <= 4 for 'b'$"):
-        finish(flow, step, rows_of(8))
+        finish(frame, step, rows_of(8))
 
 
 def test_a_varying_shape_is_checked_against_the_fixed_one_of_its_reader() -> None:
     chain = chain_graph("chain", [simple_model(0), simple_model(1, inputs=(FOUR,))])
-    flow = flow_of(chain, rows_of())
-    (step,) = flow.begin()
+    frame = frame_of(chain, rows_of())
+    (step,) = frame.begin()
     with pytest.raises(Invalid) as failed:
-        finish(flow, step, rows_of(2, width=5))
+        finish(frame, step, rows_of(2, width=5))
     text = (
         "unexpected shape for input 'X' for model 'b'. Expected [-1,4], got [2,5]. NOTE: Setting a non-zero max_batch"
     )
@@ -225,22 +225,22 @@ def test_a_varying_shape_is_checked_against_the_fixed_one_of_its_reader() -> Non
 def test_the_first_dimension_of_a_tensor_without_batching_is_its_row_count() -> None:
     whole = simple_model(0, 0, inputs=PORT, outputs=(TensorSpec("X", DType.FP32, (-1, 4)),))
     batching = simple_model(1, 8, inputs=(FOUR,))
-    flow = flow_of(graph([whole, batching], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (1, 0, GRAPH, 0)]), Handle(0, 4, 0, -1))
+    frame = frame_of(graph([whole, batching], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (1, 0, GRAPH, 0)]), Handle(0, 4, 0, -1))
 
     class Matrix(Handle):
         @property
         def shape(self) -> tuple[int, ...]:
             return (3, 4)
 
-    (step,) = flow.begin()
-    (following,) = finish(flow, step, Matrix(0, 4, 0, -1))
+    (step,) = frame.begin()
+    (following,) = finish(frame, step, Matrix(0, 4, 0, -1))
     assert following.rows == 3
 
 
 def test_a_batch_dimension_is_checked_against_a_fixed_one_of_its_reader() -> None:
     batching = simple_model(0, 8)
     whole = simple_model(1, 0, inputs=(TensorSpec("X", DType.FP32, (2, -1)),))
-    flow = flow_of(graph([batching, whole], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (1, 0, GRAPH, 0)]), rows_of(3))
-    (step,) = flow.begin()
+    frame = frame_of(graph([batching, whole], [(GRAPH, 0, 0, 0), (0, 0, 1, 0), (1, 0, GRAPH, 0)]), rows_of(3))
+    (step,) = frame.begin()
     with pytest.raises(Invalid, match=r"Expected \[2,-1\], got \[3,2\]"):
-        finish(flow, step, rows_of(3))
+        finish(frame, step, rows_of(3))
