@@ -814,6 +814,7 @@ class RegionFrame(Frame):
     def forget(self) -> None:
         """The request is over: drop the frames below and the parts, which refer to this frame in cycles."""
         self.children.clear()
+        self.sources.clear()
         self.parted.clear()
         self.held_back.clear()
 
