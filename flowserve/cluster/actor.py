@@ -41,7 +41,7 @@ from flowserve.cluster.files import files_here
 from flowserve.cluster.frames import Buffer
 from flowserve.cluster.link import ActorLink, greet_server, server_context
 from flowserve.cluster.pipes import read_pickled, standard_pipes
-from flowserve.cluster.port import ActorPort, Routed
+from flowserve.cluster.port import FramePort, Routed
 from flowserve.cluster.relay import Relay
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.memory.heap import tune_malloc
@@ -255,7 +255,7 @@ class _Instance:
         self._socket: socket.socket | None = None
         batches = config.max_batch_size > 0
         self._facts = Job(config.name, job.name, config.inputs, config.outputs, batches, config.decoupled)
-        self.port = ActorPort(job.number, self._facts, session.routed)
+        self.port = FramePort(job.number, self._facts, session.routed)
 
     def serve(self) -> None:
         """Load the model, open the instance and run its batches until its port ends."""

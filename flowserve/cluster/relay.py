@@ -236,7 +236,7 @@ class _Line:
             self.questions.close()
 
 
-class _Metric:
+class _SentMetric:
     """The numbers of one metric, in this block of its process, and those that were sent."""
 
     def __init__(self, family: int, block: BlockAddress, cells: Array) -> None:
@@ -253,7 +253,7 @@ class _Channel:
         self.number = number
         self.instance = instance
         self.sock = sock
-        self.metrics: dict[int, _Metric] = {}  # by the number of the request that showed them
+        self.metrics: dict[int, _SentMetric] = {}  # by the number of the request that showed them
         self._relay = relay
         self._address = frames.CALLS_FROM + number
         self._segments: dict[int, Segment] = {}
@@ -306,7 +306,7 @@ class _Channel:
         asked: list[Any] = json.loads(text) if kind == messages.SERVER_REQUEST else [""]
         what = asked[0]
         if what == METRIC:
-            self.metrics[words[1]] = _Metric(asked[1][0], (segment, offset), memory)
+            self.metrics[words[1]] = _SentMetric(asked[1][0], (segment, offset), memory)
         else:
             self._come_home.append((segment, offset))
         if what == METRIC_VALUE:

@@ -25,7 +25,7 @@ from flowserve.backends.worker.messages import (
 from flowserve.errors import FlowserveError, Internal
 from flowserve.runtime.ipc.channel import Unseen
 from flowserve.runtime.ipc.tensors import ANY_ROWS, OutputReader
-from flowserve.runtime.remote.port import Port
+from flowserve.runtime.remote.port import RemotePort
 from flowserve.runtime.workers.streaming import ResponseStreams, is_wanted
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.flow import Ticket
@@ -41,7 +41,7 @@ MemoryOf = Callable[[int, int, int], Any]
 class RemoteSink:
     """Reads the messages of one process about responses."""
 
-    def __init__(self, port: Port, reader: OutputReader, streams: ResponseStreams) -> None:
+    def __init__(self, port: RemotePort, reader: OutputReader, streams: ResponseStreams) -> None:
         self.port = port
         self._reader = reader
         self.streams = streams

@@ -50,7 +50,7 @@ from flowserve.cluster.traffic import MachineTraffic
 from flowserve.errors import FlowserveError, InstanceDied, MachineLost, Unavailable
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.remote.call_frames import CallFrames
-from flowserve.runtime.remote.run import Run
+from flowserve.runtime.remote.run import RemoteRun
 from flowserve.runtime.remote.sink import RemoteSink
 from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.runtime.workers.base import WorkerContext
@@ -172,7 +172,7 @@ class ActorConnection:
         """Connect to an actor that was `started`. Blocks. Raises Unavailable. `traffic`: of its machine; `take`: makes
         memory for the block of a frame, on the reading thread.
         """
-        self.runs: dict[int, Run] = {}
+        self.runs: dict[int, RemoteRun] = {}
         self.instances: dict[int, ConnectedPort] = {}
         self.machine = started.machine
         self.traffic = traffic
@@ -460,7 +460,7 @@ class ActorConnection:
         else:
             port.worker.take(kind, words, text, memory_of)
 
-    def _has_replied(self, run: Run) -> None:
+    def _has_replied(self, run: RemoteRun) -> None:
         self.traffic.leave(run)
         now_ns = self._clock()
         made = run.memory.made
@@ -472,7 +472,7 @@ class ActorConnection:
                 following.batch.started_ns = max(following.batch.started_ns, free_ns)
                 break
 
-    def failed(self, run: Run, error: FlowserveError) -> None:
+    def failed(self, run: RemoteRun, error: FlowserveError) -> None:
         """A batch cannot be sent."""
         if run.number in self.runs:
             self.traffic.leave(run)
