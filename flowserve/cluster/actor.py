@@ -31,7 +31,7 @@ from flowserve.backends.base import Instance, KnowsReadiness, RunsInProcess
 from flowserve.backends.worker import messages
 from flowserve.backends.worker.bls_client import WorkerBlsClient
 from flowserve.backends.worker.main import open_instance
-from flowserve.backends.worker.messages import Garbled, Job, encode_error, pack, read, unpack
+from flowserve.backends.worker.messages import Garbled, Job, encode_error, pack, read_fields, unpack
 from flowserve.backends.worker.readiness import answer_on_thread
 from flowserve.backends.worker.streaming import drive
 from flowserve.cluster import frames
@@ -215,7 +215,7 @@ class _Session:
         elif kind == frames.HELLO:
             self._hello.put(text)
         elif kind == messages.CANCEL:
-            (batch,) = read(messages.TO_INSTANCE, kind, words)
+            (batch,) = read_fields(messages.TO_INSTANCE, kind, words)
             stage = self.routed.recall(batch)
             if stage is not None:  # None if the batch has returned
                 self.tell(0, pack(frames.RECALLED, (batch, stage)))

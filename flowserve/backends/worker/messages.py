@@ -683,7 +683,7 @@ def decode_server_reply(words: Sequence[int], text: bytes) -> tuple[int, list[Bl
 class Form(NamedTuple):
     """The form of one kind of message. `fields`: the names of its words, in order; those in brackets repeat until its
     end, and "..." stands for lists that only its functions know. `text`: what its text is, "" for none. `encode` and
-    `decode`: its functions, if it has lists within lists; every other kind is written by `pack` and read by `read`.
+    `decode`: its functions, if it has lists within lists; every other kind is written by `pack` and read by `read_fields`.
     """
 
     name: str
@@ -818,7 +818,7 @@ def _counts(fields: str) -> tuple[int, int]:
     return len(fixed.split()), len(group.rstrip("]").split())
 
 
-def read(table: Mapping[int, Form], kind: int, words: Sequence[int]) -> Sequence[int]:
+def read_fields(table: Mapping[int, Form], kind: int, words: Sequence[int]) -> Sequence[int]:
     """The fields of a message without functions of its own. Raises Garbled for an unknown kind, and if it has other
     fields.
     """

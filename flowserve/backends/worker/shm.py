@@ -87,7 +87,7 @@ class SharedMemoryPort:
         elif kind in messages.OF_STREAMS:
             take(kind, words)
         else:
-            number, *rest = messages.read(messages.TO_INSTANCE, kind, words)
+            number, *rest = messages.read_fields(messages.TO_INSTANCE, kind, words)
             if kind == messages.ATTACH:
                 self._inputs.attach(number, *messages.descriptors(ancillary))
             elif kind == messages.SHOW:

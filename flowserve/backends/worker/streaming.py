@@ -65,7 +65,7 @@ class StreamDriver(Driver):
     def _take(self, kind: int, words: Sequence[int]) -> None:
         if kind not in messages.OF_STREAMS:
             super()._take(kind, words)
-        number, *rest = messages.read(messages.TO_INSTANCE, kind, words)
+        number, *rest = messages.read_fields(messages.TO_INSTANCE, kind, words)
         if kind == messages.GRANT:
             self._granted((number, rest[0]), rest[1], [*zip(rest[2::2], rest[3::2], strict=True)])
         elif kind == messages.WITHDRAW:

@@ -28,7 +28,7 @@ from flowserve.backends.worker.messages import (
     encode_result,
     encode_server_reply,
     pack,
-    read,
+    read_fields,
     unpack,
 )
 from flowserve.errors import Internal
@@ -95,10 +95,10 @@ class CallSocket:
                 kind, words, text = unpack(message)
                 if kind == SEGMENT:
                     # Processes that a model has forked use the same numbers.
-                    (number,) = read(FROM_CALLER, kind, words)
+                    (number,) = read_fields(FROM_CALLER, kind, words)
                     self._segments[number] = Segment.read_shared(fds.pop(), new_number())
                 elif kind == READ:
-                    (token,) = read(FROM_CALLER, kind, words)
+                    (token,) = read_fields(FROM_CALLER, kind, words)
                     del self._lent[token]
                 else:
                     self.calls.take(kind, words, text, self._block)

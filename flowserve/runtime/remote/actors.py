@@ -260,8 +260,8 @@ class ActorPort:
             raise Unavailable(self._given_up)
 
     def give_up(self, why: str) -> None:
-        """As `RemotePort.give_up`. A worker that still waits for a machine continues to wait, for as long as that takes.
-        An actor with other instances continues.
+        """As `RemotePort.give_up`. A worker that waits for a machine continues to wait, for as long as that takes. An
+        actor with other instances continues.
         """
         self._given_up = f"its process was ended: {why}"
         connection = self._opening
@@ -303,7 +303,7 @@ class ActorPort:
     def send(self, run: RemoteRun, work: Work, packed: tuple[int, _Packed | None]) -> None:
         connection = self.connection
         assert connection is not None
-        run.memory = ActorRunMemory(run.batch, connection)
+        run.memory = ActorRunMemory(run.batch)
         nbytes, contents = packed
         route, is_announced = (0, True) if len(run.workers) == 1 else connection.announce(run.batch, run.workers)
         if contents is not None and is_announced:
