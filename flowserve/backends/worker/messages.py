@@ -683,7 +683,8 @@ def decode_server_reply(words: Sequence[int], text: bytes) -> tuple[int, list[Bl
 class Form(NamedTuple):
     """The form of one kind of message. `fields`: the names of its words, in order; those in brackets repeat until its
     end, and "..." stands for lists that only its functions know. `text`: what its text is, "" for none. `encode` and
-    `decode`: its functions, if it has lists within lists; every other kind is written by `pack` and read by `read_fields`.
+    `decode`: its functions, if it has lists within lists; every other kind is written by `pack` and read by
+    `read_fields`.
     """
 
     name: str
