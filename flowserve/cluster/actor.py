@@ -116,7 +116,7 @@ class _Session:
         end_process: Callable[[], None] | None,
     ) -> None:
         self.routed = Routed(self.tell)
-        self.relay = Relay(self.tell)
+        self.relay = Relay(self.tell, self.broke)
         self._link = link
         self._name = name
         self._jobs = jobs
