@@ -40,7 +40,7 @@ from flowserve.errors import FlowserveError, Unavailable
 from flowserve.memory.arena import Arena
 from flowserve.memory.pool import HOST
 from flowserve.runtime.clock import ClockNs
-from flowserve.runtime.remote.run import Run
+from flowserve.runtime.remote.run import RemoteRun
 from flowserve.runtime.remote.sink import RemoteSink
 from flowserve.runtime.remote.worker import RemoteWorker, encode_batch
 from flowserve.runtime.workers.base import WorkerContext, cannot_start
@@ -182,7 +182,7 @@ class ActorPort:
         self, name: str, model: ClusterModel, group: InstanceGroup, actor: ClusterActor, *, depth: int, is_plain: bool
     ) -> None:
         """`is_plain`: the model is not decoupled and has no state."""
-        self.runs: dict[int, Run] = {}
+        self.runs: dict[int, RemoteRun] = {}
         self.depth = depth
         self.route_group: object = actor if is_plain else None
         self.computes_apart = False  # one process runs the instances of its actor
@@ -260,7 +260,7 @@ class ActorPort:
             raise Unavailable(self._given_up)
 
     def give_up(self, why: str) -> None:
-        """As `Port.give_up`. A worker that still waits for a machine continues to wait, for as long as that takes. An
+        """As `RemotePort.give_up`. A worker that waits for a machine continues to wait, for as long as that takes. An
         actor with other instances continues.
         """
         self._given_up = f"its process was ended: {why}"
@@ -300,10 +300,10 @@ class ActorPort:
             nbytes += column.nbytes
         return nbytes, _Packed(work, self._model.config, self.names) if nbytes <= SENT_ON_LOOP_BYTES_MAX else None
 
-    def send(self, run: Run, work: Work, packed: tuple[int, _Packed | None]) -> None:
+    def send(self, run: RemoteRun, work: Work, packed: tuple[int, _Packed | None]) -> None:
         connection = self.connection
         assert connection is not None
-        run.memory = ActorRunMemory(run.batch, connection)
+        run.memory = ActorRunMemory(run.batch)
         nbytes, contents = packed
         route, is_announced = (0, True) if len(run.workers) == 1 else connection.announce(run.batch, run.workers)
         if contents is not None and is_announced:
@@ -313,7 +313,7 @@ class ActorPort:
             send = partial(self._send, connection, run, work, route)
             connection.traffic.admit(run, nbytes, partial(connection.later, send))
 
-    def _send(self, connection: ActorConnection, run: Run, work: Work, route: int) -> None:
+    def _send(self, connection: ActorConnection, run: RemoteRun, work: Work, route: int) -> None:
         """Pack and send a batch, on the sending thread."""
         try:
             run.batch.started_ns = self._actor.clock()  # it waited in the server until now
@@ -332,7 +332,7 @@ class ActorPort:
         if self.connection is not None:
             self.connection.send_soon(self._number, message, Outgoing())
 
-    def recall(self, run: Run) -> None:
+    def recall(self, run: RemoteRun) -> None:
         connection = self.connection
         if connection is not None:
             connection.later(partial(connection.link.send, 0, pack(messages.CANCEL, (run.number,))))
@@ -386,7 +386,7 @@ class _Packed:
         facts = [*map(request_facts, work.requests)]
         self._facts = facts if any(map(any, facts)) else None
 
-    def message(self, run: Run, route: int) -> bytes:
+    def message(self, run: RemoteRun, route: int) -> bytes:
         """The RUN message."""
         run.memory.taken = self._taken
         updates = (0, 0) * len(run.workers)  # none, for each stage

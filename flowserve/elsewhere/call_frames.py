@@ -19,10 +19,10 @@ from flowserve.backends.worker.messages import (
     ResultColumn,
     encode_result,
     encode_server_reply,
-    read,
+    read_fields,
 )
 from flowserve.elsewhere.cluster import frames
-from flowserve.elsewhere.cluster.frames import Outgoing, part_of
+from flowserve.elsewhere.cluster.frames import Outgoing, part_of_block
 from flowserve.errors import Internal
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.model_calls.call_socket import TOO_LONG
@@ -63,7 +63,7 @@ class CallFrames:
         if kind == frames.CALLS_ENDED:
             self.calls.close()
         elif kind == frames.CELLS:
-            (number,) = read(frames.KINDS, kind, words)
+            (number,) = read_fields(frames.KINDS, kind, words)
             cells = self._cells.get(number)
             if cells is not None and block is not None:  # None if the metric was dropped, or refused
                 cells.take(block.view(np.float64).tolist(), self._clock())
@@ -124,5 +124,5 @@ class _SentCells:
 
 def _memory(block: Array | None, segment: int, offset: int, nbytes: int) -> Array:
     """The memory of a call's tensors. Raises Garbled."""
-    found: Array | None = part_of(block, segment, offset, nbytes)
+    found: Array | None = part_of_block(block, segment, offset, nbytes)
     return np.empty(0, np.uint8) if found is None else found

@@ -39,18 +39,18 @@ from flowserve.backends.worker.messages import (
     decode_error,
     encode_route,
     pack,
-    read,
+    read_fields,
     unpack,
 )
 from flowserve.elsewhere.call_frames import CallFrames
 from flowserve.elsewhere.cluster import frames
 from flowserve.elsewhere.cluster.base import ActorEnd, ActorJob, ClusterEngine, InstanceJob, Started, versions
-from flowserve.elsewhere.cluster.frames import Outgoing, part_of
+from flowserve.elsewhere.cluster.frames import Outgoing, part_of_block
 from flowserve.elsewhere.cluster.link import ActorLink, Send, client_context, greet_actor
 from flowserve.elsewhere.cluster.traffic import MachineTraffic
 from flowserve.errors import FlowserveError, InstanceDied, MachineLost, Unavailable
 from flowserve.runtime.clock import ClockNs
-from flowserve.runtime.remote.run import Run
+from flowserve.runtime.remote.run import RemoteRun
 from flowserve.runtime.remote.sink import RemoteSink
 from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.runtime.workers.base import WorkerContext
@@ -69,6 +69,9 @@ CONNECT_S: Final = 5.0
 CLOSE_S_MAX: Final = 600.0
 END_S: Final = 10.0  # limit for an actor without instances to end
 _ENDED: Final = "its process has ended"
+_OF_OPENING: Final = frozenset((messages.READY, messages.BROKEN, frames.CLOSED, frames.OBJECTION))
+
+_route_numbers = count(1)
 
 
 class ConnectedPort(Protocol):
@@ -88,21 +91,19 @@ class ConnectedPort(Protocol):
 
 
 class ActorRunMemory:
-    """The memory of one batch: `frame` is the block of its reply. `computed_ns`: how long its results took."""
+    """The memory of one batch: `frame` is the block of its reply, `made` its results."""
 
-    __slots__ = ("_batch", "_connection", "computed_ns", "copied", "frame", "made", "taken")
+    __slots__ = ("_batch", "copied", "frame", "made", "taken")
 
-    def __init__(self, batch: Batch, connection: ActorConnection) -> None:
+    def __init__(self, batch: Batch) -> None:
         self.taken: Sequence[int] = ()
         self.copied: Sequence[int] = ()
         self.frame: Array | None = None
-        self.computed_ns = 0
         self.made: Sequence[Results] = ()
         self._batch = batch
-        self._connection = connection
 
     def block(self, i: int, segment: int, offset: int, nbytes: int) -> Array | None:
-        found: Array | None = part_of(self.frame, segment, offset, nbytes)
+        found: Array | None = part_of_block(self.frame, segment, offset, nbytes)
         return found
 
     def give_back(self, passed: Sequence[Stage]) -> bool:
@@ -113,7 +114,7 @@ class ActorRunMemory:
         for stage in passed:
             nbytes = max([start + size for start, size, shape in stage.outputs if shape], default=0)
             try:
-                found.append(part_of(self.frame, stage.segment, stage.offset, nbytes))
+                found.append(part_of_block(self.frame, stage.segment, stage.offset, nbytes))
             except Garbled as error:
                 found.append(error.with_traceback(None))
         return found
@@ -141,21 +142,44 @@ class ActorRunMemory:
             begun_ns = results.computed_ns = min(max(results.computed_ns + by_ns, results.gathered_ns), now_ns)
 
 
+class ConnectedInstance:
+    """An instance of an actor, for the threads that open, close or question it. `opened`: whether its model is pure, or
+    the error of opening.
+    """
+
+    def __init__(self, port: ConnectedPort) -> None:
+        self.port = port
+        self.is_opening = True
+        self.opened: SimpleQueue[bool | FlowserveError] = SimpleQueue()
+        self.closed = threading.Event()
+        self.objections: SimpleQueue[str] = SimpleQueue()
+
+    def take(self, kind: int, words: Sequence[int], text: bytes) -> None:
+        """Process a message of `_OF_OPENING`, on the reading thread. Raises Garbled."""
+        if kind == messages.READY:
+            (is_pure,) = words[1:]
+            self.opened.put(bool(is_pure))
+        elif kind == messages.BROKEN:
+            self.opened.put(decode_error(json.loads(text)))
+        elif kind == frames.CLOSED:
+            self.closed.set()
+        else:
+            self.objections.put(text.decode(errors="replace"))
+
+
 class ActorConnection:
-    """The connection to one actor. `runs`: its batches, by number, in order. `instances`: the ports whose instances are
-    open or being opened, by number. `routes`: the numbers of the routes that the actor knows. `why`: how the connection
-    ended, if it `is_over`.
+    """The connection to one actor. `runs`: its batches, by number, in order. `instances`: those that are open or being
+    opened, by number. `why`: how the connection ended, if it `is_over`.
 
     | thread | methods |
     |---|---|
     | those that open and close instances, and may block | `__init__`, `add`, `wait_until_open`, `close`, `end`, `ask` |
     | event loop | `announce`, `send_soon`, `failed`, `_take_arrived` and what it calls, `_lost`, `_fail` |
     | the sending thread | `_send_all`, and what it is given by `later`, as `_ping` |
-    | the reading thread | `_read_all` and what it calls: `_take_here`, `_answer`, `_on_silence`, `_how_it_ended` |
+    | the reading thread | `_read_all` and what it calls: `_take_here`, `_on_silence`, `_how_it_ended` |
     | any thread | `give_up`, `kill`, `garbled`, `later`, `post` |
 
-    Several threads change `instances`, `_opening` and `_closing`: each operation on a dictionary is atomic, and a loop
-    reads a copy.
+    Several threads change `instances`: each operation on a dictionary is atomic, and a loop reads a copy.
     """
 
     def __init__(
@@ -172,8 +196,8 @@ class ActorConnection:
         """Connect to an actor that was `started`. Blocks. Raises Unavailable. `traffic`: of its machine; `take`: makes
         memory for the block of a frame, on the reading thread.
         """
-        self.runs: dict[int, Run] = {}
-        self.instances: dict[int, ConnectedPort] = {}
+        self.runs: dict[int, RemoteRun] = {}
+        self.instances: dict[int, ConnectedInstance] = {}
         self.machine = started.machine
         self.traffic = traffic
         self.is_over = False
@@ -185,18 +209,13 @@ class ActorConnection:
         self._clock = clock
         self._take_memory = take
         self._routes: WeakKeyDictionary[Route, int] = WeakKeyDictionary()
-        self._route_numbers = count(1)
         self._ports: dict[int, ConnectedPort] = {}  # as `instances`, for the event loop
         self._channels: dict[int, CallFrames] = {}  # the calls of processes, by number
         self._arrived: deque[tuple[int, int, Sequence[int], bytes, Any]] = deque()  # for the event loop
         self._instance_numbers = count(1)
-        self._opening: dict[int, SimpleQueue[bool | FlowserveError]] = {}
-        self._closing: dict[int, threading.Event] = {}
-        self._objections: dict[int, SimpleQueue[str]] = {}
         self._refused: FlowserveError | None = None  # why the actor opens no instance
         self._killed = ""  # the server's own reason for the end
-        self._silences = 0
-        self._sent = 0
+        self._silence = _Silence()
         self._outgoing = _Outgoing()
         self._ended = threading.Event()
         tls = None if job.tls is None else client_context(job.tls)
@@ -212,7 +231,6 @@ class ActorConnection:
         except (Unavailable, OSError, EOFError) as error:
             self.link.discard()
             raise Unavailable(f"{address}: {error}") from None
-        self.later = self._outgoing.put
         self._sender = threading.Thread(target=self._send_all, name=f"flowserve to {job.name}", daemon=True)
         self._sender.start()
         threading.Thread(target=self._read_all, name=f"flowserve from {job.name}", daemon=True).start()
@@ -222,40 +240,41 @@ class ActorConnection:
     def add(self, port: ConnectedPort) -> int:
         """Have the actor open a port's instance. Returns its number."""
         number = next(self._instance_numbers)
-        self._ports[number] = self.instances[number] = port
-        self._opening[number] = SimpleQueue()
-        self._closing[number] = threading.Event()
+        self._ports[number] = port
+        instance = self.instances[number] = ConnectedInstance(port)
         try:
             self._engine.add(self._started, port.job(number))
         except Unavailable as error:
-            self._opening[number].put(error)
+            instance.opened.put(error)
         if self.is_over or self._refused is not None:  # perhaps before the instance was added
-            self._opening[number].put(self._refused or Unavailable(self.why))
+            instance.opened.put(self._refused or Unavailable(self.why))
         return number
 
     def wait_until_open(self, number: int) -> bool:
         """Wait until that instance is open. Returns whether its model is pure. Raises the error of opening."""
-        answer = self._opening[number].get()
-        del self._opening[number]
+        instance = self.instances[number]
+        answer = instance.opened.get()
+        instance.is_opening = False
         if isinstance(answer, FlowserveError):
             raise answer
         return answer
 
     def give_up(self, port: ConnectedPort, why: str) -> None:
         """Give up opening a port's instance: the actor ends, unless it has other instances."""
-        if [*self.instances.values()] == [port]:
+        instances = [*self.instances.items()]
+        if [one.port for _, one in instances] == [port]:
             self.kill(why)
             return
-        for number, one in [*self.instances.items()]:
-            if one is port and number in self._opening:
+        for number, one in instances:
+            if one.port is port and one.is_opening:
                 self.later(partial(self.link.send, number, pack(messages.END, ())))
-                self._opening[number].put(Unavailable(why))
+                one.opened.put(Unavailable(why))
 
     def close(self, number: int) -> None:
         """End an instance after its batches, and wait for that."""
         self.later(partial(self.link.send, number, pack(messages.END, ())))
-        closed = self._closing.get(number)
-        if closed is not None and not closed.wait(CLOSE_S_MAX):
+        instance = self.instances.get(number)
+        if instance is not None and not instance.closed.wait(CLOSE_S_MAX):
             self.link.close()
 
     def remove(self, number: int) -> None:
@@ -274,9 +293,11 @@ class ActorConnection:
 
     def ask(self, number: int) -> str:
         """The objection of an instance's model, or "". One call for an instance at a time."""
-        answers = self._objections[number] = SimpleQueue()
+        instance = self.instances.get(number)
+        if instance is None or self.is_over:
+            return _ENDED
         self.later(partial(self.link.send, number, pack(frames.ASK, ())))
-        return _ENDED if self.is_over else answers.get()
+        return instance.objections.get()
 
     def kill(self, why: str) -> None:
         """End it immediately, for this reason. On any thread."""
@@ -300,6 +321,10 @@ class ActorConnection:
 
     # ------------------------------------------------------------------ sending
 
+    def later(self, send: Send) -> None:
+        """Run a function on the sending thread."""
+        self._outgoing.put(send)
+
     def announce(self, batch: Batch, workers: Sequence[RemoteWorker]) -> tuple[int, bool]:
         """The number of the route of a batch over these workers, and whether the actor knows it. If not, the
         announcement is queued to be sent.
@@ -309,7 +334,7 @@ class ActorConnection:
         number = self._routes.get(route)
         if number is not None:
             return number, True
-        number = self._routes[route] = next(self._route_numbers)
+        number = self._routes[route] = next(_route_numbers)
         for i, inputs in enumerate(route.reads):
             following = workers[i + 1].port
             wanted = tuple([following.names[name] for name in route.nodes[i + 1].wanted])
@@ -344,7 +369,7 @@ class ActorConnection:
         try:
             while True:
                 number, message, block = self.link.read(self._take_memory, self._on_silence)
-                self._silences = 0
+                self._silence.seconds = 0
                 self._take_here(number, *unpack(message), block)
                 del block
         except EOFError as error:
@@ -360,38 +385,25 @@ class ActorConnection:
         self._sender.join()
         self.link.discard()
         end = ActorEnd(self._killed) if self._killed else self._how_it_ended(ended)
-        for waiting in [*self._opening.values()]:
-            waiting.put(self._refused or Unavailable(f"{end.text} while its instance was opened ({ended})"))
-        for closed in [*self._closing.values()]:
-            closed.set()
-        for answers in [*self._objections.values()]:
-            answers.put(_ENDED)
+        for instance in [*self.instances.values()]:
+            instance.opened.put(self._refused or Unavailable(f"{end.text} while its instance was opened ({ended})"))
+            instance.closed.set()
+            instance.objections.put(_ENDED)
         self._ended.set()
         self.post(self._fail, end, ended_sinks)
 
     def _take_here(self, number: int, kind: int, words: Sequence[int], text: bytes, block: Any) -> None:
         """Process one message, or pass it to the event loop. Raises Garbled."""
-        if kind == messages.READY and len(words) == 2:
-            self._answer(number, bool(words[1]))
-        elif kind == messages.BROKEN:
-            error = decode_error(json.loads(text))
-            self._answer(number, error)
-            if not number:  # the whole actor, which ends now
-                self._refused = error
-        elif kind == frames.CLOSED and number in self._closing:
-            self._closing[number].set()
-        elif kind == frames.OBJECTION and number in self._objections:
-            self._objections[number].put(text.decode(errors="replace"))
+        instance = self.instances.get(number)  # None also if its opening was given up
+        if kind == messages.BROKEN and not number:  # the whole actor, which ends now
+            self._refused = decode_error(json.loads(text))
+        elif kind in _OF_OPENING:
+            if instance is not None:
+                instance.take(kind, words, text)
         elif kind != frames.PONG:
             self._arrived.append((number, kind, words, text, block))
             with suppress(trio.RunFinishedError):
                 self._context.token.run_sync_soon(self._take_arrived, idempotent=True)
-
-    def _answer(self, number: int, answer: bool | FlowserveError) -> None:
-        """Report the result of opening an instance, unless it was given up."""
-        waiting = self._opening.get(number)
-        if waiting is not None:
-            waiting.put(answer)
 
     def _how_it_ended(self, error: EOFError | None) -> ActorEnd:
         end = self._engine.end_of(self._started)
@@ -402,17 +414,13 @@ class ActorConnection:
         return end
 
     def _on_silence(self) -> None:
-        if self.link.sent != self._sent:  # the other end still receives: a large batch is being sent
-            self._sent = self.link.sent
-            self._silences = 0
-        self._silences += 1
-        if self._silences >= (OPENING_SILENCES_MAX if self._opening else SILENCES_MAX):
-            raise _Silent(f"nothing was heard from it for {self._silences} s")
+        is_opening = any(instance.is_opening for instance in [*self.instances.values()])
+        self._silence.last(self.link.sent, OPENING_SILENCES_MAX if is_opening else SILENCES_MAX)
         self.later(self._ping)
 
     def _ping(self) -> None:
         self.link.send(0, pack(frames.PING, ()))
-        self._sent = self.link.sent  # the ping itself does not count: only the kernel has taken it
+        self._silence.sent = self.link.sent  # the ping itself does not count: only the kernel has taken it
 
     # ------------------------------------------------------------------ on the event loop
 
@@ -436,15 +444,15 @@ class ActorConnection:
         """Process one message. Raises Garbled, or another exception for an invalid one."""
         if block is not None and kind != messages.SERVER_REQUEST:
             block.flags.writeable = False
-        memory_of = partial(part_of, block)
+        memory_of = partial(part_of_block, block)
         if number >= frames.CALLS_FROM:
             channel = self._channels.get(number)
             if channel is not None:  # None if it was closed here
                 channel.take(kind, words, text, block)
         elif kind == frames.RECALLED:
-            self._release(*read(frames.KINDS, kind, words))
+            self._release(*read_fields(frames.KINDS, kind, words))
         elif (port := self._ports.get(number)) is None:
-            raise Garbled(f"a message of kind {kind} of instance {number}, which does not exist")
+            return  # its instance was closed here, or its opening given up
         elif kind in (messages.DONE, messages.FAILED):
             run = self.runs.get(words[1])
             if run is None or len(words) < 4:
@@ -453,14 +461,14 @@ class ActorConnection:
             port.worker.take(kind, words, text, memory_of)
             self._has_replied(run)
         elif kind == messages.CALLS:
-            channel_number, is_fork = read(frames.KINDS, kind, words)
+            channel_number, is_fork = read_fields(frames.KINDS, kind, words)
             self._begin_calls(port, frames.CALLS_FROM + channel_number, is_fork=bool(is_fork))
         elif kind == messages.READINESS:
             port.has_readiness = True
         else:
             port.worker.take(kind, words, text, memory_of)
 
-    def _has_replied(self, run: Run) -> None:
+    def _has_replied(self, run: RemoteRun) -> None:
         self.traffic.leave(run)
         now_ns = self._clock()
         made = run.memory.made
@@ -472,7 +480,7 @@ class ActorConnection:
                 following.batch.started_ns = max(following.batch.started_ns, free_ns)
                 break
 
-    def failed(self, run: Run, error: FlowserveError) -> None:
+    def failed(self, run: RemoteRun, error: FlowserveError) -> None:
         """A batch cannot be sent."""
         if run.number in self.runs:
             self.traffic.leave(run)
@@ -546,6 +554,22 @@ class _Outgoing:
 
 def _said(error: Exception) -> str:
     return str(error) if isinstance(error, (Garbled, FlowserveError)) else f"{type(error).__name__}: {error}"
+
+
+class _Silence:
+    """How long nothing was received. `seconds` of silence; `sent`: bytes that the other end had taken before them."""
+
+    def __init__(self) -> None:
+        self.seconds = 0
+        self.sent = 0
+
+    def last(self, sent: int, most: int) -> None:
+        """One more second. Raises _Silent after `most` of them."""
+        if sent != self.sent:  # the other end still receives: a large batch is being sent
+            self.sent, self.seconds = sent, 0
+        self.seconds += 1
+        if self.seconds >= most:
+            raise _Silent(f"nothing was heard from it for {self.seconds} s")
 
 
 class _Silent(EOFError):

@@ -31,7 +31,7 @@ from flowserve.backends.base import Instance, KnowsReadiness, RunsInProcess
 from flowserve.backends.worker import messages
 from flowserve.backends.worker.bls_client import WorkerBlsClient
 from flowserve.backends.worker.main import open_instance
-from flowserve.backends.worker.messages import Garbled, Job, encode_error, pack, read, unpack
+from flowserve.backends.worker.messages import Garbled, Job, encode_error, pack, read_fields, unpack
 from flowserve.backends.worker.readiness import answer_on_thread
 from flowserve.backends.worker.streaming import drive
 from flowserve.elsewhere.cluster import frames
@@ -41,7 +41,7 @@ from flowserve.elsewhere.cluster.files import files_here
 from flowserve.elsewhere.cluster.frames import Buffer
 from flowserve.elsewhere.cluster.link import ActorLink, greet_server, server_context
 from flowserve.elsewhere.cluster.pipes import read_pickled, standard_pipes
-from flowserve.elsewhere.cluster.port import ActorPort, Routed
+from flowserve.elsewhere.cluster.port import FramePort, Routed
 from flowserve.elsewhere.cluster.relay import Relay
 from flowserve.errors import FlowserveError, Unavailable
 from flowserve.memory.heap import tune_malloc
@@ -116,7 +116,7 @@ class _Session:
         end_process: Callable[[], None] | None,
     ) -> None:
         self.routed = Routed(self.tell)
-        self.relay = Relay(self.tell)
+        self.relay = Relay(self.tell, self.broke)
         self._link = link
         self._name = name
         self._jobs = jobs
@@ -215,7 +215,7 @@ class _Session:
         elif kind == frames.HELLO:
             self._hello.put(text)
         elif kind == messages.CANCEL:
-            (batch,) = read(messages.TO_INSTANCE, kind, words)
+            (batch,) = read_fields(messages.TO_INSTANCE, kind, words)
             stage = self.routed.recall(batch)
             if stage is not None:  # None if the batch has returned
                 self.tell(0, pack(frames.RECALLED, (batch, stage)))
@@ -255,7 +255,7 @@ class _Instance:
         self._socket: socket.socket | None = None
         batches = config.max_batch_size > 0
         self._facts = Job(config.name, job.name, config.inputs, config.outputs, batches, config.decoupled)
-        self.port = ActorPort(job.number, self._facts, session.routed)
+        self.port = FramePort(job.number, self._facts, session.routed)
 
     def serve(self) -> None:
         """Load the model, open the instance and run its batches until its port ends."""

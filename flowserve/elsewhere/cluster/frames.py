@@ -264,7 +264,7 @@ def _view(spec: TensorSpec, place: tuple[int, int, int, Sequence[int]], block: A
         raise error if isinstance(error, Garbled) else Garbled(f"input '{spec.name}': {error}") from None
 
 
-def part_of(block: Any, segment: int, offset: int, nbytes: int) -> Any:
+def part_of_block(block: Any, segment: int, offset: int, nbytes: int) -> Any:
     """A part of the block of a frame; None for no bytes. Raises Garbled."""
     if not nbytes:
         return None

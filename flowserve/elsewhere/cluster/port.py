@@ -122,7 +122,7 @@ class Routed:
 
     def __init__(self, tell: Tell) -> None:
         self.tell = tell
-        self.ports: dict[int, ActorPort] = {}
+        self.ports: dict[int, FramePort] = {}
         self._batches: dict[int, ActorBatch] = {}
         self._lock = threading.Lock()
 
@@ -150,7 +150,7 @@ class Routed:
         self._batches.pop(batch.number, None)
 
 
-class ActorPort:
+class FramePort:
     """The connection of one instance."""
 
     def __init__(self, number: int, job: Job, routed: Routed) -> None:

@@ -32,19 +32,16 @@ import numpy as np
 from flowserve.backends.base import METRIC, METRIC_VALUE
 from flowserve.backends.worker import messages
 from flowserve.backends.worker.messages import (
-    ANCILLARY_BYTES,
-    CLOSE_ON_EXEC,
     INLINE_BYTES_MAX,
     MESSAGE_BYTES_MAX,
     Garbled,
     ResultColumn,
-    descriptors,
     encode_error,
     encode_result,
     encode_server_reply,
     pack,
+    receive,
     repack,
-    unpack,
 )
 from flowserve.elsewhere.cluster import frames
 from flowserve.elsewhere.cluster.port import Tell
@@ -59,10 +56,13 @@ SHOWN_EVERY_S: Final = 0.5
 
 
 class Relay:
-    """The sockets of one actor. `tell` sends a message on its connection, blocking."""
+    """The sockets of one actor. `tell` sends a message on its connection, blocking; `broke` ends the actor, in which no
+    call would be answered any more.
+    """
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: Tell, broke: Callable[[Exception], None]) -> None:
         self.tell = tell
+        self._broke = broke
         self._selector = selectors.DefaultSelector()
         self._todo: deque[Callable[[], None]] = deque()  # for the relay's thread
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -125,6 +125,13 @@ class Relay:
     # ------------------------------------------------------------------ on the relay's thread
 
     def _run(self) -> None:
+        try:
+            self._pass_all()
+        except Exception as error:
+            log.exception("the calls of models cannot be passed on any more")
+            self._broke(error)
+
+    def _pass_all(self) -> None:
         while not self._is_closed:
             has_metrics = any(channel.metrics for channel in self._channels.values())
             for key, events in self._selector.select(SHOWN_EVERY_S if has_metrics else None):
@@ -154,12 +161,11 @@ class Relay:
 
     def _announced(self, line: _Line) -> None:
         """An instance, or a process that its model has forked, announces a socket."""
-        message, ancillary, _, _ = line.sock.recvmsg(MESSAGE_BYTES_MAX, ANCILLARY_BYTES, CLOSE_ON_EXEC)
-        fds = descriptors(ancillary)
-        if not message:  # `disconnect` follows
+        message = receive(line.sock)
+        if message is None:  # `disconnect` follows
             self._selector.unregister(line.sock)
             return
-        kind, words, _ = unpack(message)
+        kind, words, _, fds = message
         if not fds:
             log.error("a call of a model cannot be passed on: this process has as many files open as it may")
             return  # its caller gets an error, since its socket has no other end
@@ -236,7 +242,7 @@ class _Line:
             self.questions.close()
 
 
-class _Metric:
+class _SentMetric:
     """The numbers of one metric, in this block of its process, and those that were sent."""
 
     def __init__(self, family: int, block: BlockAddress, cells: Array) -> None:
@@ -253,7 +259,7 @@ class _Channel:
         self.number = number
         self.instance = instance
         self.sock = sock
-        self.metrics: dict[int, _Metric] = {}  # by the number of the request that showed them
+        self.metrics: dict[int, _SentMetric] = {}  # by the number of the request that showed them
         self._relay = relay
         self._address = frames.CALLS_FROM + number
         self._segments: dict[int, Segment] = {}
@@ -279,17 +285,15 @@ class _Channel:
 
     def _read(self) -> None:
         try:
-            message, ancillary, _, _ = self.sock.recvmsg(MESSAGE_BYTES_MAX, ANCILLARY_BYTES, CLOSE_ON_EXEC)
+            message = receive(self.sock)
         except BlockingIOError:
             return
-        except OSError:
-            message = b""
-        if not message:
+        if message is None:
             self._relay.end(self)
             return
-        kind, words, text = unpack(message)
+        kind, words, text, fds = message
         if kind == messages.SEGMENT:
-            (fd,) = descriptors(ancillary)
+            (fd,) = fds
             self._segments[words[1]] = Segment.read_shared(fd, new_number())
         elif kind == messages.READ:
             del self._lent[words[1]]
@@ -298,7 +302,7 @@ class _Channel:
         else:
             if kind == messages.DROP:
                 self._drop(words[1])
-            self._relay.tell(self._address, message, (), 0)
+            self._relay.tell(self._address, repack(kind, words[1:], text), (), 0)
 
     def _pass_on(self, kind: int, words: Sequence[int], text: bytes) -> None:
         segment, offset, nbytes = words[4:7]
@@ -306,7 +310,7 @@ class _Channel:
         asked: list[Any] = json.loads(text) if kind == messages.SERVER_REQUEST else [""]
         what = asked[0]
         if what == METRIC:
-            self.metrics[words[1]] = _Metric(asked[1][0], (segment, offset), memory)
+            self.metrics[words[1]] = _SentMetric(asked[1][0], (segment, offset), memory)
         else:
             self._come_home.append((segment, offset))
         if what == METRIC_VALUE:

@@ -28,7 +28,7 @@ from flowserve.backends.worker.messages import (
     SERVER_REQUEST,
     Garbled,
     encode_error,
-    read,
+    read_fields,
 )
 from flowserve.errors import FlowserveError, Internal, Unsupported
 from flowserve.observe.exposition import GAUGE
@@ -144,9 +144,9 @@ class RemoteCalls:
                 what, arguments, names = json.loads(text)
                 self._begin_server_request(words, what, arguments, names, memory_of)
             elif kind == DROP:
-                self._drop(*read(FROM_CALLER, kind, words))
+                self._drop(*read_fields(FROM_CALLER, kind, words))
             elif kind == LEAVE:
-                number, is_answered = read(FROM_CALLER, kind, words)
+                number, is_answered = read_fields(FROM_CALLER, kind, words)
                 self._withdraw(number, is_answered=bool(is_answered))
             else:
                 raise Garbled(f"a message of kind {kind} about calls")

@@ -29,6 +29,7 @@ from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import Control, ControlOptions, open_control
 from flowserve.runtime.remote.worker import RemoteWorker
 from tests.support.clusters import PURE, ask, is_running, row, until, write_python
+from tests.support.feature_models import DECOUPLED, FORKS, HEAD, REPEAT, SUM, SUMS, sent, streamed
 
 pytestmark = [
     pytest.mark.ray,
@@ -198,6 +199,20 @@ async def test_files_that_a_machine_does_not_have_are_sent_to_it_and_compared(no
         await trio.to_thread.run_sync(cluster.kill, started)
     finally:
         cluster.close()
+
+
+async def test_models_call_others_stream_responses_and_keep_state(nodes: Any, tmp_path: Path) -> None:
+    write_python(tmp_path, "twice")
+    write_python(tmp_path, "forks", code=HEAD + FORKS)
+    write_python(tmp_path, "repeat", DECOUPLED, REPEAT)
+    write_python(tmp_path, "sums", SUMS, SUM)
+    places = {name: ModelPlace(name, 1, {"CPU": 1}) for name in ("forks", "repeat", "sums")}
+    async with serving(nodes, tmp_path, places) as (engine, _, _):
+        assert await sent(engine, "forks", row(1, 2, 3)) == [4, 8, 12]
+        assert await streamed(engine, "repeat", 300, 0) == [*range(300)]
+        for i, total in enumerate((101, 102, 103)):
+            flags = {"sequence_start": i == 0, "sequence_end": i == 2}
+            assert await sent(engine, "sums", row(1), sequence_id=7, **flags) == [total]
 
 
 async def test_no_process_is_left_when_the_server_ends(nodes: Any, tmp_path: Path) -> None:
