@@ -336,7 +336,7 @@ def _repeated(dims: tuple[int, ...], dtype: np.dtype[Any], value: float | bytes 
 
 def gather(derived: Derived, tensor: Tensor | None, spread: Spread, has_rows: bool) -> Tensor | None:
     """The items of each row as one row: `[rows, items, …]`, padded to the largest number of items. None if the model
-    left the tensor out.
+    left the tensor out. Raises ModelFailed if a decoupled model sent more or fewer rows than it was given.
     """
     spec = derived.spec
     counts = spread.counts
@@ -349,6 +349,8 @@ def gather(derived: Derived, tensor: Tensor | None, spread: Spread, has_rows: bo
         array = _full((spread.parent_rows, 0, *dims), spec.dtype.numpy, derived.fill)
     else:
         found = host_array(tensor)
+        if len(found) != spread.rows:
+            raise ModelFailed(f"tensor '{spec.name}' has {len(found)} rows for {spread.rows} items")
         if spread.rows == most * spread.parent_rows:
             array = found.reshape((spread.parent_rows, most, *found.shape[1:]))
         else:

@@ -88,11 +88,11 @@ class Source(Ticket):
 class RegionFrame(Frame):
     """The execution of the nodes of one level. `open` is 1 from `begin` on: the request ends as a whole.
 
-    `steps`: the number of its steps that became ready and are not over. `children`: its frames of the next level that
-    are not complete, in order. `unread`: complete responses from below it that were not read. `sources`: its decoupled
-    steps that are not over. `spreads`: of each space that began, by its number; else None. `request_rows`: the rows of
-    space 0. `parted`: its steps that have parts under way, by node; those in `held_back` wait until another part of the
-    frame is over. `ranges`: the rows that it has of the frame above, None for all.
+    `steps`: the number of its steps that became ready and are not over, and 1 while it begins. `children`: its frames
+    of the next level that are not complete, in order. `unread`: complete responses from below it that were not read.
+    `sources`: its decoupled steps that are not over. `spreads`: of each space that began, by its number; else None.
+    `request_rows`: the rows of space 0. `parted`: its steps that have parts under way, by node; those in `held_back`
+    wait until another part of the frame is over. `ranges`: the rows that it has of the frame above, None for all.
     `awaited`: spaces that have not opened yet in a frame above, and that steps of this one are in; each counts as a
     step.
     """
@@ -133,7 +133,7 @@ class RegionFrame(Frame):
         self.stream = stream
         self.parent: RegionFrame | None = None
         self.depth = 0
-        self.steps = 0
+        self.steps = 1
         self.unread = 0
         self.children: deque[RegionFrame] = deque()
         self.sources: dict[Source, None] = {}
@@ -167,8 +167,7 @@ class RegionFrame(Frame):
             stream.slots.sharers[self] = None
         tickets: list[Ticket] = []
         self._go_on([*self.regions.first], [], None, tickets)
-        if not self.steps:
-            self._complete()
+        self._has_begun()
         return tickets
 
     def finish_step(
@@ -231,8 +230,7 @@ class RegionFrame(Frame):
         child._go_on(behind, [], None, tickets)
         if is_last:
             tickets += self.end_responses(source)
-        if not child.steps:
-            child._complete()
+        child._has_begun()
         return tickets
 
     def end_responses(self, source: Source) -> list[Ticket]:
@@ -561,8 +559,7 @@ class RegionFrame(Frame):
             ready: list[int] = []
             child._enter_spaces(ready, tickets)
             child._go_on(ready, [], None, tickets)
-            if not child.steps:
-                child._complete()
+            child._has_begun()
 
     def rows_of(self, space: int) -> int:
         """The number of rows of a space that is open; 0 is the space of the request's own rows."""
@@ -699,6 +696,14 @@ class RegionFrame(Frame):
         while above is not None and above.depth != self.regions.depth[n]:
             above = above.parent
         return above
+
+    def _has_begun(self) -> None:
+        """All steps that are ready at its begin are counted. If it were complete earlier, rows that have a response of
+        their own would end it when they are answered, before its other steps are counted.
+        """
+        self.steps -= 1
+        if not self.steps:
+            self._complete()
 
     def _all_below(self) -> Iterator[RegionFrame]:
         for child in self.children:
