@@ -53,7 +53,9 @@ class StepCache:
         began_ns = self._clock()
         frame, node = ticket.frame, ticket.node
         read = zip(frame.plan.graph.nodes[node.index].inputs, node.inputs, strict=True)
-        inputs = {spec.name: tensor for spec, slot in read if slot >= 0 and (tensor := frame.tensors[slot]) is not None}
+        inputs = {
+            spec.name: tensor for spec, slot in read if slot >= 0 and (tensor := ticket.tensors[slot]) is not None
+        }
         response = self.responses.find(ticket, node.wanted, inputs, may_answer=queue.may_answer)
         if response is not None:
             self._answer(ticket, response, began_ns)
