@@ -32,7 +32,7 @@ LINKS = {
 }
 README = "README.md"
 PROTOC = "grpcio-tools==1.85.1"  # as in the extra `dev`
-PROTOS = ("config/model_config.proto", "config/placement.proto", "grpc/service.proto", "grpc/health.proto")
+PROTOS = ("config/model_config.proto", "elsewhere/placement.proto", "grpc/service.proto", "grpc/health.proto")
 # A fenced block, which stays as it is; or a link or picture with its target, unless that is absolute or on the page.
 LINK = re.compile(r"^```.*?^```$|(!?)(\[[^\[\]]*\])\((?![a-z]+:|#|/)([^()\s]+)\)", re.DOTALL | re.MULTILINE)
 

@@ -22,15 +22,16 @@ from typing import Final
 import numpy as np
 import trio
 
-from flowserve.cluster.agents import LocalCluster
-from flowserve.config.placement import ModelPlace
+from flowserve.elsewhere.actors import ClusterOptions
+from flowserve.elsewhere.cluster.agents import LocalCluster
+from flowserve.elsewhere.placement import ModelPlace
+from flowserve.elsewhere.wing import other_machines
 from flowserve.errors import FlowserveError
 from flowserve.graph.plan import make_plan
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import ControlOptions, open_control
-from flowserve.runtime.remote.actors import ClusterOptions
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.frames.frame import request_frame
 from flowserve.scheduling.model_queue import ModelQueue
@@ -142,7 +143,7 @@ async def _measure(
     for i in range(_STEPS):
         places[f"single{i}"] = ModelPlace(f"single{i}", 1)
         places[f"segment{i}"] = ModelPlace(f"segment{i}", 1, segment="segment")
-    options = EngineOptions(cluster=ClusterOptions(cluster), places=places)
+    options = EngineOptions(wings=(other_machines(ClusterOptions(cluster), places),))
     lines = ["| in and out | in a process, ms | on another machine, ms | difference, ms |", "|---|---|---|---|"]
     async with (
         open_engine(options) as engine,

@@ -10,6 +10,8 @@ it, and gives it a clock.
 | registry | finds backends by name; third-party backends by entry point |
 | credit | flow control of a decoupled model's responses |
 | onnx/, python/, tensorrt/, functions | one backend each |
+| library/ | what backends of libraries have in common |
+| more/ | backends of extras, which no other package imports |
 | worker/ | the code that runs in a worker process |
 
 Callers: runtime/, authoring/, and cli/ for `build-plan`. Third-party backends use base.py only.

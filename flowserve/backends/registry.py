@@ -31,14 +31,14 @@ _BUILT_IN: Final = {
     "onnxruntime": ("flowserve.backends.onnx.installation", "make_backend", "model.onnx"),
     "tensorrt": ("flowserve.backends.tensorrt.backend", "TensorRtBackend", "model.plan"),
     "python": ("flowserve.backends.python.backend", "PythonBackend", "model.py"),
-    "remote": ("flowserve.grpc.remote.make", "make_backend", ""),
-    # Their libraries are extras: these modules import them for their first model only.
-    "fil": ("flowserve.backends.fil", "make_backend", "xgboost.json"),
-    "openvino": ("flowserve.backends.openvino", "make_backend", "model.xml"),
-    "pytorch": ("flowserve.backends.pytorch", "make_backend", "model.pt"),
-    "tensorflow": ("flowserve.backends.tensorflow", "make_backend", "model.savedmodel"),
+    "remote": ("flowserve.elsewhere.kserve.make", "make_backend", ""),
+    # Extras, which the core does not import.
+    "fil": ("flowserve.backends.more.fil", "make_backend", "xgboost.json"),
+    "openvino": ("flowserve.backends.more.openvino", "make_backend", "model.xml"),
+    "pytorch": ("flowserve.backends.more.pytorch", "make_backend", "model.pt"),
+    "tensorflow": ("flowserve.backends.more.tensorflow", "make_backend", "model.savedmodel"),
     # No default file: a model.json alone does not say that it is for vLLM.
-    "vllm": ("flowserve.backends.vllm", "make_backend", ""),
+    "vllm": ("flowserve.backends.more.vllm", "make_backend", ""),
 }
 
 

@@ -23,10 +23,10 @@ from flowserve.cli.interrupts import run_until_ctrl_c
 from flowserve.cli.logs import escape
 from flowserve.cli.stores import open_mirrors
 from flowserve.cli.target import find_graph, is_target, refuse_among
-from flowserve.config.placement import PlacementFile, misplaced, read_placement
+from flowserve.elsewhere.placement import PlacementFile, misplaced, read_placement
+from flowserve.elsewhere.segments import broken_segments
 from flowserve.errors import FlowserveError, Place, Problem, Problems, problems_of
 from flowserve.graph.advice import advise
-from flowserve.graph.segments import broken_segments
 from flowserve.render.text import render_text
 from flowserve.repository.layout import is_model_folder
 from flowserve.repository.mirror.mirror import RepositoryMirror

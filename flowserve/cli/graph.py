@@ -17,8 +17,8 @@ from pathlib import Path
 from flowserve.cli.check import placement_problems, print_failure
 from flowserve.cli.logs import escape
 from flowserve.cli.target import find_graph, is_target
-from flowserve.config.placement import placed_configs, read_placement
 from flowserve.config.suggest import did_you_mean
+from flowserve.elsewhere.placement import placed_configs, read_placement
 from flowserve.errors import FlowserveError, Invalid, NotFound, Problems
 from flowserve.graph.types import Graph
 from flowserve.render.formats import format_of, render

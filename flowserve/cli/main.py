@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from flowserve.cli.cluster import add_place_options, add_placement
+from flowserve.cli.elsewhere.options import add_place_options, add_placement
 from flowserve.cli.environment import from_environment, unknown_variables
 from flowserve.cli.interrupts import INTERRUPTED, silent_interrupts
 from flowserve.cli.option_values import (

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from flowserve.cli.cluster import add_cluster_options
 from flowserve.cli.option_values import (
     METRICS_QUANTILES,
     ONNXRUNTIME_SETTINGS,
@@ -44,6 +43,7 @@ from flowserve.cli.option_values import (
     workers,
 )
 from flowserve.cli.stores import add_store_options, repository
+from flowserve.cli.wings import WINGS, contradiction_of_wings
 from flowserve.grpc.options import KEY_PREFIX, MESSAGE_BYTES, MESSAGE_BYTES_MAX, GrpcOptions
 from flowserve.memory.capacity import memory_bytes, open_files
 from flowserve.observe.settings import FORMATS, LogChoice, MetricsChoice
@@ -185,7 +185,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     _add_metrics_arguments(parser.add_argument_group("metrics"))
     _add_model_arguments(parser.add_argument_group("how models are loaded and run"))
     add_store_options(parser.add_argument_group("repositories in stores"))
-    add_cluster_options(parser.add_argument_group("models on other machines"))
+    for wing in WINGS:
+        wing.add_options(parser.add_argument_group(wing.title))
     _add_gpu_arguments(parser.add_argument_group("GPUs"))
     _add_process_arguments(parser.add_argument_group("how it logs, traces and ends"))
     _add_older_spellings(parser)
@@ -452,11 +453,8 @@ def contradiction(arguments: argparse.Namespace) -> str:
     """The error of options that are valid individually but not together, "" if there is none."""
     if arguments.load_model and arguments.model_control_mode != "explicit":
         return "--load-model chooses what is loaded at start only with --model-control-mode=explicit"
-    if arguments.cluster is not None and arguments.workers != 1:
-        return (
-            "--cluster and --workers do not go together: each of the servers would start all instances of its own; "
-            "start one server, or several behind a load balancer"
-        )
+    if flaw := contradiction_of_wings(arguments):
+        return flaw
     if flaw := trace_choice(arguments.trace_config).flaw:
         return f"--trace-config: {flaw}"
     if "*" in arguments.load_model and set(arguments.load_model) != {"*"}:

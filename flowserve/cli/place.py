@@ -23,20 +23,20 @@ from rich.table import Table
 
 from flowserve.backends.cores import cores_allowed
 from flowserve.cli.check import print_failure
-from flowserve.cli.cluster import CPU, GPU
 from flowserve.cli.deployment import described_inputs, find_deployment
-from flowserve.cli.expected import Expected, expect
-from flowserve.cli.proposal import ON_SERVER, LinkTimes, Proposal, file_text, needs_gpu, propose, rate_text
+from flowserve.cli.elsewhere.expected import Expected, expect
+from flowserve.cli.elsewhere.options import CPU, GPU
+from flowserve.cli.elsewhere.proposal import ON_SERVER, LinkTimes, Proposal, file_text, needs_gpu, propose, rate_text
+from flowserve.cli.elsewhere.step_figures import BatchTime, GraphFigures, MeasuredGraph, measure_graph
 from flowserve.cli.serving.progress import output
-from flowserve.cli.step_figures import BatchTime, GraphFigures, MeasuredGraph, measure_graph
 from flowserve.cli.tensors import generated_inputs, read_inputs
-from flowserve.config.placement import misplaced, parse_placement
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.types import ModelConfig
+from flowserve.elsewhere.partition.costs import MachineKind
+from flowserve.elsewhere.placement import misplaced, parse_placement
 from flowserve.errors import FlowserveError, Invalid, NotFound, Problem, Problems
 from flowserve.graph.types import Graph
 from flowserve.memory.devices import devices
-from flowserve.partition.costs import MachineKind
 from flowserve.values import Array
 
 KIB: Final = 1024

@@ -25,7 +25,6 @@ from typing import Final
 import trio
 
 from flowserve.cli import logs
-from flowserve.cli.open_cluster import cluster_of
 from flowserve.cli.options import http_certificate, input_budget, log_choice, warning_of, without_effect
 from flowserve.cli.serving.fronts import FrontEnds
 from flowserve.cli.serving.ports import access_rules, allow_many_descriptors, url
@@ -39,6 +38,7 @@ from flowserve.cli.serving.settings import (
     trace_options,
 )
 from flowserve.cli.serving.shutdown import Shutdown, end_now
+from flowserve.cli.wings import open_wings
 from flowserve.config.types import OFF, Gpus
 from flowserve.errors import FlowserveError
 from flowserve.http.api.access import ANY
@@ -107,7 +107,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings, role: R
     with (
         Shutdown(exit_timeout_s + delay_s, arguments.repositories, has_parent=role.worker is not None) as shutdown,
         FrozenHeap() as heap,
-        ExitStack() as cluster_scope,
+        ExitStack() as stack,
     ):
         trace = trace_options(arguments, role.worker)
         try:
@@ -116,7 +116,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings, role: R
             ports = role.open_ports(arguments)
             trace.check()
             # On a thread, since Ray takes seconds.
-            cluster, places = await trio.to_thread.run_sync(lambda: cluster_scope.enter_context(cluster_of(arguments)))
+            wings = await trio.to_thread.run_sync(lambda: stack.enter_context(open_wings(arguments)))
         except FlowserveError as error:
             return logs.failed(str(error))
         where = url(ports.http[0], arguments.http_address, "https" if tls else "http")
@@ -127,7 +127,7 @@ async def _run(arguments: argparse.Namespace, log_settings: LogSettings, role: R
         app = app_options(arguments, access, log_settings, input_budget(arguments))
         async with (
             open_engine(
-                engine_options(arguments, trace, _gpus(arguments), cluster, places),
+                engine_options(arguments, trace, _gpus(arguments), wings),
                 exit_timeout_s=exit_timeout_s,
                 deadline=lambda: shutdown.deadline,
                 on_close=_must_be_closed,
@@ -213,7 +213,7 @@ async def _drain(engine: Engine, fronts: FrontEnds, shutdown: Shutdown, role: Ro
 
 def _under_way(engine: Engine) -> str:
     """What the drain waits for. A model may also be busy with requests whose callers have left."""
-    requests, busy = engine.scheduler.in_flight, engine.busy()
+    requests, busy = engine.scheduler.in_flight, engine.loaded.busy()
     sequences = sum(one.live for one in engine.scheduler.models.sequences)
     text = f"{requests} requests under way, {sequences} sequences open"
     if not busy:

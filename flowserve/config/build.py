@@ -8,7 +8,7 @@ Decides also what a field or a key that is given twice means, as protobuf's pars
 counts, which is a warning. A singular field twice is a mistake in a file; in JSON its last value counts, unless it is
 an object or a member of a oneof. A key twice in one JSON object is a mistake.
 
-The schema, fields by name with their kinds, is derived once from the descriptors in model_config_pb2 and placement_pb2.
+The schema, fields by name with their kinds, is derived once from the descriptors of a generated module.
 It reads the descriptors' own messages, which are stable, rather than protobuf's reflection API, which renames
 properties between releases. Callers: `convert`, `parse`, `load`, `placement`.
 """
@@ -20,12 +20,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from google.protobuf import descriptor_pb2
 from google.protobuf.message import Message as ProtoMessage
 
-from flowserve.config import model_config_pb2, placement_pb2
+from flowserve.config import model_config_pb2
 from flowserve.config.suggest import did_you_mean
 from flowserve.config.syntax import ConfigBlock, ConfigEntry, ConfigList, ConfigScalar, Text, Value
 from flowserve.errors import Place, Problem, Problems
@@ -94,12 +94,15 @@ def _read(
         _read(name, message.nested_type, message.enum_type)
 
 
-for _module in (model_config_pb2, placement_pb2):
-    _file = descriptor_pb2.FileDescriptorProto()
-    _module.DESCRIPTOR.CopyToProto(_file)
-    _read(_file.package, _file.message_type, _file.enum_type)
+def add_schema(module: Any) -> None:
+    """Add the messages of a generated module, so that files of them can be read."""
+    file = descriptor_pb2.FileDescriptorProto()
+    module.DESCRIPTOR.CopyToProto(file)
+    _read(file.package, file.message_type, file.enum_type)
+
+
+add_schema(model_config_pb2)
 MODEL_CONFIG: Final = MESSAGES["inference.ModelConfig"]
-PLACEMENT: Final = MESSAGES["placement.Placement"]
 
 
 Format = Literal["pbtxt", "json"]

@@ -80,7 +80,7 @@ class Plan:
     """`first`: the nodes that need no other node. `missing[n]`: how many distinct slots of other nodes node n waits
     for. `consumers[s]`: the nodes that read slot s; `needed_by[s]`: the name of the first that cannot run without it,
     "" if all can. `readers[s]`: the number of readers of slot s, including the graph's own outputs. `blank`: the
-    initial values of a flow's slots after its inputs. The slots from `converted` on hold converted inputs; `lacking`
+    initial values of a request's slots after its inputs. The slots from `converted` on hold converted inputs; `lacking`
     are the graph's optional inputs that some step cannot run without: (slot, the step's input, its node). `regions`:
     for which rows, items and responses each step runs; None if each runs once, for all rows. `runs[n]`: the nodes, n
     first, that one batch may pass one after the other without returning to the scheduler in between, as far as the

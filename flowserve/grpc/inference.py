@@ -67,12 +67,12 @@ class EngineAccess:
                 raise message.error
         call = InferCall(self, message, context)
         try:
-            flow = call.submit(is_accepted=is_accepted)
-            if flow is None:
+            frame = call.submit(is_accepted=is_accepted)
+            if frame is None:
                 raise Unsupported(f"{ONE_RESPONSE}: '{message.target[0]}' answers in a stream")
-            if not flow.record.done:
-                await self._wait(flow)
-            response = self.engine.response(flow)
+            if not frame.record.done:
+                await self._wait(frame)
+            response = self.engine.response(frame)
             return call.encode(response) or await call.encode_in_steps(response)
         finally:
             call.close()
@@ -106,21 +106,21 @@ class EngineAccess:
         assert deployment.arena is not None
         return deployment.arena.lease(nbytes).view()
 
-    async def _wait(self, flow: Frame) -> None:
+    async def _wait(self, frame: Frame) -> None:
         """Wait until the request is done; withdraw it if the call is cancelled."""
         done: asyncio.Future[None] = self.guest.loop.create_future()
 
-        def wake(flow: Frame) -> None:
+        def wake(frame: Frame) -> None:
             if not done.done():
                 done.set_result(None)
                 self.guest.wake()
 
-        flow.record.waiter = wake
+        frame.record.waiter = wake
         try:
             await done
         except asyncio.CancelledError:
-            if not flow.record.done:
-                self.engine.withdraw(flow)
+            if not frame.record.done:
+                self.engine.withdraw(frame)
             raise
 
     async def run_in_trio(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -186,7 +186,7 @@ class InferCall:
         "_context",
         "_delivered",
         "_deployment",
-        "_flow",
+        "_frame",
         "_room",
         "_scope",
         "_watch",
@@ -199,7 +199,7 @@ class InferCall:
         self.message = message
         self._context = context
         self._watch: Watch | None = None  # if it is traced
-        self._flow: Frame | None = None
+        self._frame: Frame | None = None
         self._scope: trio.CancelScope | None = None  # of the task that delivers the responses of a decoupled model
         self._delivered: trio.Event | None = None  # set when that task has delivered the last one
         self._windows: dict[str, RegionWindow] = {}
@@ -225,9 +225,9 @@ class InferCall:
             watch.mark("GRPC_WAITREAD_END")
         if deployment.is_decoupled:
             return None
-        make = None if watch is None else watch.make(deployment.make_flow)
-        self._flow = engine.submit(deployment, request, make, is_accepted=is_accepted)
-        return self._flow
+        make = None if watch is None else watch.make(deployment.make_frame)
+        self._frame = engine.submit(deployment, request, make, is_accepted=is_accepted)
+        return self._frame
 
     def begin(
         self,
@@ -245,8 +245,8 @@ class InferCall:
         # One iteration of trio's loop runs tasks in random order, so the order must be enforced.
         turn = self._delivered = None if before is None else before._delivered
         try:
-            flow = self.submit(is_accepted=is_accepted)
-            if flow is None:
+            frame = self.submit(is_accepted=is_accepted)
+            if frame is None:
                 self._room = trio.Semaphore(UNSENT_MAX)
                 self._scope = trio.CancelScope()
                 responses = self._access.engine.stream(
@@ -262,19 +262,19 @@ class InferCall:
         except Exception as error:
             on_outcome(internal_error(error, self._context))
             return
-        if flow is None:
+        if frame is None:
             on_outcome(STREAMED)
-        elif flow.record.done:
-            on_outcome(self._outcome(flow))
+        elif frame.record.done:
+            on_outcome(self._outcome(frame))
         else:
-            flow.record.waiter = lambda flow: self._access.guest.post(on_outcome, self._outcome(flow))
+            frame.record.waiter = lambda frame: self._access.guest.post(on_outcome, self._outcome(frame))
 
     def cancel(self) -> None:
         """Withdraw the request. No effect once it is done."""
         if self._scope is not None:
             self._scope.cancel()
-        if self._flow is not None and not self._flow.record.done:
-            self._access.engine.withdraw(self._flow)
+        if self._frame is not None and not self._frame.record.done:
+            self._access.engine.withdraw(self._frame)
 
     def close(self) -> None:
         """End its trace, and its part of the budget. Idempotent."""
@@ -309,10 +309,10 @@ class InferCall:
             self._watch.mark("GRPC_SEND_END")
         return parts
 
-    def _outcome(self, flow: Frame) -> CallOutcome:
+    def _outcome(self, frame: Frame) -> CallOutcome:
         """The response or the error. Raises nothing, because it is called inside the engine's step."""
         try:
-            return self._access.engine.response(flow)
+            return self._access.engine.response(frame)
         except FlowserveError as error:
             return error
         except Exception as error:

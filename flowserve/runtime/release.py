@@ -64,7 +64,7 @@ class MemoryRelease:
     async def _sweep(self) -> bool:
         """Release idle memory. Returns whether more may be idle later without activity in between."""
         processes = [worker for worker in self._workers() if isinstance(worker, RemoteWorker)]
-        arenas = dict.fromkeys(worker.port.arena for worker in processes if worker.port.arena is not None)
+        arenas = dict.fromkeys(worker.arena for worker in processes if worker.arena is not None)
         idle = self._memory.collect(self._clock(), arenas, is_quiet=self._is_quiet())
         are_warm = [worker.release_idle() for worker in processes]
         if idle is not None:

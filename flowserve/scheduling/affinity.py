@@ -192,7 +192,7 @@ class AffinityBatcher:
         for retry in sorted(self._retries, key=lambda retry: retry[0] != device):
             if retry[0] == device or not self._is_free(retry[0]):
                 self._retries.remove(retry)
-                tickets = [ticket for ticket in retry[1] if not ticket.flow.record.done]
+                tickets = [ticket for ticket in retry[1] if not ticket.frame.record.done]
                 if tickets:
                     return tickets
         return None
@@ -249,10 +249,10 @@ class AffinityBatcher:
     def expire(self, now_ns: int) -> Sequence[Ticket]:
         return ()
 
-    def withdraw(self, *flows: Frame) -> int:
-        gone = sum(queue.batcher.withdraw(*flows) for queue in self._queues.values())
+    def withdraw(self, *frames: Frame) -> int:
+        gone = sum(queue.batcher.withdraw(*frames) for queue in self._queues.values())
         for _, part in self._retries:
-            kept = [ticket for ticket in part if not ticket.flow.record.done]
+            kept = [ticket for ticket in part if not ticket.frame.record.done]
             gone += len(part) - len(kept)
             part[:] = kept
         self._count -= gone
@@ -269,7 +269,7 @@ class AffinityBatcher:
             waiting += len(queue.batcher)
             times = [ticket.queued_ns for ticket in queue.batcher.tickets()]
             assert times == sorted(times), "a queue is not in order of arrival"
-            assert not any(ticket.flow.record.done for ticket in queue.batcher.tickets()), (
-                "a ticket of a finished flow waits"
+            assert not any(ticket.frame.record.done for ticket in queue.batcher.tickets()), (
+                "a ticket of a finished request waits"
             )
         assert self._count == waiting, "a ticket is lost or doubled"

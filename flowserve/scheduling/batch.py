@@ -1,8 +1,8 @@
 """Records of the scheduler's decisions: a batch, the notices, and all decisions of one call of `schedule`.
 
 The scheduler creates them, the runtime executes them. The engine executes the notices of `Decisions` in order, then
-accounts for the finished flows, then starts the batches, then executes the lookups. The runtime writes a few attributes
-of a batch (see `Batch`).
+accounts for the finished requests, then starts the batches, then executes the lookups. The runtime writes a few
+attributes of a batch (see `Batch`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Batch:
         batch = self._stages.get(i)
         if batch is None:
             node, since_ns = self.route.nodes[i], self.started_ns
-            tickets = [Ticket(ticket.flow, node, ticket.rows, None, since_ns) for ticket in self.tickets]
+            tickets = [Ticket(ticket.frame, node, ticket.rows, None, since_ns) for ticket in self.tickets]
             batch = self._stages[i] = Batch(self.route.queues[i], self.instances[i], tickets, since_ns)
         return batch
 
@@ -92,7 +92,7 @@ class Batch:
 
 
 class TicketRefused(NamedTuple):
-    """A queue refused this ticket, on arrival or later. Its flow finishes with the same error."""
+    """A queue refused this ticket, on arrival or later. Its request finishes with the same error."""
 
     queue: ModelQueue
     ticket: Ticket
@@ -109,7 +109,7 @@ class Lookup(NamedTuple):
 
 
 class Withdrawn(NamedTuple):
-    """A waiting ticket was removed from this queue because its ensemble's flow is over."""
+    """A waiting ticket was removed from this queue because its ensemble's request is over."""
 
     queue: ModelQueue
 
@@ -143,8 +143,8 @@ Notice = TicketRefused | Withdrawn | Responses | Grant | Stop | Recall
 
 
 class Decisions(NamedTuple):
-    """`batches` to start, in order; `finished` flows, in order, each exactly once; `notices`, in order; `lookups`, in
-    order, after the batches have started, since a lookup may end a flow that has a step in one of them.
+    """`batches` to start, in order; `finished` requests, in order, each exactly once; `notices`, in order; `lookups`,
+    in order, after the batches have started, since a lookup may end a request that has a step in one of them.
     """
 
     batches: list[Batch]

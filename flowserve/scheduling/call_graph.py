@@ -34,26 +34,26 @@ class _OpenCalls:
     calls whose steps there are over may be missing.
     """
 
-    __slots__ = ("by_queue", "flows")
+    __slots__ = ("by_queue", "frames")
 
     def __init__(self) -> None:
-        self.flows: dict[Frame, None] = {}
+        self.frames: dict[Frame, None] = {}
         self.by_queue: dict[ModelQueue, dict[Frame, None]] = {}
 
-    def add(self, flow: Frame) -> None:
-        self.flows[flow] = None
-        for node in _pending(flow):
-            self.by_queue.setdefault(flow.queues[node.index], {})[flow] = None
+    def add(self, frame: Frame) -> None:
+        self.frames[frame] = None
+        for node in _pending(frame):
+            self.by_queue.setdefault(frame.queues[node.index], {})[frame] = None
 
-    def discard(self, flow: Frame) -> None:
+    def discard(self, frame: Frame) -> None:
         """Remove a call. No effect if it is not open."""
-        if flow not in self.flows:
+        if frame not in self.frames:
             return
-        del self.flows[flow]
-        for queue in flow.queues:
+        del self.frames[frame]
+        for queue in frame.queues:
             calls = self.by_queue.get(queue)
             if calls is not None:
-                calls.pop(flow, None)
+                calls.pop(frame, None)
                 if not calls:
                     del self.by_queue[queue]
 
@@ -69,14 +69,14 @@ class _OpenCalls:
         calls = self.by_queue[queue]
         over: list[Frame] = []
         try:
-            for flow in reversed(calls):
-                steps = [(flow, node) for node in _pending(flow) if flow.queues[node.index] is queue]
+            for frame in reversed(calls):
+                steps = [(frame, node) for node in _pending(frame) if frame.queues[node.index] is queue]
                 if not steps:
-                    over.append(flow)
+                    over.append(frame)
                 yield from steps
         finally:
-            for flow in over:
-                calls.pop(flow, None)
+            for frame in over:
+                calls.pop(frame, None)
 
 
 @dataclass(eq=False)
@@ -92,39 +92,39 @@ class CallGraph:
     def __bool__(self) -> bool:
         return bool(self._open_calls or self._send_waits.waiting)
 
-    def begin(self, batch: Batch, flow: Frame) -> None:
-        """Record that the execution of `batch` waits for `flow`, which is submitted next. Raises Unavailable if that
+    def begin(self, batch: Batch, frame: Frame) -> None:
+        """Record that the execution of `batch` waits for `frame`, which is submitted next. Raises Unavailable if that
         would deadlock.
         """
         if batch not in self._open_calls:
             self._open_calls[batch] = _OpenCalls()
-        self._open_calls[batch].add(flow)
+        self._open_calls[batch].add(frame)
         analysis = self._analyse()
-        if not analysis.is_deadlocked(flow):  # it can be served even if no waiting execution ever continues
+        if not analysis.is_deadlocked(frame):  # it can be served even if no waiting execution ever continues
             return
         analysis.shrink()
-        if analysis.is_deadlocked(flow):
-            text = analysis.explanation(flow, batch)
-            self.over(batch, flow)
+        if analysis.is_deadlocked(frame):
+            text = analysis.explanation(frame, batch)
+            self.over(batch, frame)
             raise Unavailable(
                 text
-            )  # not assigned to a name: that would hold this frame and the flow in a reference cycle
+            )  # not assigned to a name: that would hold this frame and the request in a reference cycle
 
-    def over(self, batch: Batch, flow: Frame) -> None:
-        """The execution no longer waits for `flow`. A repeated call has no effect."""
+    def over(self, batch: Batch, frame: Frame) -> None:
+        """The execution no longer waits for `frame`. A repeated call has no effect."""
         calls = self._open_calls.get(batch)
         if calls is not None:
-            calls.discard(flow)
-            if not calls.flows:
+            calls.discard(frame)
+            if not calls.frames:
                 del self._open_calls[batch]
 
     def batch_over(self, batch: Batch) -> None:
         """The execution has ended and waits for no call."""
         self._open_calls.pop(batch, None)
 
-    def includes(self, flow: Frame) -> bool:
-        """Whether an execution waits for this flow."""
-        return any(flow in calls.flows for calls in self._open_calls.values())
+    def includes(self, frame: Frame) -> bool:
+        """Whether an execution waits for this request."""
+        return any(frame in calls.frames for calls in self._open_calls.values())
 
     def stuck(self) -> Collection[Batch]:
         """The deadlocked executions, in a call or in send()."""
@@ -138,18 +138,18 @@ class CallGraph:
         """
         found: set[Batch] = set()
         new = {batch for batch, calls in self._open_calls.items() if queue in calls.queues()}
-        new.update(batch for batch, source in self._send_waits.holders().items() if queue in source.flow.queues)
+        new.update(batch for batch, source in self._send_waits.holders().items() if queue in source.frame.queues)
         while new:
             found |= new
-            served = {ticket.flow.whole for batch in new for ticket in batch.tickets}
-            new = {batch for batch, calls in self._open_calls.items() if served & calls.flows.keys()} - found
+            served = {ticket.frame.whole for batch in new for ticket in batch.tickets}
+            new = {batch for batch, calls in self._open_calls.items() if served & calls.frames.keys()} - found
         return found
 
     def queues_of(self, batch: Batch) -> list[ModelQueue]:
         """The queues of the steps that this execution waits for; in send(), those of all steps of its request."""
         source = self._send_waits.holders().get(batch)
         called = self._open_calls[batch].queues() if batch in self._open_calls else ()
-        return [*called, *(source.flow.queues if source is not None else ())]
+        return [*called, *(source.frame.queues if source is not None else ())]
 
     def _analyse(self) -> _DeadlockAnalysis:
         return _DeadlockAnalysis(self._open_calls, self._send_waits, self._can_start)
@@ -185,7 +185,7 @@ class _DeadlockAnalysis:
         """Forget what depends on `stuck`."""
         self._stuck_at = _by_queue(self.stuck)
         self._startable: dict[ModelQueue, bool] = {}
-        # At models that keep order: the flows up to the first of `stuck`; None if none of `stuck` has started there.
+        # At models that keep order: the requests up to the first of `stuck`; None if none of `stuck` has started there.
         self._not_behind: dict[ModelQueue, set[Frame] | None] = {}
 
     def _is_stuck(self, batch: Batch) -> bool:
@@ -204,22 +204,22 @@ class _DeadlockAnalysis:
                 return False
             if queue.order is None and not isinstance(queue.bound, Sequences):  # then only what `stuck` runs is blocked
                 return any(
-                    (flow := ticket.flow.whole) in calls.flows and flow.is_pending(ticket.node)
+                    (frame := ticket.frame.whole) in calls.frames and frame.is_pending(ticket.node)
                     for batch in stuck
                     for ticket in batch.tickets
                 )
-        return any(self._blocks(flow, node) for flow, node in calls.steps_at(queue))
+        return any(self._blocks(frame, node) for frame, node in calls.steps_at(queue))
 
-    def is_deadlocked(self, flow: Frame) -> bool:
-        return any(self._blocks(flow, node) for node in _pending(flow))
+    def is_deadlocked(self, frame: Frame) -> bool:
+        return any(self._blocks(frame, node) for node in _pending(frame))
 
-    def explanation(self, flow: Frame, caller: Batch) -> str:
+    def explanation(self, frame: Frame, caller: Batch) -> str:
         """The error message of a deadlocked call."""
-        blocked = [*self._blocked(flow)]
-        pause = self._send_cause(flow, blocked)
+        blocked = [*self._blocked(frame)]
+        pause = self._send_cause(frame, blocked)
         if pause:
             return f"model '{caller.queue.key.name}' -> {pause}"
-        path = self._path(flow, caller)
+        path = self._path(frame, caller)
         queue = next((queue for queue, blockers in blocked if path[0] in blockers), blocked[0][0])
         names = [*(batch.queue.key.name for batch in path), queue.key.name]
         cycle = " -> ".join(f"'{name}'" for name in names)
@@ -230,7 +230,7 @@ class _DeadlockAnalysis:
             hint = "there must be more of them (--rate-limit-resource), or the models must ask for less"
         return f"model {cycle}: this call can never be answered, because {why}; {hint}"
 
-    def _send_cause(self, flow: Frame, blocked: Sequence[tuple[ModelQueue, list[Batch]]]) -> str:
+    def _send_cause(self, frame: Frame, blocked: Sequence[tuple[ModelQueue, list[Batch]]]) -> str:
         """The message of a call that waits for a step blocked in send(), or for its own sequence; else ""."""
         for queue, blockers in blocked:
             text = f"'{queue.key.name}': this call can never be answered, because"
@@ -239,17 +239,17 @@ class _DeadlockAnalysis:
                 if source and (cycle := self._send_waits.deadlock_cycle(source, self.stuck)):
                     return f"{text} {', '.join(cycle)}"
             if isinstance(queue.bound, Sequences) and blockers:
-                sequence = queue.bound.id_of(flow)
+                sequence = queue.bound.id_of(frame)
                 why = f"sequence {sequence} goes on in an instance that waits for it, directly or through others"
                 return f"{text} {why}; answer first, or call with another sequence"
         return ""
 
-    def _path(self, flow: Frame, caller: Batch) -> list[Batch]:
-        """The shortest chain of executions from one that could have served `flow` to its caller, each waiting for the
+    def _path(self, frame: Frame, caller: Batch) -> list[Batch]:
+        """The shortest chain of executions from one that could have served `frame` to its caller, each waiting for the
         next; only the caller if others were deadlocked before (a resource became scarcer meanwhile).
         """
         came_from: dict[Batch, Batch | None] = {}
-        for _, blockers in self._blocked(flow):
+        for _, blockers in self._blocked(frame):
             came_from.update(dict.fromkeys(blockers))
         edge = deque(came_from)
         while caller not in came_from and edge:
@@ -263,16 +263,16 @@ class _DeadlockAnalysis:
             path.insert(0, before)
         return path
 
-    def _blocked(self, flow: Frame) -> Iterator[tuple[ModelQueue, list[Batch]]]:
+    def _blocked(self, frame: Frame) -> Iterator[tuple[ModelQueue, list[Batch]]]:
         """The queues of the steps that can never run, each with the executions that block them."""
-        for node in _pending(flow):
-            if self._blocks(flow, node):
-                yield flow.queues[node.index], self._blockers(flow, node)
+        for node in _pending(frame):
+            if self._blocks(frame, node):
+                yield frame.queues[node.index], self._blockers(frame, node)
 
-    def _blockers(self, flow: Frame, node: PlanNode) -> list[Batch]:
+    def _blockers(self, frame: Frame, node: PlanNode) -> list[Batch]:
         """The executions that block a step. If none of them holds an instance of its model, they hold its resources."""
-        queue: ModelQueue = flow.queues[node.index]
-        here = [*self._ahead(flow, queue), *self._running_at(queue).get((flow, node.index), ())]
+        queue: ModelQueue = frame.queues[node.index]
+        here = [*self._ahead(frame, queue), *self._running_at(queue).get((frame, node.index), ())]
         return [batch for batch in here or self._stuck_at.get(queue) or self.stuck if batch in self.stuck]
 
     def _blockers_of(self, batch: Batch) -> Iterator[Batch]:
@@ -285,23 +285,23 @@ class _DeadlockAnalysis:
         for queue in [*calls.by_queue]:
             if self._blocks_any(calls, queue):
                 running = self._running_at(queue)
-                steps = [(flow, flow.plan.nodes[n]) for flow, n in running if flow in calls.flows]
+                steps = [(frame, frame.plan.nodes[n]) for frame, n in running if frame in calls.frames]
                 others = (step for step in calls.steps_at(queue) if (step[0], step[1].index) not in running)
                 steps += islice((step for step in others if self._blocks(*step)), 1)
-                for flow, node in steps:
-                    if flow.is_pending(node) and self._blocks(flow, node):
-                        yield from self._blockers(flow, node)
+                for frame, node in steps:
+                    if frame.is_pending(node) and self._blocks(frame, node):
+                        yield from self._blockers(frame, node)
 
-    def _blocks(self, flow: Frame, node: PlanNode) -> bool:
-        queue: ModelQueue = flow.queues[node.index]
-        if self._is_behind(flow, queue):
+    def _blocks(self, frame: Frame, node: PlanNode) -> bool:
+        queue: ModelQueue = frame.queues[node.index]
+        if self._is_behind(frame, queue):
             return True
-        running = self._running_at(queue).get((flow, node.index))
+        running = self._running_at(queue).get((frame, node.index))
         if running is not None:
             return any(batch in self.stuck for batch in running)
-        if _answers(flow, node):
+        if _answers(frame, node):
             return False
-        if isinstance(queue.bound, Sequences) and not queue.bound.can_take(flow, self._stuck_at.get(queue, ())):
+        if isinstance(queue.bound, Sequences) and not queue.bound.can_take(frame, self._stuck_at.get(queue, ())):
             return True
         return not self._is_startable(queue)
 
@@ -318,31 +318,31 @@ class _DeadlockAnalysis:
             steps = self._running[queue] = {}
             for batch in self._waiting_at.get(queue, ()):
                 for ticket in batch.tickets:
-                    steps.setdefault((ticket.flow.whole, ticket.node.index), []).append(batch)
+                    steps.setdefault((ticket.frame.whole, ticket.node.index), []).append(batch)
         return steps
 
-    def _is_behind(self, flow: Frame, queue: ModelQueue) -> bool:
-        """Whether a deadlocked execution's response must leave before those of `flow`, if the model keeps order."""
+    def _is_behind(self, frame: Frame, queue: ModelQueue) -> bool:
+        """Whether a deadlocked execution's response must leave before those of `frame`, if the model keeps order."""
         if queue.order is None or queue not in self._stuck_at:
             return False
         if queue not in self._not_behind:
             stuck = {id(ticket) for batch in self._stuck_at[queue] for ticket in batch.tickets}
             not_behind: set[Frame] = set()
             for ticket in queue.order:
-                not_behind.add(ticket.flow.whole)
+                not_behind.add(ticket.frame.whole)
                 if id(ticket) in stuck:
                     self._not_behind[queue] = not_behind
                     break
             else:
                 self._not_behind[queue] = None
         first = self._not_behind[queue]
-        return first is not None and flow not in first
+        return first is not None and frame not in first
 
-    def _ahead(self, flow: Frame, queue: ModelQueue) -> list[Batch]:
-        """The deadlocked executions whose responses must leave before those of `flow`, if the model keeps order."""
+    def _ahead(self, frame: Frame, queue: ModelQueue) -> list[Batch]:
+        """The deadlocked executions whose responses must leave before those of `frame`, if the model keeps order."""
         if queue.order is None:
             return []
-        ahead = {id(ticket) for ticket in queue.order.ahead_of(flow)}
+        ahead = {id(ticket) for ticket in queue.order.ahead_of(frame)}
         here = self._stuck_at.get(queue, [])
         return [batch for batch in here if any(id(ticket) in ahead for ticket in batch.tickets)]
 
@@ -354,14 +354,14 @@ def _by_queue(batches: Collection[Batch]) -> dict[ModelQueue, list[Batch]]:
     return found
 
 
-def _pending(flow: Frame) -> Iterator[PlanNode]:
-    for node in flow.plan.nodes:
-        if flow.is_pending(node):
+def _pending(frame: Frame) -> Iterator[PlanNode]:
+    for node in frame.plan.nodes:
+        if frame.is_pending(node):
             yield node
 
 
-def _answers(flow: Frame, node: PlanNode) -> bool:
+def _answers(frame: Frame, node: PlanNode) -> bool:
     """Whether this is a started decoupled step, which continues without an instance."""
-    return isinstance(flow, RegionFrame) and any(
-        source.node is node and source.sender is not None for source in flow.all_sources()
+    return isinstance(frame, RegionFrame) and any(
+        source.node is node and source.sender is not None for source in frame.all_sources()
     )

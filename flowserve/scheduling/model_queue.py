@@ -117,14 +117,14 @@ class ModelQueue:
         self.may_have_tickets = True
         self.mark()
 
-    def withdraw(self, *flows: Frame) -> tuple[int, list[Ticket]]:
-        """Remove the tickets of flows that are over. Returns how many waited, and steps that have to run now: each
+    def withdraw(self, *frames: Frame) -> tuple[int, list[Ticket]]:
+        """Remove the tickets of requests that are over. Returns how many waited, and steps that have to run now: each
         waited for the result of a removed one.
         """
-        count = self.batcher.withdraw(*flows)
+        count = self.batcher.withdraw(*frames)
         to_run: list[Ticket] = []
         if self.flights is not None:
-            looked_up, to_run = self.flights.withdraw(*flows)
+            looked_up, to_run = self.flights.withdraw(*frames)
             count += looked_up
         self.mark()  # tickets behind them may form a batch now, and ordered outcomes behind them may be next
         return count, to_run

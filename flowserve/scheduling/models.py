@@ -25,14 +25,14 @@ class Models:
         self.ending: set[ModelQueue] = set()  # queues that are removed when their batches are complete
 
     def add(self, queue: ModelQueue) -> None:
-        """Add a model: flows may refer to this queue from now on."""
+        """Add a model: requests may refer to this queue from now on."""
         self.queues.append(queue)
         queue.join(self.changed)
         if self._rate_limit is not None:
             self._rate_limit.add(queue)
 
     def remove(self, queue: ModelQueue) -> None:
-        """Remove a model whose queue no flow refers to any more."""
+        """Remove a model whose queue no request refers to any more."""
         self.queues.remove(queue)
         self.timed.pop(queue, None)
         if self._rate_limit is not None:

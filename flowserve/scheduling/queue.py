@@ -97,9 +97,9 @@ class Deadlines(Generic[T]):
 
 
 class Tickets:
-    """Tickets in order. Those of one flow are removed without a search.
+    """Tickets in order. Those of one request are removed without a search.
 
-    `waiting`: the tickets by their flow. A flow may have several, for several steps of one model: the key of each
+    `waiting`: the tickets by their request. A request may have several, for several steps of one model: the key of each
     further one, its `twins`, is the ticket itself. A dict would be slow as a queue: the search for its first entry
     passes all removed ones.
     """
@@ -111,13 +111,13 @@ class Tickets:
         self.twins: dict[Frame, list[Ticket]] = {}
 
     def append(self, ticket: Ticket) -> None:
-        if self.waiting.setdefault(ticket.flow, ticket) is not ticket:
+        if self.waiting.setdefault(ticket.frame, ticket) is not ticket:
             self.append_twin(ticket)
 
     def append_twin(self, ticket: Ticket) -> None:
-        """As `append`, for a ticket whose flow already has one here."""
+        """As `append`, for a ticket whose request already has one here."""
         self.waiting[ticket] = ticket
-        self.twins.setdefault(ticket.flow, []).append(ticket)
+        self.twins.setdefault(ticket.frame, []).append(ticket)
 
     def insert(self, ticket: Ticket) -> None:
         """Insert a ticket by its `order`, among tickets in that order. The cost is proportional to the number of
@@ -139,25 +139,25 @@ class Tickets:
     def forget_twins(self, removed: Iterable[Ticket]) -> None:
         """Remove these tickets from `twins`; they are no longer in `waiting`."""
         for ticket in removed:
-            twins = self.twins.get(ticket.flow, [])
+            twins = self.twins.get(ticket.frame, [])
             if ticket in twins:
                 twins.remove(ticket)
                 if not twins:
-                    del self.twins[ticket.flow]
+                    del self.twins[ticket.frame]
 
     def discard(self, ticket: Ticket) -> None:
         """Remove a ticket. No effect if it is not here."""
-        if self.waiting.get(ticket.flow) is ticket:
-            del self.waiting[ticket.flow]
+        if self.waiting.get(ticket.frame) is ticket:
+            del self.waiting[ticket.frame]
         elif self.waiting.pop(ticket, None) is not None:
             self.forget_twins((ticket,))
 
-    def withdraw(self, flow: Frame) -> list[Ticket]:
-        """Remove and return the tickets of a flow."""
-        first = self.waiting.pop(flow, None)
+    def withdraw(self, frame: Frame) -> list[Ticket]:
+        """Remove and return the tickets of a request."""
+        first = self.waiting.pop(frame, None)
         gone = [] if first is None else [first]
         if self.twins:
-            gone += [self.waiting.pop(ticket) for ticket in self.twins.pop(flow, ())]
+            gone += [self.waiting.pop(ticket) for ticket in self.twins.pop(frame, ())]
         return gone
 
     def first(self) -> Ticket:
@@ -171,7 +171,7 @@ class Tickets:
 
     def check(self) -> None:
         for key, ticket in self.waiting.items():
-            assert key is ticket.flow or (key is ticket and ticket in self.twins[ticket.flow]), f"{ticket} is lost"
+            assert key is ticket.frame or (key is ticket and ticket in self.twins[ticket.frame]), f"{ticket} is lost"
         assert sum(map(len, self.twins.values())) <= len(self.waiting), "a ticket is remembered that does not wait"
 
 
@@ -248,9 +248,9 @@ class LevelPolicy:
     may_override: bool = False
     is_delayed: bool = False
 
-    def timeout_of(self, flow: Frame) -> int:
+    def timeout_of(self, frame: Frame) -> int:
         """How long a request may wait, in nanoseconds; 0: no limit."""
-        own_ns, timeout_ns = flow.record.timeout_ns, self.timeout_ns
+        own_ns, timeout_ns = frame.record.timeout_ns, self.timeout_ns
         return own_ns if self.may_override and 0 < own_ns < timeout_ns else timeout_ns
 
 
@@ -318,8 +318,8 @@ class Batcher(Protocol):
     def expire(self, now_ns: int) -> Sequence[Ticket]:
         """Remove and return the tickets whose timeout has passed, to be refused. An early call has no effect."""
 
-    def withdraw(self, *flows: Frame) -> int:
-        """Remove every ticket of a flow that is over; `flows` are the request's flow and its iterations, all `done`.
+    def withdraw(self, *frames: Frame) -> int:
+        """Remove every ticket of a request that is over; `frames` are its frames.
         Returns the number of tickets. The cost does not depend on the number of other tickets.
         """
 
@@ -380,11 +380,13 @@ class Queue:
 
     def put(self, ticket: Ticket) -> None:
         if self._is_plain:
-            if self._waiting.setdefault(ticket.flow, ticket) is not ticket:  # `append`, inlined: a call less per ticket
+            if (
+                self._waiting.setdefault(ticket.frame, ticket) is not ticket
+            ):  # `append`, inlined: a call less per ticket
                 self._plain.append_twin(ticket)
             return
-        flow = ticket.flow
-        level = self._levels.of(flow.record.priority)
+        frame = ticket.frame
+        level = self._levels.of(frame.record.priority)
         policy = self._levels.policy_of(level)
         if policy.max_size and self._size(level) >= policy.max_size:
             where = f"priority level {level}" if level else "the queue"
@@ -392,7 +394,7 @@ class Queue:
                 f"Exceeds maximum queue size: {where} of model '{ticket.node.model.name}' has room for"
                 f" {policy.max_size}; try again later"
             )
-        timeout_ns = policy.timeout_of(flow)
+        timeout_ns = policy.timeout_of(frame)
         if timeout_ns:
             self._expiries.add(ticket, ticket.queued_ns + timeout_ns)
         self._lane(2 * level).append(ticket)
@@ -482,16 +484,16 @@ class Queue:
                 refused.append(ticket)
         return refused
 
-    def withdraw(self, *flows: Frame) -> int:
+    def withdraw(self, *frames: Frame) -> int:
         retried = self._withdraw_retries() if self._retries else 0
         if self._is_plain:
-            return retried + sum(len(self._plain.withdraw(flow)) for flow in flows)
+            return retried + sum(len(self._plain.withdraw(frame)) for frame in frames)
         before = self._count
-        for flow in flows:
-            level = self._levels.of(flow.record.priority)
+        for frame in frames:
+            level = self._levels.of(frame.record.priority)
             for number in (2 * level, 2 * level + 1):
                 lane = self._lanes.get(number)
-                gone = lane.withdraw(flow) if lane is not None else ()
+                gone = lane.withdraw(frame) if lane is not None else ()
                 for ticket in gone:
                     self._expiries.discard(ticket)
                 self._count -= len(gone)
@@ -500,9 +502,9 @@ class Queue:
         return retried + before - self._count
 
     def _withdraw_retries(self) -> int:
-        """Remove the tickets of flows that are over from the parts of failed batches."""
+        """Remove the tickets of requests that are over from the parts of failed batches."""
         before = sum(map(len, self._retries))
-        parts = [[ticket for ticket in part if not ticket.flow.record.done] for part in self._retries]
+        parts = [[ticket for ticket in part if not ticket.frame.record.done] for part in self._retries]
         self._retries = deque(part for part in parts if part)
         return before - sum(map(len, self._retries))
 
@@ -556,7 +558,7 @@ class Queue:
             lane.check()
         assert self._is_plain or self._count == sum(map(len, self._lanes.values())), "a ticket is lost or doubled"
         waiting = chain(self.tickets(), chain.from_iterable(self._retries))
-        assert not any(ticket.flow.record.done for ticket in waiting), "a ticket of an answered flow still waits"
+        assert not any(ticket.frame.record.done for ticket in waiting), "a ticket of an answered request still waits"
         if self._is_plain:
             times = [ticket.queued_ns for ticket in self._plain]
             assert times == sorted(times), "(1) the queue is not in order of arrival"
@@ -571,7 +573,7 @@ class Queue:
             assert all(ticket.lane == number for ticket in lane), "a ticket has another lane than it waits in"
             policy = self._levels.policy_of(number // 2)
             assert not policy.max_size or self._size(number // 2) <= policy.max_size, "(2) a level is too long"
-            timed = [number % 2 == 0 and policy.timeout_of(ticket.flow) > 0 for ticket in lane]
+            timed = [number % 2 == 0 and policy.timeout_of(ticket.frame) > 0 for ticket in lane]
             assert [ticket in self._expiries for ticket in lane] == timed, "(3) a timeout is lost or left"
         assert len(self._expiries) <= len(self), "(3) a ticket times out that does not wait"
 
@@ -580,8 +582,8 @@ class Order:
     """The started tickets of a model with `preserve_ordering`, and the outcomes that wait for an earlier one: outcomes
     leave in the order in which their requests started.
 
-    An outcome is held until every ticket that started before it has left or belongs to a finished flow. A failure is an
-    outcome too. A ticket that never ran (refused, expired, cancelled) is not in the order and delays no other. The
+    An outcome is held until every ticket that started before it has left or belongs to a finished request. A failure is
+    an outcome too. A ticket that never ran (refused, expired, cancelled) is not in the order and delays no other. The
     configuration rules ensure that batches leave their queue in order of arrival, so the order of starting is the order
     of arrival; a failed batch that is retried in halves keeps its position.
     """
@@ -606,7 +608,7 @@ class Order:
     ) -> None:
         """Hold the outcomes of a complete batch."""
         for m, ticket in enumerate(tickets):
-            if not ticket.flow.record.done:
+            if not ticket.frame.record.done:
                 self._started[ticket] = (m, ticket, outputs, errors)
 
     def pop(self) -> HeldOutcome | None:
@@ -614,7 +616,7 @@ class Order:
         started = self._started
         while started:
             ticket, outcome = next(iter(started.items()))
-            if outcome is None and not ticket.flow.record.done:
+            if outcome is None and not ticket.frame.record.done:
                 return None
             del started[ticket]
             if outcome is not None:
@@ -625,13 +627,13 @@ class Order:
         """The started tickets, in order."""
         return iter(self._started)
 
-    def ahead_of(self, flow: Frame) -> Iterator[Ticket]:
-        """The started tickets before the first one of `flow`; all of them if it has none."""
-        return takewhile(lambda ticket: ticket.flow.whole is not flow, self._started)
+    def ahead_of(self, frame: Frame) -> Iterator[Ticket]:
+        """The started tickets before the first one of `frame`; all of them if it has none."""
+        return takewhile(lambda ticket: ticket.frame.whole is not frame, self._started)
 
     def check(self) -> None:
         """Assert that no outcome could leave. For tests and simulation, between two calls of `schedule`."""
         is_next = [
-            outcome is not None or ticket.flow.record.done for ticket, outcome in islice(self._started.items(), 1)
+            outcome is not None or ticket.frame.record.done for ticket, outcome in islice(self._started.items(), 1)
         ]
         assert not any(is_next), "an outcome that could leave is held"

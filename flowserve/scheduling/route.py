@@ -5,7 +5,7 @@ the properties of their queues. `Routes.choose` decides whether a batch takes it
 not change the batch. Does not know batches, or how a worker runs a route. Called by the scheduler.
 
 A worker may return a batch early, after any stage: if a member failed, if an output cannot be passed on as one tensor,
-or if the batch was recalled. The passed steps are then finished, and the flows continue on the general path.
+or if the batch was recalled. The passed steps are then finished, and the requests continue on the general path.
 """
 
 from __future__ import annotations

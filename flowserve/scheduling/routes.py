@@ -17,7 +17,7 @@ from flowserve.scheduling.route import RECALL_NS, Route, find_route
 
 
 class Routes:
-    """`freed` is called after instances were freed; `due` are the deadlines of flows."""
+    """`freed` is called after instances were freed; `due` are the deadlines of requests."""
 
     def __init__(self, freed: Callable[[], None], due: Deadlines[Frame]) -> None:
         self._freed = freed
@@ -32,7 +32,7 @@ class Routes:
         """
         tickets = batch.tickets
         first = tickets[0]
-        node, plan, queues = first.node, first.flow.plan, first.flow.queues
+        node, plan, queues = first.node, first.frame.plan, first.frame.queues
         try:
             route: Route | None = plan.routes[node.index]
         except KeyError:
@@ -58,10 +58,10 @@ class Routes:
                 return
         due = self._due.entries
         for ticket in tickets:
-            flow = ticket.flow
-            if flow.plan is not plan or ticket.node is not node or flow.queues is not queues or not ticket.rows:
+            frame = ticket.frame
+            if frame.plan is not plan or ticket.node is not node or frame.queues is not queues or not ticket.rows:
                 return
-            if flow in due:
+            if frame in due:
                 return
         for queue, instance in zip(route.queues[1:], instances[1:], strict=True):
             queue.free.remove(instance)  # with one group the first of `free`, as chosen above

@@ -1,17 +1,17 @@
 """The scheduler of a server: requests in, decisions out.
 
 Decides in which order requests are queued, which batch starts on which free instance, whether a batch takes a route,
-which steps follow a batch that ran or failed, and when a flow is finished: exactly once, with no ticket of it left in a
-queue. Pure: it reads no clock and calls only its own parts. Its callers pass integer nanoseconds, and execute the
+which steps follow a batch that ran or failed, and when a request is finished: exactly once, with no ticket of it left
+in a queue. Pure: it reads no clock and calls only its own parts. Its callers pass integer nanoseconds, and execute the
 decisions that `schedule` returns. Driven by the engine, and by the simulators in tests, with four verbs: `submit`,
 `schedule`, `complete`, `cancel`.
 
 Its parts: `models` (their queues), `routes` (batches that pass several stages), `streams` (decoupled steps and their
 credits), `calls` (executions that wait for BLS calls), `backpressure` (executions blocked in send()), `rate_limit`
-(None without a rate limiter), `due` (the deadlines of flows).
+(None without a rate limiter), `due` (the deadlines of requests).
 
 Always true between two calls of `schedule` (`check` asserts (2) and (3)):
-  (1) every flow that was submitted is finished or cancelled, exactly once;
+  (1) every request that was submitted is finished or cancelled, exactly once;
   (2) an instance is free, held by exactly one batch, or unavailable;
   (3) no ticket waits while an instance is free unless its batcher waits for more tickets;
   (4) tickets that became ready together were queued together, in the order of their batch, before any batcher decided.
@@ -90,12 +90,12 @@ class Scheduler:
         if limiter is not None:
             self.rate_limit = RateLimit(limiter, overtaken_max, self.calls)
         self.models = Models(self.rate_limit)
-        self.due: Deadlines[Frame] = Deadlines()  # a flow that is not finished by then fails with DeadlineExceeded
+        self.due: Deadlines[Frame] = Deadlines()  # a request that is not finished by then fails with DeadlineExceeded
         self.routes = Routes(self._freed, self.due)
         self._to_start: list[Batch] = []
         self._finished: list[Frame] = []
         self._lookups: list[Lookup] = []
-        # Flows that are over, whose tensors may still be read: `_ended` by batches that the next `schedule` returns,
+        # Requests that are over, whose tensors may still be read: `_ended` by batches that the next `schedule` returns,
         # `_releasable` by batches that the last one returned. Those have started before the next call.
         self._ended: list[Frame] = []
         self._releasable: list[Frame] = []
@@ -103,60 +103,60 @@ class Scheduler:
         self._changed = self.models.changed
         self._to_run: list[Ticket] = []  # steps that waited for the result of an equal step, which has none
         self.ending = ""  # why no further step is started; "" until `fail_all`
-        self.in_flight = 0  # flows submitted or held and not finished
+        self.in_flight = 0  # requests submitted or held and not finished
         self._held: dict[Frame, None] = {}
         self._timer_ns: int | None = None  # when time alone changes which batches can start
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, flow: Frame) -> None:
+    def submit(self, frame: Frame) -> None:
         """Add a request. The next `schedule` queues its first tickets."""
         self.in_flight += 1
-        self._arrivals.append(flow)
+        self._arrivals.append(frame)
 
-    def hold(self, flow: Frame) -> None:
+    def hold(self, frame: Frame) -> None:
         """Add a request that is not queued before `release`, or is finished by `answer` without running."""
         self.in_flight += 1
-        self._held[flow] = None
+        self._held[frame] = None
 
-    def release(self, flow: Frame) -> None:
+    def release(self, frame: Frame) -> None:
         """Let a held request run. The next `schedule` queues its first tickets."""
-        del self._held[flow]
-        self._arrivals.append(flow)
+        del self._held[frame]
+        self._arrivals.append(frame)
 
-    def answer(self, flow: Frame) -> None:
-        """Finish a held flow whose outputs are set already (response cache)."""
-        self._finish(flow)
+    def answer(self, frame: Frame) -> None:
+        """Finish a held request whose outputs are set already (response cache)."""
+        self._finish(frame)
 
-    def call(self, batch: Batch | None, flow: Frame) -> None:
+    def call(self, batch: Batch | None, frame: Frame) -> None:
         """Add a BLS request, made during the execution of `batch` if that is not None. Raises Unavailable if the call
         would deadlock, and while the server stops. The caller calls `calls.over` when the request is over.
         """
         if self.ending:
             raise Unavailable(self.ending)
         if batch is not None:
-            self.calls.begin(batch, flow)
-        self.submit(flow)
+            self.calls.begin(batch, frame)
+        self.submit(frame)
 
-    def cancel(self, flow: Frame) -> None:
-        """The caller of this flow disconnected: remove its waiting tickets; running batches run to completion. A
+    def cancel(self, frame: Frame) -> None:
+        """The caller of this request disconnected: remove its waiting tickets; running batches run to completion. A
         repeated call has no effect. The next `schedule` may form a batch without its tickets.
         """
-        if not flow.record.done:
-            self._end(flow)
-        if isinstance(flow, RegionFrame):
-            flow.stream.answers.clear()  # no reader takes them, and each is in a reference cycle with the flow
+        if not frame.record.done:
+            self._end(frame)
+        if isinstance(frame, RegionFrame):
+            frame.stream.answers.clear()  # no reader takes them, and each is in a reference cycle with the request
 
     def fail_all(self, reason: str) -> None:
-        """The server stops: fail every waiting flow now, and every running flow that is not finished by its current
-        batch.
+        """The server stops: fail every waiting request now, and every running request that is not finished by its
+        current batch.
         """
         self.ending = reason
         self.streams.stop(reason)
         arrivals, self._arrivals = self._arrivals, []
-        for flow in [*arrivals, *self._held]:
-            if not flow.record.done:
-                self._fail(flow, Unavailable(reason))
+        for frame in [*arrivals, *self._held]:
+            if not frame.record.done:
+                self._fail(frame, Unavailable(reason))
         for queue in self.models.queues:
             self._refuse_each(queue, queue.clear(), reason)
 
@@ -173,8 +173,8 @@ class Scheduler:
         last call; None if there are none.
         """
         if self._releasable:
-            for flow in self._releasable:
-                flow.tensors.clear()
+            for frame in self._releasable:
+                frame.tensors.clear()
             self._releasable = []
         if self.models.timed or self.due.entries:
             self._expire(now_ns)
@@ -206,7 +206,7 @@ class Scheduler:
         return decisions
 
     def take_finished(self) -> list[Frame]:
-        """Remove and return the flows finished since the last `schedule`, for example by `answer`."""
+        """Remove and return the requests finished since the last `schedule`, for example by `answer`."""
         finished, self._finished = self._finished, []
         return finished
 
@@ -230,19 +230,19 @@ class Scheduler:
         if len(arrivals) > 1:
             arrivals.sort(key=_by_stamp)
         changed = self.streams.mark_due
-        for flow in arrivals:
-            if flow.record.done:
+        for frame in arrivals:
+            if frame.record.done:
                 continue
             try:
-                tickets = flow.begin(changed)
+                tickets = frame.begin(changed)
                 for ticket in tickets:
                     self._put(ticket, now_ns)
             except FlowserveError as error:
-                if not flow.record.done:
-                    self._fail(flow, error)
+                if not frame.record.done:
+                    self._fail(frame, error)
                 continue
-            if not flow.open:  # every requested output is one of the inputs
-                self._finish(flow)
+            if not frame.open:  # every requested output is one of the inputs
+                self._finish(frame)
 
     def _queue_steps(self, now_ns: int) -> None:
         """Queue the steps that waited for the result of an equal step and must run themselves."""
@@ -252,15 +252,15 @@ class Scheduler:
 
     def _queue_step(self, ticket: Ticket, now_ns: int) -> None:
         """Queue a step that was looked up in the response cache."""
-        if ticket.flow.record.done:
+        if ticket.frame.record.done:
             return
         try:
             if self.ending:
                 raise Unavailable(self.ending)
             self._put(ticket, now_ns, is_looked_up=True)
         except FlowserveError as error:
-            if not ticket.flow.record.done:
-                self._fail(ticket.flow, error)
+            if not ticket.frame.record.done:
+                self._fail(ticket.frame, error)
 
     def _assign(self, queue: ModelQueue, now_ns: int) -> None:
         """Assign the ready batches of a queue to its free instances."""
@@ -319,7 +319,7 @@ class Scheduler:
             queue.order.started(tickets)
         if (
             queue.route_groups is not None
-            and tickets[0].flow.plan.runs[tickets[0].node.index]
+            and tickets[0].frame.plan.runs[tickets[0].node.index]
             and self.rate_limit is None
             and not self.ending
         ):
@@ -332,15 +332,15 @@ class Scheduler:
         self, ticket: Ticket, outputs: Sequence[Sequence[Facts | None]], error: FlowserveError | None, now_ns: int
     ) -> None:
         """Finish the step of a `Lookup`, or one that waited for an equal step, with these outputs and without running
-        it: `outputs[j][0]` is the model's j-th output. If `error` is given, its flow fails with it instead.
+        it: `outputs[j][0]` is the model's j-th output. If `error` is given, its request fails with it instead.
         """
-        queue: ModelQueue = ticket.flow.queues[ticket.node.index]
+        queue: ModelQueue = ticket.frame.queues[ticket.node.index]
         assert queue.flights is not None
         queue.flights.waiting.discard(ticket)
         errors = {} if error is None else {0: ticket.copy_located(error)}
         if queue.order is None:
             self._advance_each(((0, ticket),), outputs, errors, now_ns)
-        elif not ticket.flow.record.done:
+        elif not ticket.frame.record.done:
             queue.order.started((ticket,))
             queue.order.hold((ticket,), outputs, errors)
             queue.mark()
@@ -353,12 +353,12 @@ class Scheduler:
         keeps the order of its responses does not wait either, because it would lose its position if the other step
         failed.
         """
-        if ticket.flow.record.done:
+        if ticket.frame.record.done:
             return
-        queue: ModelQueue = ticket.flow.queues[ticket.node.index]
+        queue: ModelQueue = ticket.frame.queues[ticket.node.index]
         assert queue.flights is not None
         if queue.flights.run(
-            ticket, key, may_follow=queue.order is None and not self.calls.includes(ticket.flow.whole)
+            ticket, key, may_follow=queue.order is None and not self.calls.includes(ticket.frame.whole)
         ):
             self._queue_step(ticket, now_ns)
 
@@ -381,8 +381,8 @@ class Scheduler:
             if self._finish_alike(batch.tickets, made[-1].outputs, route.nodes[-1]) == len(batch.tickets):
                 return False
             for ticket in batch.tickets:
-                if not ticket.flow.record.done:
-                    ticket.flow.skip_to(route.nodes, route.inner)
+                if not ticket.frame.record.done:
+                    ticket.frame.skip_to(route.nodes, route.inner)
             self._advance_each(enumerate(batch.stage(len(route) - 1).tickets), made[-1].outputs, {}, now_ns)
             return False
         if self.rate_limit is not None:
@@ -414,10 +414,10 @@ class Scheduler:
     def _advance_alike(self, tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]], now_ns: int) -> int:
         """`Frame.finish_step` for the members of a batch that all continue with the same single step, which is queued.
         Stops before the first member that differs; that member and those behind it are unchanged. Returns the number of
-        flows that advanced.
+        requests that advanced.
         """
         first = tickets[0]
-        node, queues = first.node, first.flow.queues
+        node, queues = first.node, first.frame.queues
         assert node.goes_on is not None
         j, slot, consumer = node.goes_on
         queue: ModelQueue = queues[consumer]
@@ -425,29 +425,29 @@ class Scheduler:
         # It may refuse a ticket, or its step may be answered by the response cache.
         if queue.batcher.may_expire or queue.flights is not None or queue.closed:
             return 0
-        following = first.flow.plan.nodes[consumer]
+        following = first.frame.plan.nodes[consumer]
         read = node.inputs[0]
         advanced = 0
         for ticket, handle in zip(tickets, outputs[j], strict=True):
-            flow = ticket.flow
+            frame = ticket.frame
             if (
                 ticket.node is not node
-                or flow.record.done
+                or frame.record.done
                 or handle is None
-                or type(flow) is not Frame
-                or flow.queues is not queues
+                or type(frame) is not Frame
+                or frame.queues is not queues
             ):
                 break
             rows = handle.stop - handle.start
             if not 0 <= rows <= following.max_batch_size:
                 break
             # `Frame.finish_step`, `Frame._ticket` and `_put`, inlined: three calls less per ticket.
-            flow.tensors[slot] = handle
-            flow.tensors[read] = None
-            flow.readers[read] = 0
-            flow.missing[node.index] = OVER
-            flow.missing[consumer] = 0
-            put(Ticket(flow, following, rows, (handle.shape[1:],) if following.variable else None, now_ns))
+            frame.tensors[slot] = handle
+            frame.tensors[read] = None
+            frame.readers[read] = 0
+            frame.missing[node.index] = OVER
+            frame.missing[consumer] = 0
+            put(Ticket(frame, following, rows, (handle.shape[1:],) if following.variable else None, now_ns))
             advanced += 1
         if advanced:
             queue.may_have_tickets = True
@@ -459,33 +459,33 @@ class Scheduler:
     def _finish_alike(
         self, tickets: Sequence[Ticket], outputs: Sequence[Sequence[Facts | None]], last: PlanNode
     ) -> int:
-        """As `_advance_alike`, for flows that end with node `last`, which computed `outputs`. The tickets are of that
-        node, or of the first node of the batch's route.
+        """As `_advance_alike`, for requests that end with node `last`, which computed `outputs`. The tickets are of
+        that node, or of the first node of the batch's route.
         """
         if last.ends is None:
             return 0
         j, slot = last.ends
         node = tickets[0].node
-        flows: list[Frame] = []
+        frames: list[Frame] = []
         for ticket, handle in zip(tickets, outputs[j], strict=True):
-            flow = ticket.flow
-            if ticket.node is not node or flow.record.done or flow.open != 1 or type(flow) is not Frame:
+            frame = ticket.frame
+            if ticket.node is not node or frame.record.done or frame.open != 1 or type(frame) is not Frame:
                 break
-            flow.tensors[slot] = handle  # `Frame.finish_step`, inlined: a call less per ticket
+            frame.tensors[slot] = handle  # `Frame.finish_step`, inlined: a call less per ticket
             for read in node.frees:
-                flow.tensors[read] = None
-            flow.open = 0
-            flows.append(flow)
+                frame.tensors[read] = None
+            frame.open = 0
+            frames.append(frame)
         if self._held or self.due.entries:
-            for flow in flows:
-                if not flow.record.done:  # the failure of an earlier one may have ended it
-                    self._finish(flow)
-        else:  # `_finish`, inlined: a call less per flow
-            for flow in flows:
-                flow.record.done = True
-            self._finished += flows
-            self.in_flight -= len(flows)
-        return len(flows)
+            for frame in frames:
+                if not frame.record.done:  # the failure of an earlier one may have ended it
+                    self._finish(frame)
+        else:  # `_finish`, inlined: a call less per request
+            for frame in frames:
+                frame.record.done = True
+            self._finished += frames
+            self.in_flight -= len(frames)
+        return len(frames)
 
     def _advance_each(
         self,
@@ -496,21 +496,21 @@ class Scheduler:
         passed: Collection[int] = (),
         shared: dict[Any, Any] | None = None,
     ) -> None:
-        """Advance the flows of these tickets by one step; each ticket comes with its position in the batch. The next
+        """Advance the requests of these tickets by one step; each ticket comes with its position in the batch. The next
         tickets are queued, except those of nodes that the batch `passed`. `shared` is as in `Frame.finish_step`.
         """
         if shared is None:
             shared = {}
         for m, ticket in tickets:
-            flow = ticket.flow
-            if flow.record.done:
+            frame = ticket.frame
+            if frame.record.done:
                 continue
             if errors and m in errors:
                 self._fail_step(ticket, errors[m])
                 continue
-            at_fault = ticket  # the ticket whose flow fails if an error is raised
+            at_fault = ticket  # the ticket whose request fails if an error is raised
             try:
-                following = flow.finish_step(ticket, ticket.node, outputs, m, shared)
+                following = frame.finish_step(ticket, ticket.node, outputs, m, shared)
                 if passed:
                     following = [after for after in following if after.node.index not in passed]
                 if following:
@@ -519,13 +519,13 @@ class Scheduler:
                     for at_fault in following:
                         self._put(at_fault, now_ns)
             except FlowserveError as error:
-                if not at_fault.flow.record.done:
-                    self._fail(at_fault.flow, error)
+                if not at_fault.frame.record.done:
+                    self._fail(at_fault.frame, error)
                 if at_fault is not ticket:  # the rest may belong to other requests, if requests share in-flight slots
                     self.streams.put(following[following.index(at_fault) + 1 :], now_ns)
                 continue
-            if not flow.open:
-                self._finish(flow.whole)
+            if not frame.open:
+                self._finish(frame.whole)
 
     def _complete_early(
         self, batch: Batch, made: Sequence[StageResults], error: FlowserveError | None, now_ns: int
@@ -548,7 +548,7 @@ class Scheduler:
 
     def _fail_batch(self, batch: Batch, error: FlowserveError, *, is_final: bool = False) -> bool:
         """A batch, or one stage of a route, failed as a whole. Returns whether it is retried; never if `is_final`."""
-        tickets = [ticket for ticket in batch.tickets if not ticket.flow.record.done]
+        tickets = [ticket for ticket in batch.tickets if not ticket.frame.record.done]
         if isinstance(error, MachineLost) and not is_final and _may_run_once_more(batch.queue, tickets):
             batch.queue.again(batch.instance, (tickets,))
             return True
@@ -567,7 +567,7 @@ class Scheduler:
             batch.queue.order.hold(batch.tickets, (), errors)
             return False
         for ticket in tickets:
-            if not ticket.flow.record.done:  # two tickets of a batch may belong to one flow
+            if not ticket.frame.record.done:  # two tickets of a batch may belong to one request
                 self._fail_step(ticket, ticket.copy_located(error, batch.instance))
         return False
 
@@ -578,8 +578,8 @@ class Scheduler:
         bound = batch.queue.bound
         assert isinstance(bound, Iterative)
         for ticket in tickets:
-            if self.ending and not ticket.flow.record.done:
-                self._fail(ticket.flow, Unavailable(self.ending))
+            if self.ending and not ticket.frame.record.done:
+                self._fail(ticket.frame, Unavailable(self.ending))
             else:
                 bound.reschedule(ticket, now_ns)
 
@@ -600,7 +600,7 @@ class Scheduler:
                 self._set_free(batch)
         raised: Exception | None = None
         for ticket in batch.tickets:
-            if not ticket.flow.record.done:
+            if not ticket.frame.record.done:
                 try:
                     self._fail_step(ticket, ticket.copy_located(error, batch.instance))
                 except Exception as one:  # the remaining members must fail too
@@ -624,7 +624,7 @@ class Scheduler:
             self.streams.is_due = True
 
     def _release_in_order(self, order: Order, now_ns: int) -> None:
-        """Advance the flows of every outcome that is next in order."""
+        """Advance the requests of every outcome that is next in order."""
         shared: dict[Any, Any] = {}
         before: object = None
         while (outcome := order.pop()) is not None:
@@ -645,9 +645,9 @@ class Scheduler:
         """Queue a ticket; one of an ensemble whose model has a response cache when that has been looked up. Raises the
         error of a queue that refuses it.
         """
-        queue: ModelQueue = ticket.flow.queues[ticket.node.index]
+        queue: ModelQueue = ticket.frame.queues[ticket.node.index]
         ticket.queued_ns = now_ns
-        if queue.flights is not None and not is_looked_up and ticket.flow.plan.graph.is_ensemble:
+        if queue.flights is not None and not is_looked_up and ticket.frame.plan.graph.is_ensemble:
             queue.flights.waiting.append(ticket)
             self._lookups.append(Lookup(queue, ticket))
             return
@@ -664,7 +664,7 @@ class Scheduler:
             ticket.located(error)
             self._refuse(queue, ticket, error)
             raise
-        if is_full:  # not in the handler: errors raised there would hold these frames, and flows, by their context
+        if is_full:  # not in the handler: errors raised there would hold these frames, and requests, by their context
             self._put_into_full(queue, ticket, now_ns)
         queue.may_have_tickets = True
         if queue.has_times:
@@ -676,7 +676,7 @@ class Scheduler:
     def _put_into_full(self, queue: ModelQueue, ticket: Ticket, now_ns: int) -> None:
         """The queue is full, perhaps of tickets whose timeout passed or that free instances can take now. If it stays
         full, a part of a step waits for others of its step (`hold_back`). Raises Unavailable if it cannot, and
-        Cancelled if the flow ends meanwhile.
+        Cancelled if the request ends meanwhile.
         """
         self._expire(now_ns)
         if queue.free:
@@ -685,7 +685,7 @@ class Scheduler:
             else:
                 queue.mark()
                 self._assign_in_turn(self.rate_limit, now_ns)
-        if ticket.flow.record.done:  # another of its steps has timed out
+        if ticket.frame.record.done:  # another of its steps has timed out
             raise Cancelled("its request is over")
         try:
             queue.put(ticket)
@@ -700,111 +700,113 @@ class Scheduler:
             raise
 
     def _refuse(self, queue: ModelQueue, ticket: Ticket, error: FlowserveError) -> None:
-        """A ticket that is in no queue will not run; the caller fails its flow."""
+        """A ticket that is in no queue will not run; the caller fails its request."""
         self._notify(TicketRefused(queue, ticket, error))
         if queue.flights is not None:
             self._to_run += queue.flights.fail(ticket)
-        flow = ticket.flow
-        self._drop_tensors(flow)
-        if type(flow) is Frame:  # the frames of regions count their steps themselves
-            flow.open -= 1
+        frame = ticket.frame
+        self._drop_tensors(frame)
+        if type(frame) is Frame:  # the frames of regions count their steps themselves
+            frame.open -= 1
 
     def _refuse_orphans(self, queue: ModelQueue, bound: BoundBatcher) -> None:
         for ticket, error in bound.orphans():
-            if not ticket.flow.record.done:
+            if not ticket.frame.record.done:
                 own = ticket.located(type(error)(str(error)))
                 self._refuse(queue, ticket, own)
-                self._fail(ticket.flow, own)
+                self._fail(ticket.frame, own)
 
     def _refuse_each(self, queue: ModelQueue, tickets: Sequence[Ticket], reason: str) -> None:
         """Refuse tickets that waited in a queue."""
         for ticket in tickets:
-            if not ticket.flow.record.done:
+            if not ticket.frame.record.done:
                 error = Unavailable(reason)
                 self._refuse(queue, ticket, error)
-                self._fail(ticket.flow, error)
+                self._fail(ticket.frame, error)
 
     def _expire(self, now_ns: int) -> None:
-        """Refuse the tickets whose timeout passed, and fail the flows whose deadline passed."""
-        for flow in self.due.due(now_ns) if self.due.entries else ():
-            if flow.record.done:  # ended by the failure of an earlier one
+        """Refuse the tickets whose timeout passed, and fail the requests whose deadline passed."""
+        for frame in self.due.due(now_ns) if self.due.entries else ():
+            if frame.record.done:  # ended by the failure of an earlier one
                 continue
-            if isinstance(flow, RegionFrame) and flow.stream.is_over:  # its last response was sent before the deadline
-                self._finish(flow)
+            if (
+                isinstance(frame, RegionFrame) and frame.stream.is_over
+            ):  # its last response was sent before the deadline
+                self._finish(frame)
                 continue
-            self._fail(flow, _late(flow, now_ns))
+            self._fail(frame, _late(frame, now_ns))
         for queue in self.models.expired(now_ns):
             for ticket in queue.batcher.expire(now_ns):
-                if not ticket.flow.record.done:
+                if not ticket.frame.record.done:
                     waited = f"it waited {(now_ns - ticket.queued_ns) // 1_000_000} ms in the queue of model"
                     text = f"Request timeout expired: {waited} '{queue.key.name}'"
                     error = ticket.located(Unavailable(text))
                     self._refuse(queue, ticket, error)
-                    self._fail(ticket.flow, error)
+                    self._fail(ticket.frame, error)
             queue.mark()
 
-    # ------------------------------------------------------------------ the end of a flow
+    # ------------------------------------------------------------------ the end of a request
 
     def _notify(self, notice: Notice) -> None:
         self._notices.append(notice)
 
-    def _finish(self, flow: Frame) -> None:
-        self._finished.append(flow)
-        if flow.open or self._held or self.due.entries:
-            self._end(flow)
+    def _finish(self, frame: Frame) -> None:
+        self._finished.append(frame)
+        if frame.open or self._held or self.due.entries:
+            self._end(frame)
         else:
-            flow.record.done = True
+            frame.record.done = True
             self.in_flight -= 1
 
-    def _fail(self, flow: Frame, error: FlowserveError) -> None:
-        record = flow.record
-        # Without its traceback and those of its causes: their frames hold the flow and its tensors in a reference
+    def _fail(self, frame: Frame, error: FlowserveError) -> None:
+        record = frame.record
+        # Without its traceback and those of its causes: their frames hold the request and its tensors in a reference
         # cycle that only the garbage collector frees.
         error.__traceback__ = error.__cause__ = error.__context__ = None
         record.error = error
-        self._finish(flow.whole)
+        self._finish(frame.whole)
 
     def _fail_step(self, ticket: Ticket, error: FlowserveError) -> None:
-        """A step failed, and its flow with it. Equal steps that waited for it run by themselves."""
-        queue: ModelQueue = ticket.flow.queues[ticket.node.index]
+        """A step failed, and its request with it. Equal steps that waited for it run by themselves."""
+        queue: ModelQueue = ticket.frame.queues[ticket.node.index]
         if queue.flights is not None:
             self._to_run += queue.flights.fail(ticket)
-        self._fail(ticket.flow, error)
+        self._fail(ticket.frame, error)
 
-    def _end(self, flow: Frame) -> None:
-        """End a flow: remove its waiting tickets from their queues."""
-        flow.record.done = True
+    def _end(self, frame: Frame) -> None:
+        """End a request: remove its waiting tickets from their queues."""
+        frame.record.done = True
         self.in_flight -= 1
         if self._held:
-            self._held.pop(flow, None)
+            self._held.pop(frame, None)
         if self.due.entries:
-            self.due.discard(flow)
-        if not flow.open:
+            self.due.discard(frame)
+        if not frame.open:
             return
-        if isinstance(flow, RegionFrame):
-            own = (flow, *flow.stream.live)
-            self.streams.ended(flow)
-            for one in dict.fromkeys(flow.queues):
-                self._withdraw(one, flow, *own)
+        if isinstance(frame, RegionFrame):
+            own = (frame, *frame.stream.live)
+            self.streams.ended(frame)
+            for one in dict.fromkeys(frame.queues):
+                self._withdraw(one, frame, *own)
             return
-        for node in flow.plan.nodes:
-            if not flow.missing[node.index]:
-                self._withdraw(flow.queues[node.index], flow, flow)
-        flow.open = 0
-        self._drop_tensors(flow)
+        for node in frame.plan.nodes:
+            if not frame.missing[node.index]:
+                self._withdraw(frame.queues[node.index], frame, frame)
+        frame.open = 0
+        self._drop_tensors(frame)
 
-    def _withdraw(self, queue: ModelQueue, whole: Frame, *flows: Frame) -> None:
-        """Remove the tickets of these flows, which belong to the request of `whole`, from a queue."""
-        count, to_run = queue.withdraw(*flows)
+    def _withdraw(self, queue: ModelQueue, whole: Frame, *frames: Frame) -> None:
+        """Remove the tickets of these requests, which belong to the request of `whole`, from a queue."""
+        count, to_run = queue.withdraw(*frames)
         self._to_run += to_run
         if whole.plan.graph.is_ensemble:  # a request of the model itself is counted by the engine
             self._notices += [Withdrawn(queue)] * count
 
-    def _drop_tensors(self, flow: Frame) -> None:
+    def _drop_tensors(self, frame: Frame) -> None:
         if self._to_start:
-            self._ended.append(flow)
+            self._ended.append(frame)
         else:
-            flow.tensors.clear()
+            frame.tensors.clear()
 
     def check(self) -> None:
         """Assert the invariants (2) and (3), and those of the queues. For tests and simulation, between two calls of
@@ -835,10 +837,10 @@ def _may_run_once_more(queue: ModelQueue, tickets: Sequence[Ticket]) -> bool:
     return True
 
 
-def _late(flow: Frame, now_ns: int) -> DeadlineExceeded:
-    steps = flow.steps_under_way()
+def _late(frame: Frame, now_ns: int) -> DeadlineExceeded:
+    steps = frame.steps_under_way()
     names = ", ".join(f"'{node.name}'" for node in steps)
-    where = f"it was in step {names}" if steps else "it had not begun" if not flow.open else "it was under way"
-    waited_ms = (now_ns - flow.record.arrived_ns) // 1_000_000
+    where = f"it was in step {names}" if steps else "it had not begun" if not frame.open else "it was under way"
+    waited_ms = (now_ns - frame.record.arrived_ns) // 1_000_000
     error = DeadlineExceeded(f"Request timeout expired: its deadline passed after {waited_ms} ms, {where}")
-    return flow.located(error, steps[0]) if steps else error
+    return frame.located(error, steps[0]) if steps else error

@@ -40,7 +40,7 @@ class SingleFlight:
         self.waiting = Tickets()
         self._groups: dict[Hashable, _Group] = {}
         self._of: dict[Ticket, _Group] = {}  # a ticket is in one group at most
-        self._leaders: dict[Frame, list[Ticket]] = {}  # by flow: at most as many as it has steps of this model
+        self._leaders: dict[Frame, list[Ticket]] = {}  # by request: at most as many as it has steps of this model
 
     def run(self, ticket: Ticket, key: Hashable, *, may_follow: bool) -> bool:
         """Whether a ticket that was looked up and not found has to run; else it waits for an equal one. `key` None: it
@@ -71,16 +71,16 @@ class SingleFlight:
         self._leave_group(ticket)
         return []
 
-    def withdraw(self, *flows: Frame) -> tuple[int, list[Ticket]]:
-        """Remove the tickets of flows that are over. Returns how many of them waited here, and the tickets that have to
-        run: each leads instead of a removed one.
+    def withdraw(self, *frames: Frame) -> tuple[int, list[Ticket]]:
+        """Remove the tickets of requests that are over. Returns how many of them waited here, and the tickets that have
+        to run: each leads instead of a removed one.
         """
-        gone = [ticket for flow in flows for ticket in self.waiting.withdraw(flow)]
+        gone = [ticket for frame in frames for ticket in self.waiting.withdraw(frame)]
         for ticket in gone:
             self._leave_group(ticket)
         to_run: list[Ticket] = []
-        for flow in flows:
-            for leader in self._leaders.pop(flow, ()):
+        for frame in frames:
+            for leader in self._leaders.pop(frame, ()):
                 group = self._of.pop(leader)
                 if not group.followers:
                     del self._groups[group.key]
@@ -97,7 +97,7 @@ class SingleFlight:
 
     def _lead(self, ticket: Ticket, group: _Group) -> None:
         self._of[ticket] = group
-        self._leaders.setdefault(ticket.flow, []).append(ticket)
+        self._leaders.setdefault(ticket.frame, []).append(ticket)
 
     def _leave_group(self, follower: Ticket) -> None:
         group = self._of.pop(follower, None)
@@ -107,10 +107,10 @@ class SingleFlight:
     def _end(self, group: _Group) -> list[Ticket]:
         del self._groups[group.key]
         del self._of[group.leader]
-        leaders = self._leaders[group.leader.flow]
+        leaders = self._leaders[group.leader.frame]
         leaders.remove(group.leader)
         if not leaders:
-            del self._leaders[group.leader.flow]
+            del self._leaders[group.leader.frame]
         for follower in group.followers:
             del self._of[follower]
             self.waiting.discard(follower)
@@ -130,9 +130,9 @@ class SingleFlight:
                 assert self._of[ticket] is group, "a ticket is in two groups"
             assert group.leader not in group.followers, "a leader waits for itself"
         assert len(self._of) == sum(1 + len(group.followers) for group in self._groups.values()), "a ticket is lost"
-        for flow, leaders in self._leaders.items():
-            assert not flow.record.done, "tickets wait for one whose flow is over"
+        for frame, leaders in self._leaders.items():
+            assert not frame.record.done, "tickets wait for one whose request is over"
             assert all(self.leads(ticket) for ticket in leaders), "a leader is lost"
         for ticket in self.waiting:
-            assert not ticket.flow.record.done, "a ticket of a flow that is over waits for another"
+            assert not ticket.frame.record.done, "a ticket of a request that is over waits for another"
             assert not self.leads(ticket), "a ticket leads, and is in no queue"

@@ -92,8 +92,8 @@ class SimulatedDeployment(Agenda):
             while (decisions := self.scheduler.schedule(self.now_ns)) is not None:
                 for notice in decisions.notices:
                     self._carry_out(notice)
-                for flow in decisions.finished:
-                    self._over(flow)
+                for frame in decisions.finished:
+                    self._over(frame)
                 for batch in decisions.batches:
                     self._run(batch)
         return Simulation(tuple(self._batches), tuple(self._outcomes))
@@ -147,7 +147,7 @@ class SimulatedDeployment(Agenda):
         if self._graph.spaces:
             rows_of = SimulatedRows(self._row_plan, number)
             make = partial(region_frame, rows=rows_of, is_read_whole=not self._graph.is_decoupled)
-        flow = make(
+        frame = make(
             deployment.plan,
             deployment.queues,
             [SimulatedTensor(spec, rows) for spec in self._graph.inputs],
@@ -160,26 +160,26 @@ class SimulatedDeployment(Agenda):
         )
         self._answered_ns[number] = []
         if deployment.admission is None:
-            self.scheduler.submit(flow)
+            self.scheduler.submit(frame)
             return
         try:
-            deployment.admission.enter(flow)
+            deployment.admission.enter(frame)
         except FlowserveError as error:
             self._has_ended(Outcome(number, self.now_ns / MS_NS, 0.0, error))
 
-    def _take(self, flow: Frame) -> None:
-        while isinstance(flow, RegionFrame) and flow.take() is not None:
-            self._answered_ns[flow.record.stamp].append(self.now_ns)
+    def _take(self, frame: Frame) -> None:
+        while isinstance(frame, RegionFrame) and frame.take() is not None:
+            self._answered_ns[frame.record.stamp].append(self.now_ns)
 
-    def _over(self, flow: Frame) -> None:
-        self._take(flow)
+    def _over(self, frame: Frame) -> None:
+        self._take(frame)
         if self._deployment.admission is not None:
-            self._deployment.admission.leave(flow)
-        if flow.record.error is None and not flow.is_stream:
-            self._answered_ns[flow.record.stamp].append(self.now_ns)
-        latency_ms = (self.now_ns - flow.record.arrived_ns) / MS_NS
-        answers_ms = tuple(at_ns / MS_NS for at_ns in self._answered_ns.pop(flow.record.stamp))
-        self._has_ended(Outcome(flow.record.stamp, self.now_ns / MS_NS, latency_ms, flow.record.error, answers_ms))
+            self._deployment.admission.leave(frame)
+        if frame.record.error is None and not frame.is_stream:
+            self._answered_ns[frame.record.stamp].append(self.now_ns)
+        latency_ms = (self.now_ns - frame.record.arrived_ns) / MS_NS
+        answers_ms = tuple(at_ns / MS_NS for at_ns in self._answered_ns.pop(frame.record.stamp))
+        self._has_ended(Outcome(frame.record.stamp, self.now_ns / MS_NS, latency_ms, frame.record.error, answers_ms))
 
     # ------------------------------------------------------------------ models
 
@@ -189,7 +189,7 @@ class SimulatedDeployment(Agenda):
         batch.tickets = [ticket for ticket in batch.tickets if getattr(ticket, "sequence", ticket) is not None]
         rows = sum(ticket.rows for ticket in batch.tickets)
         took_ns = self.takes_ns(config.name, rows)
-        numbers = tuple(ticket.flow.record.stamp for ticket in batch.tickets)
+        numbers = tuple(ticket.frame.record.stamp for ticket in batch.tickets)
         self._batches.append(FormedBatch(config.name, batch.instance, numbers, rows, self.now_ns / MS_NS, 0.0))
         position = len(self._batches) - 1
         if config.decoupled:
@@ -236,7 +236,7 @@ class Sending:
         self._execution = execution
         self._world = execution.world
         self._source = source
-        self._left = self._world.answers(execution.config.name, source.flow.record.stamp)
+        self._left = self._world.answers(execution.config.name, source.frame.record.stamp)
         self._is_withdrawn = False
         self._is_waiting = False
         self._credits = self._world.scheduler.streams.start(source, self, self._world.now_ns)

@@ -36,6 +36,14 @@ def test_each_path_on_the_page_exists(root: Path, architecture: str) -> None:
     assert not gone, f"docs/architecture.md names what does not exist: {gone}"
 
 
+def test_the_reading_order_is_of_twenty_files_of_the_core_at_most(root: Path, architecture: str) -> None:
+    section = architecture.partition("## Reading order\n")[2].partition("\n## ")[0]
+    numbers, files = zip(*re.findall(r"^\| (\d+) \| `([\w/]+\.py)` \|", section, re.MULTILINE), strict=True)
+    assert [*map(int, numbers)] == [*range(1, len(files) + 1)]
+    assert 10 < len(files) <= 20
+    assert [file for file in files if file.startswith(("elsewhere/", "replicas/", "backends/more/", "cli/"))] == []
+
+
 def test_each_invariant_names_a_test_that_exists(root: Path, architecture: str) -> None:
     found = INVARIANTS.search(architecture)
     assert found

@@ -13,10 +13,10 @@ import pytest
 
 from flowserve import Engine
 from flowserve.backends import registry
-from flowserve.backends.continuous.backend import _ONE_BY_ONE
-from flowserve.backends.continuous.instance import Seats
 from flowserve.backends.library.interface import ModelSource
-from flowserve.backends.vllm import Vllm, arguments_of, gpus_of
+from flowserve.backends.more.continuous.backend import _ONE_BY_ONE
+from flowserve.backends.more.continuous.instance import Seats
+from flowserve.backends.more.vllm import Vllm, arguments_of, gpus_of
 from flowserve.config.types import InstanceGroup
 from flowserve.errors import Problems, Unsupported
 from flowserve.values import DType

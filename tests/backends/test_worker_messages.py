@@ -32,11 +32,11 @@ from flowserve.backends.worker.messages import (
     encode_run,
     encode_server_reply,
     pack,
-    read,
+    read_fields,
     read_passed,
     unpack,
 )
-from flowserve.cluster.frames import KINDS
+from flowserve.elsewhere.cluster.frames import KINDS
 from flowserve.errors import Internal
 
 WORD = st.integers(0, 2**64 - 1)
@@ -263,7 +263,7 @@ def test_no_message_is_decoded_by_marshal_or_pickle() -> None:
                 found.add(path.relative_to(root).as_posix())
     assert found == {
         "backends/worker/main.py",
-        "cluster/pipes.py",
+        "elsewhere/cluster/pipes.py",
         "runtime/loading/completion.py",
         "runtime/processes/environments.py",
         "runtime/remote/shm.py",
@@ -276,17 +276,17 @@ def test_every_kind_of_message_is_in_a_table_and_read_by_its_fields(table: Mappi
     for kind, form in table.items():
         if "..." in form.fields:
             with pytest.raises(Garbled):
-                read(table, kind, (kind,))
+                read_fields(table, kind, (kind,))
             continue
         fixed, _, group = form.fields.partition("[")
         for groups in (0, 1, 3) if group else (0,):
             fields = [*range(len(fixed.split()) + groups * len(group.rstrip("]").split()))]
             head, words, _ = unpack(pack(kind, fields))
-            assert (head, [*read(table, kind, words)]) == (kind, fields)
+            assert (head, [*read_fields(table, kind, words)]) == (kind, fields)
         wrong = [] if group else [(kind, *fields, 0)]
         wrong += [(kind, *fields[: len(fixed.split()) - 1])] if fixed else []
         for words in wrong:
             with pytest.raises(Garbled, match=form.name):
-                read(table, kind, words)
+                read_fields(table, kind, words)
     with pytest.raises(Garbled, match="of kind 99"):
-        read(table, 99, (99,))
+        read_fields(table, 99, (99,))

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from flowserve.cli.check import check
 from flowserve.cli.deployment import described_inputs, find_deployment
-from flowserve.cli.expected import expect
+from flowserve.cli.elsewhere.expected import expect
+from flowserve.cli.elsewhere.proposal import LinkTimes, Proposal, file_text, propose
+from flowserve.cli.elsewhere.step_figures import BatchTime, GraphFigures, MeasuredGraph, StepFigures, measure_graph
 from flowserve.cli.load import Measured
 from flowserve.cli.main import main
-from flowserve.cli.proposal import LinkTimes, Proposal, file_text, propose
-from flowserve.cli.step_figures import BatchTime, GraphFigures, MeasuredGraph, StepFigures, measure_graph
 from flowserve.cli.tensors import generated_inputs
-from flowserve.config.placement import parse_placement
+from flowserve.elsewhere.partition.costs import MachineKind
+from flowserve.elsewhere.placement import parse_placement
 from flowserve.errors import Problems
-from flowserve.partition.costs import MachineKind
 
 PREPARE = """\
 backend: "python"
@@ -192,9 +192,15 @@ def test_a_model_that_cannot_be_placed_stays_and_the_reason_is_told(repository: 
     assert "calls other models" in calls.models[1].why
     assert calls.models[0].why == "the server would be as busy with sending its tensors away"
     assert calls.overloads == ("the server would need 2.01 cores, and 1.40 may be busy",)
-    ragged = HEAVY.replace("dims: 1 }\noutput", "dims: 1 allow_ragged_batch: true }\noutput")
-    stays = proposed(write_repository(tmp_path / "ragged", heavy=ragged), figures_of(0.0001, 0.02), 100, CPUS).models[1]
-    assert (stays.where, "ragged" in stays.why) == ("server", True)
+    sequences = HEAVY + "sequence_batching {}\n"
+    stays = proposed(write_repository(tmp_path / "more", heavy=sequences), figures_of(0.0001, 0.02), 100, CPUS).models[
+        1
+    ]
+    assert (stays.where, "sequences" in stays.why) == ("server", True)
+    rate = 'instance_group { rate_limiter { resources { name: "R" count: 1 } } }\n'
+    repository = write_repository(tmp_path / "rate", heavy=HEAVY + rate)
+    stays = proposed(repository, figures_of(0.0001, 0.02), 100, CPUS).models[1]
+    assert (stays.where, "resources of the rate limiter" in stays.why) == ("server", True)
 
 
 def test_a_model_for_a_gpu_goes_where_one_is(tmp_path: Path) -> None:

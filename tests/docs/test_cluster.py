@@ -14,7 +14,7 @@ import tritonclient.http as tritonclient
 
 from flowserve.cli.check import check
 from flowserve.cli.main import _parsers
-from flowserve.config.placement import parse_placement
+from flowserve.elsewhere.placement import parse_placement
 from flowserve.testing.serve import Served
 from tests.support.clusters import write_chain
 

@@ -167,13 +167,13 @@ class Assembling(Sim):
                 one.array[...] = GARBAGE
                 self.written += 1
 
-    def _answered(self, flow: Frame) -> None:
-        if flow.record.error is None:
-            for slot in flow.plan.output_slots:
-                handle = flow.tensors[slot] if slot != NO_SLOT else None
+    def _answered(self, frame: Frame) -> None:
+        if frame.record.error is None:
+            for slot in frame.plan.output_slots:
+                handle = frame.tensors[slot] if slot != NO_SLOT else None
                 if handle is not None:
                     self.answers.append(Seen(handle.tensor.array, [handle.content] * _rows(handle)))
-        super()._answered(flow)
+        super()._answered(frame)
 
     def check_end(self) -> None:
         super().check_end()

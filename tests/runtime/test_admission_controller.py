@@ -76,60 +76,60 @@ class Server:
 
     def ask(self, number: int, timeout_ms: int = 0, width: int = 2) -> Frame:
         """Enter a request of `4 * width` bytes."""
-        flow = self._flow(number, timeout_ms, width)
-        self.admission.enter(flow)
-        if flow.record.done:
-            self.answered.append(flow)
-        return flow
+        frame = self._frame(number, timeout_ms, width)
+        self.admission.enter(frame)
+        if frame.record.done:
+            self.answered.append(frame)
+        return frame
 
     def call(self, number: int) -> Frame:
         """Make a BLS call, as a model does."""
-        flow = self._flow(number)
-        self.called.add(flow)
-        self.admission.call(flow, partial(self.scheduler.call, None))
-        return flow
+        frame = self._frame(number)
+        self.called.add(frame)
+        self.admission.call(frame, partial(self.scheduler.call, None))
+        return frame
 
-    def _flow(self, number: int, timeout_ms: int = 0, width: int = 2) -> Frame:
+    def _frame(self, number: int, timeout_ms: int = 0, width: int = 2) -> Frame:
         array = np.full((1, width), number, np.float32)
         request = Request({"X": array})
-        flow = request_frame(
+        frame = request_frame(
             self.plan, [self.queue], [Tensor(array, 0, 1)], self.now, 0, request, self, 0, timeout_ms * MS
         )
-        flow.wanted = ("X",)
-        return flow
+        frame.wanted = ("X",)
+        return frame
 
     def step(self) -> None:
         """Run the scheduler as the engine's step does."""
         while (decisions := self.scheduler.schedule(self.now)) is not None:
             finished = deque(decisions.finished)
             while finished:
-                flow = finished.popleft()
-                self.answered.append(flow)
-                self.admission.leave(flow)
+                frame = finished.popleft()
+                self.answered.append(frame)
+                self.admission.leave(frame)
                 finished.extendleft(reversed(self.scheduler.take_finished()))
-                if isinstance(flow.record.error, DeadlineExceeded) and flow not in self.called:
-                    record_ended(flow, REJECTED, self.now - flow.record.arrived_ns)
+                if isinstance(frame.record.error, DeadlineExceeded) and frame not in self.called:
+                    record_ended(frame, REJECTED, self.now - frame.record.arrived_ns)
             self.runs += len(decisions.batches)
             self.running += decisions.batches
         self.scheduler.check()
 
     def finish(self, error: FlowserveError | None = None, nth: int = 0) -> None:
         batch = self.running.pop(nth % len(self.running))
-        flow = batch.tickets[0].flow
-        made = flow.request.inputs["X"] * 2
+        frame = batch.tickets[0].frame
+        made = frame.request.inputs["X"] * 2
         errors = {} if error is None else {0: error}
         results = Results([[None if errors else Tensor(made, 0, 1)]], errors)
         self.scheduler.complete(batch, (results,), None, self.now)
 
-    def leave(self, flow: Frame) -> None:
-        if not flow.record.done:
-            self.scheduler.cancel(flow)
-            self.admission.leave(flow, is_answered=False)
+    def leave(self, frame: Frame) -> None:
+        if not frame.record.done:
+            self.scheduler.cancel(frame)
+            self.admission.leave(frame, is_answered=False)
 
-    def value(self, flow: Frame) -> float:
-        assert flow.record.done
-        assert flow.record.error is None
-        value: float = flow.tensors[self.plan.output_slots[0]].array[0, 0]
+    def value(self, frame: Frame) -> float:
+        assert frame.record.done
+        assert frame.record.error is None
+        value: float = frame.tensors[self.plan.output_slots[0]].array[0, 0]
         return value
 
 
@@ -137,12 +137,12 @@ class Server:
 def test_waiting_requests_that_leave_grow_linearly() -> None:
     def prepare(n: int) -> Callable[[], object]:
         server = Server(AdmissionOptions(max_requests=1, waits=True))
-        flows = [server.ask(number) for number in range(n)]
+        frames = [server.ask(number) for number in range(n)]
         server.step()
 
         def leave() -> None:
-            for flow in reversed(flows):
-                server.leave(flow)
+            for frame in reversed(frames):
+                server.leave(frame)
 
         return leave
 
@@ -156,12 +156,12 @@ def test_equal_requests_that_leave_grow_linearly(is_reversed: bool) -> None:
 
     def prepare(n: int) -> Callable[[], object]:
         server = Server(AdmissionOptions(), LruCache(10000))
-        flows = [server.ask(1) for _ in range(n)]
+        frames = [server.ask(1) for _ in range(n)]
         server.step()
 
         def leave() -> None:
-            for flow in reversed(flows) if is_reversed else flows:
-                server.leave(flow)
+            for frame in reversed(frames) if is_reversed else frames:
+                server.leave(frame)
 
         return leave
 
@@ -170,14 +170,14 @@ def test_equal_requests_that_leave_grow_linearly(is_reversed: bool) -> None:
 
 def test_waiting_requests_enter_in_order_of_arrival() -> None:
     server = Server(AdmissionOptions(max_requests=1, waits=True), instances=4)
-    flows = [server.ask(number) for number in range(3)]
+    frames = [server.ask(number) for number in range(3)]
     server.step()
     assert len(server.running) == 1
-    for flow in flows:
+    for frame in frames:
         server.finish()
         server.step()
-        assert flow.record.done
-    assert server.answered == flows
+        assert frame.record.done
+    assert server.answered == frames
     assert (server.admission.inside, server.admission.nbytes) == (0, 0)
 
 
@@ -233,25 +233,25 @@ def test_the_shortest_time_limit_of_a_running_request_is_its_deadline_if_timeout
     options: AdmissionOptions, levels: Levels, timeout_ms: int, due_ms: int | None
 ) -> None:
     server = Server(options, levels=levels)
-    flow = server.ask(1, timeout_ms)
+    frame = server.ask(1, timeout_ms)
     server.step()
     assert server.running
     assert server.scheduler.next_deadline() == (None if due_ms is None else due_ms * MS)
     if due_ms is not None:
         server.now = due_ms * MS
         server.step()
-        assert isinstance(flow.record.error, DeadlineExceeded)
+        assert isinstance(frame.record.error, DeadlineExceeded)
         assert not server.queue.free, "its batch has the instance"
     server.finish()
     server.step()
-    assert server.answered == [flow]
+    assert server.answered == [frame]
     assert [*server.queue.free] == [0]
 
 
 @pytest.mark.fault("R13")
 def test_a_failure_is_neither_shared_nor_cached() -> None:
     server = Server(AdmissionOptions(), LruCache(10_000), instances=4)
-    flows = [server.ask(1) for _ in range(3)]
+    frames = [server.ask(1) for _ in range(3)]
     server.step()
     assert server.runs == 1
     server.finish(ModelFailed("no"))
@@ -259,21 +259,21 @@ def test_a_failure_is_neither_shared_nor_cached() -> None:
     assert server.runs == 3, "each of the others ran"
     server.finish()
     server.finish()
-    assert [flow.record.error is None for flow in flows] == [False, True, True]
+    assert [frame.record.error is None for frame in frames] == [False, True, True]
 
 
 @pytest.mark.fault("D12")
 def test_when_the_request_that_runs_is_cancelled_the_next_equal_one_runs_and_the_rest_wait_for_it() -> None:
     server = Server(AdmissionOptions(), LruCache(10_000), instances=4)
-    flows = [server.ask(1) for _ in range(3)]
+    frames = [server.ask(1) for _ in range(3)]
     server.step()
-    server.leave(flows[0])
+    server.leave(frames[0])
     server.step()
     assert server.runs == 2
     server.finish()
     server.finish()
     server.step()
-    assert [server.value(flow) for flow in flows[1:]] == [2, 2]
+    assert [server.value(frame) for frame in frames[1:]] == [2, 2]
     assert (server.statistics.cache_hits, server.statistics.cache_misses) == (1, 1)
 
 
@@ -290,7 +290,7 @@ def test_a_bls_call_waits_neither_for_admission_nor_for_an_equal_request_but_cou
     assert not server.running[1:], "the call is inside, and counts"
     server.finish()
     server.step()
-    assert [server.value(flow) for flow in (first, called)] == [2, 2]
+    assert [server.value(frame) for frame in (first, called)] == [2, 2]
     server.finish()
     server.step()
     assert waits.record.done
@@ -320,7 +320,7 @@ def test_a_cached_response_waits_for_earlier_requests_where_the_order_of_respons
     server.finish()
     server.step()
     assert server.answered == [slow, remembered, quick, same]
-    assert [server.value(flow) for flow in server.answered] == [4, 2, 6, 6]
+    assert [server.value(frame) for frame in server.answered] == [4, 2, 6, 6]
     assert (server.runs, server.statistics.cache_hits) == (4, 4)
 
 
@@ -330,11 +330,11 @@ def test_thousands_of_cached_responses_leave_in_order_without_recursion() -> Non
     server.step()
     server.finish()
     server.step()
-    flows = [server.ask(2), *(server.ask(1) for _ in range(3000))]
+    frames = [server.ask(2), *(server.ask(1) for _ in range(3000))]
     server.step()
     server.finish()
     server.step()
-    assert server.answered[1:] == flows
+    assert server.answered[1:] == frames
 
 
 def test_a_bls_call_has_the_deadline_and_the_byte_limit() -> None:
@@ -405,16 +405,16 @@ def test_property_capacity_is_returned_and_each_request_is_answered_once_with_it
         server.step()
     _check(server, options)
     assert not (refused and options.waits)
-    assert all(flow.record.done for flow, _ in asked)
+    assert all(frame.record.done for frame, _ in asked)
     assert server.scheduler.in_flight == server.admission.inside == server.admission.nbytes == 0
     assert len(set(server.answered)) == len(server.answered)
     if is_ordered:
-        ran = [flow for flow in server.answered if not isinstance(flow.record.error, DeadlineExceeded | Unavailable)]
-        came = [flow for flow, _ in asked if flow not in server.called]
-        assert [flow for flow in ran if flow in came] == [flow for flow in came if flow in ran], "out of order"
-    for flow, number in asked:
-        if flow.record.error is None and flow not in left:
-            assert server.value(flow) == 2 * number
+        ran = [frame for frame in server.answered if not isinstance(frame.record.error, DeadlineExceeded | Unavailable)]
+        came = [frame for frame, _ in asked if frame not in server.called]
+        assert [frame for frame in ran if frame in came] == [frame for frame in came if frame in ran], "out of order"
+    for frame, number in asked:
+        if frame.record.error is None and frame not in left:
+            assert server.value(frame) == 2 * number
 
 
 @settings(deadline=None)
@@ -437,8 +437,8 @@ def test_property_a_small_request_never_overtakes_a_larger_one_that_waits(
 
     def step() -> None:
         server.step()
-        inside = {batch.tickets[0].flow for batch in server.running}
-        came = [flow for flow in waiting if flow in inside]
+        inside = {batch.tickets[0].frame for batch in server.running}
+        came = [frame for frame in waiting if frame in inside]
         assert came == waiting[: len(came)], "a later request entered first"
         entered.extend(came)
         del waiting[: len(came)]
@@ -467,15 +467,15 @@ def test_a_small_request_waits_behind_a_larger_one_although_it_would_fit() -> No
     assert len(server.running) == 1
     server.finish()
     server.step()
-    assert [batch.tickets[0].flow for batch in server.running] == [large, small]
+    assert [batch.tickets[0].frame for batch in server.running] == [large, small]
 
 
 def _check(server: Server, options: AdmissionOptions) -> None:
     admission: Any = server.admission
-    called = [size for flow, size in admission._sizes.items() if flow in server.called]
+    called = [size for frame, size in admission._sizes.items() if frame in server.called]
     assert not options.max_requests or admission.inside - len(called) <= options.max_requests
     assert not options.max_request_bytes or admission.nbytes - sum(called) <= options.max_request_bytes
     assert not admission._waiting or not admission._has_room(next(iter(admission._waiting.values()))), (
         "the first waiting request has room"
     )
-    assert all(not flow.record.done for flow in (*admission._sizes, *admission._missed))
+    assert all(not frame.record.done for frame in (*admission._sizes, *admission._missed))

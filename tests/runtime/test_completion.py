@@ -43,7 +43,7 @@ async def ask(folder: Path, body: str, place: str = "process") -> Completion:
     (found,) = find_models([folder]).folders
     assert isinstance(found, ModelFolder)
     async with open_engine(EngineOptions()) as engine:
-        completer = Completer(place, engine.processes)
+        completer = Completer(place, engine.loaded.processes)
         try:
             return await trio.to_thread.run_sync(completer, config, found, 1)
         except FlowserveError as error:

@@ -404,9 +404,9 @@ async def test_requests_between_begin_events_and_end_events_are_one_batch_and_ha
         deployment = engine.deployments.find("double")
         for size in (5, 1):
             engine.begin_events()
-            flows = [engine.submit(deployment, request(engine, float(i))) for i in range(size)]
+            frames = [engine.submit(deployment, request(engine, float(i))) for i in range(size)]
             engine.end_events()
-            assert [engine.response(flow).outputs["OUT"][0, 0] for flow in flows] == [2.0 * i for i in range(size)]
+            assert [engine.response(frame).outputs["OUT"][0, 0] for frame in frames] == [2.0 * i for i in range(size)]
         assert instance.batches == [[1] * 5, [1]]
 
 
@@ -420,14 +420,14 @@ async def test_an_exception_of_a_step_is_raised_by_end_events_and_the_loop_serve
         add_function(engine, "double", [double])
         deployment = engine.deployments.find("double")
         engine.begin_events()
-        flow = engine.submit(deployment, request(engine, 3.0))
+        frame = engine.submit(deployment, request(engine, 3.0))
         with monkeypatch.context() as patch:
             patch.setattr(engine.scheduler, "schedule", fault)
             with pytest.raises(RuntimeError, match="a fault"):
                 engine.end_events()
         with trio.fail_after(5):
             assert (await engine.infer(deployment, request(engine))).outputs["OUT"][0, 0] == 2
-        assert engine.response(flow).outputs["OUT"][0, 0] == 6
+        assert engine.response(frame).outputs["OUT"][0, 0] == 6
 
 
 async def test_a_batch_for_which_there_is_no_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,11 +440,11 @@ async def test_a_batch_for_which_there_is_no_memory_fails_alone(monkeypatch: pyt
         with monkeypatch.context() as patch:
             patch.setattr(LocalWorker, "_work_of", no_memory)
             engine.begin_events()
-            flows = [engine.submit(deployment, request(engine)) for _ in range(3)]
+            frames = [engine.submit(deployment, request(engine)) for _ in range(3)]
             engine.end_events()
-        for flow in flows:
+        for frame in frames:
             with pytest.raises(Overloaded, match="'double_0': a batch cannot be started: MemoryError: so many bytes"):
-                engine.response(flow)
+                engine.response(frame)
         assert (await engine.infer(deployment, request(engine))).outputs["OUT"][0, 0] == 2
 
 
@@ -507,26 +507,26 @@ async def test_a_fault_about_one_member_of_a_batch_leaves_no_member_without_a_re
         deployment = engine.deployments.find("double")
         finish = engine.scheduler._finish
 
-        def fault(flow: Frame) -> None:
-            if flow is flows[1] and flow.record.error is None:
+        def fault(frame: Frame) -> None:
+            if frame is frames[1] and frame.record.error is None:
                 raise RuntimeError("a fault")
-            finish(flow)
+            finish(frame)
 
         monkeypatch.setattr(engine.scheduler, "_finish", fault)
         monkeypatch.setattr(engine.scheduler, "_finish_alike", lambda *_: 0)  # finish each member by itself
         engine.begin_events()
-        flows = [engine.submit(deployment, request(engine)) for _ in range(3)]
+        frames = [engine.submit(deployment, request(engine)) for _ in range(3)]
         told: list[Frame] = []
-        for flow in flows:
-            flow.record.waiter = told.append
+        for frame in frames:
+            frame.record.waiter = told.append
         engine.end_events()
         await wait_all_tasks_blocked()
-        assert engine.response(flows[0]).outputs["OUT"][0, 0] == 2
-        for flow in flows[1:]:
+        assert engine.response(frames[0]).outputs["OUT"][0, 0] == 2
+        for frame in frames[1:]:
             with pytest.raises(Internal, match="'double_0': the results of a batch cannot be processed: RuntimeError"):
-                engine.response(flow)
-        assert [flow.record.done for flow in flows] == [True] * 3
-        assert told == flows
+                engine.response(frame)
+        assert [frame.record.done for frame in frames] == [True] * 3
+        assert told == frames
         assert engine.scheduler.in_flight == 0
 
 
@@ -566,20 +566,20 @@ async def test_an_exception_of_an_observer_changes_no_response(
         value = 13.0 if point == "failed" else 1.0
         told: list[Frame] = []
         engine.begin_events()
-        flows = [engine.submit(deployment, request(engine, value)) for _ in range(3)]
-        for flow in flows:
-            flow.record.waiter = told.append
+        frames = [engine.submit(deployment, request(engine, value)) for _ in range(3)]
+        for frame in frames:
+            frame.record.waiter = told.append
         engine.end_events()
         with trio.fail_after(5):
             while len(told) < 3:  # noqa: ASYNC110  # `waiter` sets no event
                 await trio.sleep(0.001)
-        assert told == flows
-        for flow in flows:
+        assert told == frames
+        for frame in frames:
             if error:
                 with pytest.raises(FlowserveError, match=error):
-                    engine.response(flow)
+                    engine.response(frame)
             else:
-                assert engine.response(flow).outputs["OUT"][0, 0] == 2
+                assert engine.response(frame).outputs["OUT"][0, 0] == 2
         engine.observers.remove(observer)
         with trio.fail_after(5):
             assert (await engine.infer(deployment, request(engine))).outputs["OUT"][0, 0] == 2
@@ -594,14 +594,14 @@ async def test_a_failing_completion_callback_affects_no_other_request(
         deployment = engine.deployments.find("double")
         told: list[object] = []
 
-        def slip(flow: object) -> None:
+        def slip(frame: object) -> None:
             raise RuntimeError("a slip")
 
         for waiter in (slip, told.append):
-            flow = engine.submit(deployment, request(engine))
-            flow.record.waiter = waiter
+            frame = engine.submit(deployment, request(engine))
+            frame.record.waiter = waiter
         await wait_all_tasks_blocked()
-        assert told == [flow]
+        assert told == [frame]
     assert "a slip" in caplog.text
 
 
@@ -632,11 +632,11 @@ async def test_a_request_cancelled_after_its_unreported_deadline_is_counted_once
             engine.scheduler,
             engine.clock,
         )
-        flow = engine.submit(deployment, request(engine))
-        flow.record.waiter = lambda _: None
+        frame = engine.submit(deployment, request(engine))
+        frame.record.waiter = lambda _: None
         engine.scheduler._expire(engine.clock() + 2_000_000_000)  # as if a queue became full between two steps
-        assert flow.record.done
-        engine.withdraw(flow)
+        assert frame.record.done
+        engine.withdraw(frame)
         await wait_all_tasks_blocked()
         assert sum(statistics.failures.values()) == 1
         assert (deployment.admission.inside, engine.scheduler.in_flight) == (0, 0)

@@ -190,7 +190,7 @@ async def test_a_withdrawn_name_is_refused_with_the_reason_and_its_statistics_ar
         await ask(engine, "m", [])
         assert len(engine.deployments.statistics()) == 1
         engine.deployments.withdraw_name("m", "unloaded")
-        generation = engine.generations.retire(ModelKey("m", 1))
+        generation = engine.loaded.generations.retire(ModelKey("m", 1))
         with pytest.raises(Unavailable, match="'m' is not at ready state: unloaded"):
             engine.deployments.find("m")
         await generation.closed.wait()
@@ -210,21 +210,21 @@ async def test_an_engine_that_ends_closes_old_generations_too() -> None:
     assert deployment.version == 1
 
 
-def flows() -> list[Frame]:
+def frames() -> list[Frame]:
     return [one for one in gc.get_objects() if isinstance(one, Frame)]
 
 
-async def test_the_flow_of_an_ensemble_whose_requests_share_slots_is_freed_with_its_response() -> None:
+async def test_the_frame_of_an_ensemble_whose_requests_share_slots_is_freed_with_its_response() -> None:
     async with running() as engine:
         for name in ("double", "triple"):
             add_function(engine, name, [times(len(name) - 4)])
         add_chain(engine, "chain", ["double", "triple"], shared_limit=1)
         answers: list[float] = []
-        before = flows()  # of other tests
+        before = frames()  # of other tests
         for _ in range(3):
             await ask(engine, "chain", answers)
         assert answers == [4, 4, 4]
-        assert [one for one in flows() if not any(one is other for other in before)] == []
+        assert [one for one in frames() if not any(one is other for other in before)] == []
         histogram, _ = engine.deployments.find("chain").statistics.until_first_response()
         assert sum(histogram.counts) == 3
 
@@ -371,7 +371,7 @@ async def test_a_sequence_whose_first_request_has_not_come_to_its_step_goes_on_a
 
     scope = trio.CancelScope()
     async with EngineOfFiles(tmp_path) as engine:
-        generations = engine_of(engine).generations
+        generations = engine_of(engine).loaded.generations
         with suppress(BaseExceptionGroup) if end == "failed" else nullcontext():
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(partial(send, -1 if end == "failed" else 1, is_first=True))

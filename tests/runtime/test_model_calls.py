@@ -176,7 +176,7 @@ async def test_response_without_shared_memory_fails_only_its_call(
         await served.add("twice", TWICE)
         await served.add("caller", "return value(request('twice', np.tile(given, (1, 500_000))).exec())[:, :1]")
         assert (await served.ask_big("twice", np.ones((1, 500_000), np.float32)))[0, 0] == 2
-        arena = served.workers["caller"][0].port.arena
+        arena = served.workers["caller"][0].arena
         lease = arena.lease
 
         def lacking(nbytes: int) -> Any:
@@ -384,7 +384,7 @@ async def test_a_call_answered_or_refused_by_admission_control_is_no_longer_trac
         watch = tracing.watch()
         request = Request({"IN": np.ones((1, 2), np.float32)}, stamp=served.engine.next_stamp())
         with suppress(FlowserveError):
-            await served.engine.infer(deployment, request, watch.make(deployment.make_flow))
+            await served.engine.infer(deployment, request, watch.make(deployment.make_frame))
         watch.close()
         assert watch.trace is not None
         assert len(watch.trace.steps[0].execution.calls) == 1
@@ -891,7 +891,7 @@ async def test_a_process_that_sends_an_invalid_message_about_its_calls_is_ended(
             with pytest.raises(InstanceDied, match="its process sent an invalid message"):
                 await served.ask(f"liar_{number}", 1)
             assert await served.ask("twice", 1) == [2]
-            assert engine.server_requests.metrics.text() == b""
+            assert engine.calls.server_requests.metrics.text() == b""
 
 
 @pytest.mark.skipif(not SUPPORTED, reason="processes are for Linux")
@@ -1058,7 +1058,7 @@ async def test_a_fork_of_a_worker_process_counts_in_its_metrics_and_in_its_own(t
         )
         assert await served.ask("forks", 3) == [11]
         assert await served.ask("forks", 4) == [22]
-        shown = engine.server_requests.metrics.text().decode()
+        shown = engine.calls.server_requests.metrics.text().decode()
         assert 'm{of="both"} 22' in shown
         assert "own" not in shown, "it ended with its process"
 

@@ -141,11 +141,11 @@ class Routed:
             names = [queue.key.name for queue in batch.route.queues]
             self.routes.append((names, len(outcome.made), outcome.error))
 
-    def queued(self, flow: Frame) -> None: ...
+    def queued(self, frame: Frame) -> None: ...
     def batched(self, batch: Batch, now_ns: int) -> None: ...
     def started(self, batch: Batch) -> None: ...
-    def finished(self, flow: Frame) -> None:
-        self.over[flow.record.stamp] += 1
+    def finished(self, frame: Frame) -> None:
+        self.over[frame.record.stamp] += 1
 
     failed = finished
 
@@ -200,7 +200,7 @@ class Routed:
     async def check_idle(self) -> None:
         """No request, batch, instance or block of memory is held."""
         engine, scheduler = self.engine, self.engine.scheduler
-        assert engine.processes is not None
+        assert engine.loaded.processes is not None
         workers = self.served.workers
         await self.until(lambda: all(worker.port.child is not None for worker in workers.values()))
         await self.until(lambda: not any(self.queue(name).away for name in workers))
@@ -211,7 +211,7 @@ class Routed:
         self.over.clear()
         assert not scheduler.in_flight
         assert not scheduler.routes.running
-        assert not engine.processes.runs
+        assert not engine.loaded.processes.runs
         assert not engine.completions.waiting
         for name in workers:
             queue = self.queue(name)
@@ -817,7 +817,7 @@ async def test_trace_and_statistics_of_route_are_those_of_single_steps(
         deployment = routed.engine.deployments.find("chain")
         watch = routed.engine.tracing.watch()
         request = Request({"IN": array}, stamp=routed.engine.next_stamp())
-        await routed.engine.infer(deployment, request, watch.make(deployment.make_flow))
+        await routed.engine.infer(deployment, request, watch.make(deployment.make_frame))
         watch.close()
         assert watch.trace is not None
         return watch.trace

@@ -264,8 +264,8 @@ async def test_a_batch_for_which_there_is_no_memory_fails_alone(
                     assert isinstance(answer, np.ndarray)
                     assert np.array_equal(answer, array * 4)
     assert all(worker.running is None for worker in workers)
-    assert served.engine.processes is not None
-    assert not served.engine.processes.runs
+    assert served.engine.loaded.processes is not None
+    assert not served.engine.loaded.processes.runs
     del answers, answer
     served.results.clear()
     assert served.lent_bytes() == 0
@@ -310,14 +310,14 @@ async def test_a_process_whose_response_cannot_be_read_is_restarted(
 async def test_a_process_whose_socket_cannot_be_watched_is_ended_and_no_other(
     served: ServedInProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert served.engine.processes is not None
+    assert served.engine.loaded.processes is not None
     await served.add("other", OUT.format("given * 3"))
 
     def full(*_: object) -> None:
         monkeypatch.undo()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(served.engine.processes.readiness, "watch", full)
+    monkeypatch.setattr(served.engine.loaded.processes.readiness, "watch", full)
     twice = await served.add("twice", OUT.format("given * 2"))
     child = twice.port.child
     with trio.fail_after(20):
@@ -382,7 +382,9 @@ async def test_a_model_that_fails_to_open_reports_the_reason_and_leaves_no_proce
         served.repository.write("broken", "1/model.py", broken.format(body=OUT.format("given")))
         config = config_of(name="broken", inputs=[spec("IN")], outputs=[spec("OUT")], max_batch_size=4)
         model = registry.find("python").load(config, served.repository.files("broken"), {})
-        make = worker_maker(config, model, PROCESS, served.engine.processes, served.engine.streams, served.engine.clock)
+        make = worker_maker(
+            config, model, PROCESS, served.engine.loaded.processes, served.engine.streams, served.engine.clock
+        )
         worker = make("broken_0", InstanceGroup("broken", "KIND_CPU"))
         with pytest.raises(ModelFailed, match=why):
             await trio.to_thread.run_sync(worker.open, served.engine.context)
@@ -410,10 +412,10 @@ async def test_the_reply_of_a_later_stage_may_be_read_before_the_memory_of_an_ea
     workers = [await served.add(name, OUT.format("given * 2")) for name in ("one", "two")]
     children = [worker.port.child for worker in workers]
     add_chain(served.engine, "chain", ["one", "two"])
-    assert served.engine.processes is not None
+    assert served.engine.loaded.processes is not None
     assert children[0] is not None
     # Only the second socket is read: the segment of the first process is announced on the first.
-    watched = served.engine.processes.readiness._ready
+    watched = served.engine.loaded.processes.readiness._ready
     monkeypatch.setitem(watched, children[0].socket.fileno(), (lambda: None, lambda error: None))
     with trio.fail_after(10):
         assert (await served.ask("chain", row(1))).tolist() == row(4).tolist()

@@ -52,9 +52,9 @@ class Counted:
         ]
         request = Request({"X": [0]})
         tensors = [Handle(0, 1, 0, 1, object())]
-        self.flows = [request_frame(self.plan, queues, tensors, 0, 0, request, self.owner) for _ in queued_ns]
+        self.frames = [request_frame(self.plan, queues, tensors, 0, 0, request, self.owner) for _ in queued_ns]
         node = self.plan.nodes[0]
-        tickets = [Ticket(flow, node, 1, None, ns) for flow, ns in zip(self.flows, queued_ns, strict=True)]
+        tickets = [Ticket(frame, node, 1, None, ns) for frame, ns in zip(self.frames, queued_ns, strict=True)]
         self.batch = Batch(queues[0], 0, tickets, started_ns)
         route = find_route(self.plan, node, queues)
         assert route is not None
@@ -62,7 +62,7 @@ class Counted:
         self.batch.take(route, [0] * len(route))
 
     def counted(self, now_ns: int) -> list[Any]:
-        record_finished([flow for flow in self.flows if flow.record.error is None], now_ns)
+        record_finished([frame for frame in self.frames if frame.record.error is None], now_ns)
         for one in (*self.statistics, self.owner.statistics):
             one.add_up()
             one.last_error_ms = 0
@@ -110,9 +110,9 @@ def test_properties_stages_of_a_route_count_as_batches_of_their_own(data: st.Dat
         since_ns = results.computed_ns
     for each in (one, other):
         for m in failed:
-            each.flows[m].record.error = Internal("failed")
-        for m, flow in enumerate(each.flows):
+            each.frames[m].record.error = Internal("failed")
+        for m, frame in enumerate(each.frames):
             if m not in failed:
-                assert sum(flow.record.took) == (made[-1].computed_ns if has_failed else now_ns) - queued_ns[m]
-    assert [flow.record.took for flow in one.flows] == [flow.record.took for flow in other.flows]
+                assert sum(frame.record.took) == (made[-1].computed_ns if has_failed else now_ns) - queued_ns[m]
+    assert [frame.record.took for frame in one.frames] == [frame.record.took for frame in other.frames]
     assert one.counted(now_ns) == other.counted(now_ns)

@@ -18,6 +18,7 @@ from flowserve.errors import FlowserveError, ModelFailed
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.memory.column import scatter
 from flowserve.runtime.engine.engine import open_engine
+from flowserve.runtime.engine.loaded import NewModel
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.workers.base import Outcome
 from flowserve.runtime.workers.local import LocalWorker
@@ -96,11 +97,11 @@ class Watch:
     def batched(self, batch: Batch, now_ns: int) -> None:
         self.routes += batch.route is not None
 
-    def queued(self, flow: Frame) -> None: ...
+    def queued(self, frame: Frame) -> None: ...
     def started(self, batch: Batch) -> None: ...
     def computed(self, batch: Batch, outcome: Outcome, now_ns: int) -> None: ...
-    def finished(self, flow: Frame) -> None: ...
-    def failed(self, flow: Frame) -> None: ...
+    def finished(self, frame: Frame) -> None: ...
+    def failed(self, frame: Frame) -> None: ...
 
 
 async def served(shape: Shape, asked: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[object], list[int], int]:
@@ -119,7 +120,7 @@ async def served(shape: Shape, asked: Sequence[Sequence[tuple[int, int]]]) -> tu
             worker.open(engine.context)
             key = ModelKey(f"m{n}", 1)
             model: LoadedModel = FunctionModel([], is_pure=False)
-            engine.add_model(key, Queue(BatchPolicy.simple(16)), [worker], model)
+            engine.add_model(NewModel(key, Queue(BatchPolicy.simple(16)), [worker], model))
             instances.append(instance)
             nodes.append(Node(n, f"m{n}", key, inputs, (out,), 16))
             edges += [

@@ -43,7 +43,7 @@ def tickets(*lines: RequestSequence, start: bool = False) -> list[Ticket]:
     for line in lines:
         request = Request({}, sequence_id=line.id, sequence_start=start)
         (ticket,) = request_frame(PLAN, (), [Tensor(np.zeros((1, 2), np.float32), 0, 1)], 0, 0, request).begin()
-        ticket.flow.wanted = ("Y",)
+        ticket.frame.wanted = ("Y",)
         ticket.sequence = line
         made.append(ticket)
     return made

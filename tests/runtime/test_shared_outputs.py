@@ -105,7 +105,7 @@ class Pipeline:
 
     def lent_bytes(self) -> int:
         """The bytes of net's outputs: of the block kept for the next run, and of blocks that are still read."""
-        (worker,) = self.engine._engine.generations[ModelKey("net", 1)].workers
+        (worker,) = self.engine._engine.loaded.generations[ModelKey("net", 1)].workers
         placing = worker._instance._shared  # type: ignore[attr-defined]
         lent_bytes = int(placing.arena.lent_bytes)
         check_arena(placing.arena)

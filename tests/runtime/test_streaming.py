@@ -336,16 +336,16 @@ async def test_a_stream_cancelled_at_its_last_response_is_counted_once(
 ) -> None:
     async with served(repository, execution) as engine:
         repeat = engine.deployments.find("repeat")
-        flow = engine.submit(repeat, ask(2), repeat.make_stream)
+        frame = engine.submit(repeat, ask(2), repeat.make_stream)
         over = ResponseStreams.over
 
         def over_and_left(streaming: ResponseStreams, *arguments: Any, **facts: Any) -> None:
             over(streaming, *arguments, **facts)
-            engine.withdraw(flow)
+            engine.withdraw(frame)
 
         monkeypatch.setattr(ResponseStreams, "over", over_and_left)
         with trio.fail_after(10):
-            while not flow.record.done:  # noqa: ASYNC110 - no event to wait for
+            while not frame.record.done:  # noqa: ASYNC110 - no event to wait for
                 await trio.sleep(0.005)
         (row,) = engine.deployments.statistics("repeat")
         assert row["inference_stats"]["success"]["count"] == 1

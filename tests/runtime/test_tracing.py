@@ -82,7 +82,7 @@ async def ask(
     watch = engine.tracing.watch(*([] if told is None else [told.append]), trace_id=trace_id)
     request = Request({"IN": np.full((rows, 4), value, np.float32)}, stamp=engine.next_stamp())
     try:
-        await engine.infer(deployment, request, watch.make(deployment.make_flow))
+        await engine.infer(deployment, request, watch.make(deployment.make_frame))
     except FlowserveError:
         pass
     finally:

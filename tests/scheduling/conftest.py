@@ -25,11 +25,11 @@ def server() -> Recorder:
 
 @pytest.fixture(scope="session")
 def ticket() -> Callable[..., Ticket]:
-    """`ticket(rows=2, at=60, key="x")`: a step of a new flow unless `flow` is given."""
+    """`ticket(rows=2, at=60, key="x")`: a step of a new request unless `frame` is given."""
     plan = make_plan(plain_graph(simple_model(0)))
 
-    def make(rows: int = 1, at: int = 0, key: Hashable = None, flow: Frame | None = None) -> Ticket:
-        made = Ticket(flow or request_frame(plan, (), [rows_of(rows)], at), plan.nodes[0], rows, key)
+    def make(rows: int = 1, at: int = 0, key: Hashable = None, frame: Frame | None = None) -> Ticket:
+        made = Ticket(frame or request_frame(plan, (), [rows_of(rows)], at), plan.nodes[0], rows, key)
         made.queued_ns = at
         return made
 

@@ -34,13 +34,13 @@ def serve(server: Recorder, *devices: int, delay_ns: int = 0) -> ModelQueue:
 
 
 def ask(server: Recorder, name: str, device: int = NO_DEVICE, rows: int = 1, at: int = 0) -> None:
-    flow = server.submit(GRAPH, name, [Handle(0, 2, 0, rows, device=device)])
-    flow.record.arrived_ns = at
+    frame = server.submit(GRAPH, name, [Handle(0, 2, 0, rows, device=device)])
+    frame.record.arrived_ns = at
 
 
 def placed(server: Recorder) -> dict[str, int]:
     """The running requests, each with its instance."""
-    return {ticket.flow.request: batch.instance for batch in server.running for ticket in batch.tickets}
+    return {ticket.frame.request: batch.instance for batch in server.running for ticket in batch.tickets}
 
 
 def test_a_request_goes_to_the_device_of_its_tensors_rather_than_to_the_longest_idle_instance() -> None:
@@ -154,11 +154,11 @@ def test_a_request_cancelled_before_its_retry_is_withdrawn() -> None:
     for name in ("one", "two"):
         ask(server, name, 0)
     server.turn()
-    flows = [ticket.flow for ticket in server.running[0].tickets]
+    frames = [ticket.frame for ticket in server.running[0].tickets]
     assert server.raised(server.running[0])
     server.turn()
     before = len(queue.batcher)
-    server.scheduler.cancel(flows[1])
+    server.scheduler.cancel(frames[1])
     assert (before, len(queue.batcher)) == (1, 0)
     server.done(server.running[0])
     assert server.turn() == []
@@ -170,10 +170,10 @@ def test_a_cancelled_request_leaves_its_device_queue_and_shutdown_fails_all_othe
     serve(server, 0, 1)
     ask(server, "running", 0)
     server.turn(at=0)
-    flow = server.submit(GRAPH, "leaves", [Handle(0, 2, 0, 1, device=0)])
+    frame = server.submit(GRAPH, "leaves", [Handle(0, 2, 0, 1, device=0)])
     ask(server, "stays", 0)
     server.turn(at=0)
-    server.scheduler.cancel(flow)
+    server.scheduler.cancel(frame)
     server.turn(at=1)
     server.scheduler.fail_all("ending")
     server.turn(at=2)

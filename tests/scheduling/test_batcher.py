@@ -99,12 +99,33 @@ def test_a_batch_is_filled_after_a_withdrawal(ticket: MakeTicket) -> None:
     cancelled = ticket(rows=4, at=0)
     stayer = ticket(rows=1, at=50)
     batcher.put(cancelled)
-    batcher.put(ticket(rows=4, at=0, flow=cancelled.flow))  # a second step of the same flow
+    batcher.put(ticket(rows=4, at=0, frame=cancelled.frame))  # a second step of the same request
     batcher.put(stayer)
-    assert batcher.withdraw(cancelled.flow) == 2
-    assert batcher.withdraw(cancelled.flow) == 0
+    assert batcher.withdraw(cancelled.frame) == 2
+    assert batcher.withdraw(cancelled.frame) == 0
     assert batcher.deadline() == 150
     assert batcher.take(None, 150) == [stayer]
+
+
+@pytest.mark.parametrize("levels", [Levels(), Levels(policy=LevelPolicy(max_size=9))], ids=["plain", "with a limit"])
+def test_parts_of_a_failed_batch_run_before_other_tickets_and_are_withdrawn_like_them(
+    ticket: MakeTicket, levels: Levels
+) -> None:
+    batcher = Queue(BatchPolicy.simple(8, max_queue_delay_ns=100), levels)
+    failed = [ticket(at=0) for _ in range(4)]
+    waits = ticket(at=10)
+    batcher.put(waits)
+    batcher.again(0, (failed[:2], failed[2:]))
+    assert (len(batcher), batcher.deadline()) == (5, 110)
+    assert batcher.take(None, 10) == failed[:2]
+    failed[2].frame.record.done = True
+    assert batcher.withdraw(failed[2].frame) == 1
+    batcher.check()
+    assert batcher.take(None, 10) == [failed[3]]
+    assert (batcher.take(None, 10), batcher.deadline()) == (None, 110)
+    batcher.again(0, (failed[:1],))
+    assert batcher.clear() == [failed[0], waits]
+    assert len(batcher) == 0
 
 
 def test_the_default_scheduler_runs_every_request_in_its_own_batch_without_delay(ticket: MakeTicket) -> None:
@@ -206,6 +227,6 @@ def test_withdrawing_an_unknown_request_changes_nothing(ticket: MakeTicket) -> N
     batcher = Queue(BatchPolicy.simple(4))
     kept = ticket()
     batcher.put(kept)
-    unknown: Frame = ticket().flow
+    unknown: Frame = ticket().frame
     assert batcher.withdraw(unknown) == 0
     assert batcher.take(None, 0) == [kept]

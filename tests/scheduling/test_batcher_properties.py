@@ -22,7 +22,7 @@ from tests.support.strategies import plain_graph, policies
 FOREVER_NS = 1 << 60
 PLAN = make_plan(plain_graph(simple_model(0)))
 MakeBatcher = Callable[[BatchPolicy], Batcher]
-# An input: put a ticket of (flow, rows, key), let time pass, take, or withdraw a flow.
+# An input: put a ticket of (request, rows, key), let time pass, take, or withdraw a request.
 INPUTS = st.lists(
     st.one_of(
         st.tuples(st.just("put"), st.integers(0, 6), st.integers(0, 8), st.sampled_from("xxxy")),
@@ -41,14 +41,14 @@ class History:
         self.batcher = batcher
         self.limit = limit
         self.now = 0
-        self.flows = [request_frame(PLAN, (), [None], 0) for _ in range(7)]
+        self.frames = [request_frame(PLAN, (), [None], 0) for _ in range(7)]
         self.waiting: list[Ticket] = []
         self.gone: set[int] = set()
         self.left: list[list[Ticket]] = []
 
-    def put(self, flow: int, rows: int, key: str) -> None:
-        if flow not in self.gone:
-            ticket = Ticket(self.flows[flow], PLAN.nodes[0], min(rows, self.limit), key)
+    def put(self, frame: int, rows: int, key: str) -> None:
+        if frame not in self.gone:
+            ticket = Ticket(self.frames[frame], PLAN.nodes[0], min(rows, self.limit), key)
             ticket.queued_ns = self.now
             self.waiting.append(ticket)
             self.batcher.put(ticket)
@@ -64,10 +64,10 @@ class History:
             assert len({ticket.key for ticket in batch}) == 1
         return batch
 
-    def withdraw(self, flow: int) -> None:
-        self.gone.add(flow)
-        kept = [ticket for ticket in self.waiting if ticket.flow is not self.flows[flow]]
-        assert self.batcher.withdraw(self.flows[flow]) == len(self.waiting) - len(kept)
+    def withdraw(self, frame: int) -> None:
+        self.gone.add(frame)
+        kept = [ticket for ticket in self.waiting if ticket.frame is not self.frames[frame]]
+        assert self.batcher.withdraw(self.frames[frame]) == len(self.waiting) - len(kept)
         self.waiting = kept
 
     def feed(self, inputs: list[tuple[Any, ...]]) -> None:
@@ -186,8 +186,8 @@ class DynamicBatcherMachine(RuleBasedStateMachine):
 
     @rule(rows=st.integers(0, 8), key=st.sampled_from("xxxxy"))
     def a_request_arrives(self, rows: int, key: str) -> None:
-        flow = request_frame(PLAN, (), [None], self.now, next(self.numbers))
-        ticket = Ticket(flow, PLAN.nodes[0], min(rows, self.policy.max_batch_size), key)
+        frame = request_frame(PLAN, (), [None], self.now, next(self.numbers))
+        ticket = Ticket(frame, PLAN.nodes[0], min(rows, self.policy.max_batch_size), key)
         ticket.queued_ns = self.now
         self.waiting.append(ticket)
         self.batcher.put(ticket)
@@ -209,7 +209,7 @@ class DynamicBatcherMachine(RuleBasedStateMachine):
     def a_request_is_cancelled(self, which: random.Random) -> None:
         cancelled = which.choice(list(self.waiting))
         self.waiting.remove(cancelled)
-        assert self.batcher.withdraw(cancelled.flow) == 1
+        assert self.batcher.withdraw(cancelled.frame) == 1
         self.instances_take()
 
     def instances_take(self) -> None:

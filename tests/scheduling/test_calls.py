@@ -35,9 +35,9 @@ def call(server: Recorder, batch: Batch | None, graph: Graph, request: object = 
     """The execution of `batch` calls `graph`. Raises Unavailable if the call is refused."""
     plan = make_plan(graph)
     route = [server.queues[node.model] for node in plan.nodes]
-    flow = request_frame(plan, route, [rows_of()], 0, 1 << 40, request)
-    server.scheduler.call(batch, flow)
-    return flow
+    frame = request_frame(plan, route, [rows_of()], 0, 1 << 40, request)
+    server.scheduler.call(batch, frame)
+    return frame
 
 
 def run(server: Recorder, graph: Graph, request: object = "client") -> Batch:
@@ -54,11 +54,11 @@ def called(server: Recorder, batch: Batch, graph: Graph) -> Batch:
     return server.running[-1]
 
 
-def answer(server: Recorder, batch: Batch, caller: Batch, flow: Frame) -> None:
+def answer(server: Recorder, batch: Batch, caller: Batch, frame: Frame) -> None:
     server.done(batch)
     server.turn()
-    assert flow.record.done
-    server.scheduler.calls.over(caller, flow)
+    assert frame.record.done
+    server.scheduler.calls.over(caller, frame)
 
 
 # ------------------------------------------------------------------------------------------------- what can be answered
@@ -80,7 +80,7 @@ def test_a_refused_call_is_not_referenced_any_more(server: Recorder) -> None:
     caller = run(server, plain_graph(A))
 
     class Asked:
-        """The `request` attribute of a flow."""
+        """The `request` attribute of a request."""
 
     asked = Asked()
     gone = weakref.ref(asked)
@@ -97,9 +97,9 @@ def test_a_refused_call_is_not_referenced_any_more(server: Recorder) -> None:
 def test_a_call_of_its_own_model_is_answered_with_two_instances(server: Recorder) -> None:
     server.serve(A, instances=2)
     caller = run(server, plain_graph(A))
-    flow = call(server, caller, plain_graph(A))
+    frame = call(server, caller, plain_graph(A))
     server.turn()
-    answer(server, server.running[-1], caller, flow)
+    answer(server, server.running[-1], caller, frame)
     assert not server.scheduler.calls
 
 
@@ -108,11 +108,11 @@ def test_a_busy_instance_that_will_be_free_is_waited_for(server: Recorder) -> No
     server.serve(B)
     other = run(server, plain_graph(B), "other")
     caller = run(server, plain_graph(A))
-    flow = call(server, caller, plain_graph(B))
+    frame = call(server, caller, plain_graph(B))
     server.turn()
     server.done(other)
     server.turn()
-    answer(server, server.running[-1], caller, flow)
+    answer(server, server.running[-1], caller, frame)
 
 
 def test_a_cycle_is_named_in_the_order_of_its_calls(server: Recorder) -> None:
@@ -133,20 +133,20 @@ def test_a_call_is_refused_when_the_last_instance_waits_too(server: Recorder) ->
     other = run(server, plain_graph(A), "other")
     first = run(server, plain_graph(A))
     second = called(server, first, plain_graph(B))
-    flow = call(server, second, plain_graph(A))  # the other execution can finish
+    frame = call(server, second, plain_graph(A))  # the other execution can finish
     server.turn()
     with pytest.raises(Unavailable, match="model 'b' -> 'a' -> 'b':"):
         call(server, other, plain_graph(B))  # ... and now it cannot: its call waits for its own waiters
     server.done(other)
     server.turn()
-    answer(server, server.running[-1], second, flow)
+    answer(server, server.running[-1], second, frame)
 
 
 def test_a_call_does_not_wait_for_the_model_of_a_completed_step(server: Recorder) -> None:
     for model in MODELS:
         server.serve(model)
     caller = run(server, plain_graph(A))
-    flow = call(server, caller, chain_graph("chain", [B, C]))
+    frame = call(server, caller, chain_graph("chain", [B, C]))
     server.turn()
     server.done(server.running[-1])
     server.turn()
@@ -158,7 +158,7 @@ def test_a_call_does_not_wait_for_the_model_of_a_completed_step(server: Recorder
     for batch in (server.running[-1], of_c):
         server.done(batch)
         server.turn()
-    assert flow.record.done
+    assert frame.record.done
     answer(server, server.running[-1], of_b, behind)
 
 
@@ -183,12 +183,12 @@ def test_a_call_counts_the_later_steps_of_an_ensemble_from_its_submission(server
 def test_a_call_outside_an_execution_blocks_no_instance(server: Recorder) -> None:
     server.serve(A)
     caller = run(server, plain_graph(A))
-    flow = call(server, None, plain_graph(A))
+    frame = call(server, None, plain_graph(A))
     server.done(caller)
     server.turn()
     server.done(server.running[-1])
     server.turn()
-    assert flow.record.done
+    assert frame.record.done
 
 
 def test_an_ended_execution_waits_for_no_call(server: Recorder) -> None:
@@ -243,8 +243,8 @@ def stateful(kind: str) -> Sequences:
     policy = SequencePolicy("a", 2, 1_000_000)
     queue: Sequences
 
-    def identify(flow: Frame) -> tuple[int, bool, bool]:
-        return flow.request, not queue.is_live(flow.request), False
+    def identify(frame: Frame) -> tuple[int, bool, bool]:
+        return frame.request, not queue.is_live(frame.request), False
 
     if kind == "oldest":
         queue = Oldest(policy, identify, BatchPolicy.simple(2))
@@ -266,9 +266,9 @@ def test_a_sequence_model_cannot_call_itself_within_its_instance(server: Recorde
     for sequence in (1, here, 99):
         with pytest.raises(Unavailable, match=rf"^model 'a' -> 'a': .* because sequence {sequence} goes on in an"):
             call(server, caller, plain_graph(A), sequence)
-    flow = call(server, caller, plain_graph(A), elsewhere)
+    frame = call(server, caller, plain_graph(A), elsewhere)
     server.turn()
-    answer(server, server.running[-1], caller, flow)
+    answer(server, server.running[-1], caller, frame)
     between = called(server, caller, plain_graph(B))
     with pytest.raises(Unavailable, match=r"model 'b' -> 'a': .* sequence 1 goes on in an instance that waits for it"):
         call(server, between, plain_graph(A), 1)
@@ -325,10 +325,10 @@ def test_reserved_resources_are_available_to_requests_the_reserving_one_waits_fo
         server.done(server.running[-1])
     server.submit(plain_graph(C), "another")
     assert server.turn() == [], "the free copy is kept"
-    flow = call(server, caller, plain_graph(C), "called")
+    frame = call(server, caller, plain_graph(C), "called")
     server.turn()
     assert server.started[-1] == ("c", ["another", "called"])
-    answer(server, server.running[-1], caller, flow)
+    answer(server, server.running[-1], caller, frame)
     server.done(caller)
     assert server.turn()[0] == ("b", ["needs both"])
 
@@ -381,10 +381,10 @@ class World:
         for batch in self.server.running:
             if batch not in self.todo:
                 first = [t for t in batch.tickets if t.node.index == 0]
-                self.todo[batch] = [group for ticket in first for group in ticket.flow.request.groups]
-            for flow in [flow for flow in self.open.get(batch, []) if flow.record.done]:
-                self.open[batch].remove(flow)
-                self.server.scheduler.calls.over(batch, flow)
+                self.todo[batch] = [group for ticket in first for group in ticket.frame.request.groups]
+            for frame in [frame for frame in self.open.get(batch, []) if frame.record.done]:
+                self.open[batch].remove(frame)
+                self.server.scheduler.calls.over(batch, frame)
         able = [batch for batch in self.server.running if not self.open.get(batch)]
         if not able:
             return False
@@ -399,18 +399,18 @@ class World:
         for script in group:
             plan = make_plan(script.graph())
             route = [self.server.queues[node.model] for node in plan.nodes]
-            flow = request_frame(plan, route, [rows_of()], 0, 1 << 40, script)
+            frame = request_frame(plan, route, [rows_of()], 0, 1 << 40, script)
             if self.believes and self.refused:
-                self.server.scheduler.call(None, flow)
+                self.server.scheduler.call(None, frame)
             else:
                 try:
-                    self.server.scheduler.call(batch, flow)
+                    self.server.scheduler.call(batch, frame)
                 except Unavailable:
-                    self.refused.append(flow)
+                    self.refused.append(frame)
                     if not self.believes:
                         continue
-                    self.server.scheduler.call(None, flow)
-            self.open.setdefault(batch, []).append(flow)
+                    self.server.scheduler.call(None, frame)
+            self.open.setdefault(batch, []).append(frame)
 
 
 @given(
@@ -448,4 +448,4 @@ def test_property_a_refused_call_would_never_have_been_answered(
         world.server.submit(script.graph(), script)
     while world.step(random):
         pass
-    assert not any(flow.record.done for flow in world.refused)
+    assert not any(frame.record.done for frame in world.refused)

@@ -34,9 +34,9 @@ Work = Callable[[], object]
 def call(server: Recorder, batch: Batch, graph: Graph) -> Frame:
     """The execution of `batch` calls `graph`. Raises Unavailable if the call is refused."""
     plan = make_plan(graph)
-    flow = request_frame(plan, [server.queues[node.model] for node in plan.nodes], [rows_of()], 0, 1 << 40)
-    server.scheduler.call(batch, flow)
-    return flow
+    frame = request_frame(plan, [server.queues[node.model] for node in plan.nodes], [rows_of()], 0, 1 << 40)
+    server.scheduler.call(batch, frame)
+    return frame
 
 
 def execution(server: Recorder) -> Batch:
@@ -54,9 +54,9 @@ def test_calls_that_one_execution_makes_at_once_grow_linearly() -> None:
         caller = execution(server)
 
         def work() -> None:
-            flows = [call(server, caller, chain_graph("chain", [B, C])) for _ in range(n)]
-            for flow in flows:
-                server.scheduler.calls.over(caller, flow)
+            frames = [call(server, caller, chain_graph("chain", [B, C])) for _ in range(n)]
+            for frame in frames:
+                server.scheduler.calls.over(caller, frame)
 
         return work
 
@@ -125,12 +125,12 @@ def test_equal_steps_whose_requests_leave_grow_linearly(is_reversed: bool) -> No
         server = Recorder()
         server.serve(A)
         server.serve(B, is_cached=True)
-        flows = [server.submit(chain_graph("chain", [B, A]), number) for number in range(n)]
+        frames = [server.submit(chain_graph("chain", [B, A]), number) for number in range(n)]
         server.turn()
 
         def leave() -> None:
-            for flow in reversed(flows) if is_reversed else flows:
-                server.scheduler.cancel(flow)
+            for frame in reversed(frames) if is_reversed else frames:
+                server.scheduler.cancel(frame)
                 server.scheduler.schedule(0)
 
         return leave
@@ -166,8 +166,8 @@ class Ask(NamedTuple):
     of: int
 
 
-def identify(flow: Frame) -> tuple[int, bool, bool]:
-    return flow.request.of, True, False
+def identify(frame: Frame) -> tuple[int, bool, bool]:
+    return frame.request.of, True, False
 
 
 def sequence_policy(slots: int) -> SequencePolicy:
@@ -196,19 +196,19 @@ def queued(batcher: Batcher, n: int) -> tuple[Recorder, list[Frame]]:
     for of in range(1, 5):
         server.submit(graph, Ask(of))
         server.turn()
-    flows = [server.submit(graph, Ask(of), priority=of % 4 + 1) for of in range(5, 5 + n)]
+    frames = [server.submit(graph, Ask(of), priority=of % 4 + 1) for of in range(5, 5 + n)]
     server.scheduler.schedule(0)
-    return server, flows
+    return server, frames
 
 
 @pytest.mark.parametrize("kind", BATCHERS)
 def test_cancelled_requests_grow_linearly(kind: str) -> None:
     def prepare(n: int) -> Work:
-        server, flows = queued(BATCHERS[kind](), n)
+        server, frames = queued(BATCHERS[kind](), n)
 
         def work() -> None:
-            for flow in flows:
-                server.scheduler.cancel(flow)
+            for frame in frames:
+                server.scheduler.cancel(frame)
                 server.scheduler.schedule(0)
 
         return work
@@ -219,8 +219,8 @@ def test_cancelled_requests_grow_linearly(kind: str) -> None:
 @pytest.mark.parametrize("kind", BATCHERS)
 def test_requests_that_are_cancelled_at_once_grow_linearly(kind: str) -> None:
     def prepare(n: int) -> Work:
-        server, flows = queued(BATCHERS[kind](), n)
-        return lambda: cancel_all(server, reversed(flows))
+        server, frames = queued(BATCHERS[kind](), n)
+        return lambda: cancel_all(server, reversed(frames))
 
     assert growth(prepare, 60) < QUADRATIC_FROM
 
@@ -229,18 +229,18 @@ def test_cancelled_sequences_with_further_requests_grow_linearly() -> None:
     """Each cancellation ends a sequence, and refuses the request behind the cancelled one."""
 
     def prepare(n: int) -> Work:
-        server, flows = queued(BATCHERS["oldest"](), n)
-        for flow in flows:
-            server.submit(plain_graph(A), flow.request)
+        server, frames = queued(BATCHERS["oldest"](), n)
+        for frame in frames:
+            server.submit(plain_graph(A), frame.request)
         server.scheduler.schedule(0)
-        return lambda: cancel_all(server, flows)
+        return lambda: cancel_all(server, frames)
 
     assert growth(prepare, 60) < QUADRATIC_FROM
 
 
-def cancel_all(server: Recorder, flows: Iterable[Frame]) -> None:
-    for flow in flows:
-        server.scheduler.cancel(flow)
+def cancel_all(server: Recorder, frames: Iterable[Frame]) -> None:
+    for frame in frames:
+        server.scheduler.cancel(frame)
 
 
 # ------------------------------------------------------------------------------------------------------------ instances

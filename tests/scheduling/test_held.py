@@ -33,10 +33,10 @@ def held(server: Recorder) -> Frame:
 
 def test_a_held_request_does_not_run_until_it_is_released(server: Recorder) -> None:
     server.serve(simple_model(0))
-    flow = held(server)
+    frame = held(server)
     assert server.turn() == []
     assert server.scheduler.in_flight == 1
-    server.scheduler.release(flow)
+    server.scheduler.release(frame)
     assert server.turn() == [("a", ["late"])]
 
 
@@ -57,16 +57,16 @@ def test_a_deadline_withdraws_every_step_of_its_request(server: Recorder) -> Non
     queues = [server.serve(simple_model(number, max_batch_size=1)) for number in (0, 1)]
     other = server.submit(plain_graph(simple_model(1)), "other")
     server.turn()
-    flow = server.submit(graph(FORK, 2, 1), "late")
-    server.scheduler.due.add(flow, 5 * MS)
+    frame = server.submit(graph(FORK, 2, 1), "late")
+    server.scheduler.due.add(frame, 5 * MS)
     server.turn()
     assert (len(queues[0].batcher), len(queues[1].batcher)) == (0, 1)
     assert server.scheduler.next_deadline() == 5 * MS
     server.turn(at=5 * MS - 1)
-    assert not flow.record.done
+    assert not frame.record.done
     server.turn(at=5 * MS)
-    assert isinstance(flow.record.error, DeadlineExceeded)
-    assert str(flow.record.error) == (
+    assert isinstance(frame.record.error, DeadlineExceeded)
+    assert str(frame.record.error) == (
         "Request timeout expired: its deadline passed after 5 ms, it was in step 'a#0', 'b#1'"
     )
     assert len(queues[1].batcher) == 0
@@ -74,33 +74,33 @@ def test_a_deadline_withdraws_every_step_of_its_request(server: Recorder) -> Non
     for batch in [*server.running]:
         server.done(batch)
     server.turn(at=6 * MS)
-    assert server.answers == [flow, other]
+    assert server.answers == [frame, other]
 
 
 def test_a_deadline_error_names_the_step_that_is_not_complete(server: Recorder) -> None:
     for number in (0, 1):
         server.serve(simple_model(number))
-    flow = server.submit(graph(CHAIN), "late")
-    server.scheduler.due.add(flow, 5 * MS)
+    frame = server.submit(graph(CHAIN), "late")
+    server.scheduler.due.add(frame, 5 * MS)
     server.turn()
     server.done(server.running[0])
     server.turn()
     server.turn(at=9 * MS)
-    assert "it was in step 'b#1'" in str(flow.record.error)
-    assert flow.record.error is not None
-    assert "step 'b#1'" in flow.record.error.lineage
+    assert "it was in step 'b#1'" in str(frame.record.error)
+    assert frame.record.error is not None
+    assert "step 'b#1'" in frame.record.error.lineage
 
 
 def test_a_request_completed_in_time_has_no_deadline_any_more(server: Recorder) -> None:
     server.serve(simple_model(0))
-    flow = server.submit(plain_graph(simple_model(0)), "quick")
-    server.scheduler.due.add(flow, 5 * MS)
+    frame = server.submit(plain_graph(simple_model(0)), "quick")
+    server.scheduler.due.add(frame, 5 * MS)
     server.turn()
     server.done(server.running[0])
     server.turn()
     assert server.scheduler.next_deadline() is None
     server.turn(at=9 * MS)
-    assert flow.record.error is None
+    assert frame.record.error is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20), st.booleans()), max_size=40))
@@ -112,19 +112,19 @@ def test_property_no_request_outlives_its_deadline_and_each_is_answered_once(
         server.serve(simple_model(number, max_batch_size=2))
     fork = graph(FORK, 2, 2)
     now = 0
-    flows: list[Frame] = []
+    frames: list[Frame] = []
     due: dict[Frame, int] = {}
     waiting: list[Frame] = []
     for number, (kind, ns, is_held) in enumerate(steps):
         now += ns
         if kind < 3:
-            flow = server.submit(fork, number, is_held=is_held)
-            flows.append(flow)
+            frame = server.submit(fork, number, is_held=is_held)
+            frames.append(frame)
             if is_held:
-                waiting.append(flow)
+                waiting.append(frame)
             if kind:
-                due[flow] = now + 10
-                server.scheduler.due.add(flow, now + 10)
+                due[frame] = now + 10
+                server.scheduler.due.add(frame, now + 10)
         elif kind == 3 and server.running:
             server.done(server.running[0], at=now)
         elif kind == 4 and waiting:
@@ -134,15 +134,15 @@ def test_property_no_request_outlives_its_deadline_and_each_is_answered_once(
         elif kind == 5 and due:
             server.scheduler.cancel(next(iter(due)))
         server.turn(now)
-        assert all(flow.record.done for flow, at in due.items() if at <= now)
-    for flow in waiting:
-        if not flow.record.done:
-            server.scheduler.release(flow)
+        assert all(frame.record.done for frame, at in due.items() if at <= now)
+    for frame in waiting:
+        if not frame.record.done:
+            server.scheduler.release(frame)
     server.turn(now)
     while server.running:
         server.done(server.running[0], at=now)
         server.turn(now)
-    assert all(flow.record.done for flow in flows)
+    assert all(frame.record.done for frame in frames)
     assert len(set(server.answers)) == len(server.answers)
     assert server.scheduler.in_flight == 0
     assert not any(server.waiting().values())

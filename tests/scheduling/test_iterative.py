@@ -35,8 +35,8 @@ class Ask(NamedTuple):
     start: bool = True
 
 
-def identify(flow: Frame) -> tuple[int | str, bool, bool]:
-    asked: Ask = flow.request
+def identify(frame: Frame) -> tuple[int | str, bool, bool]:
+    asked: Ask = frame.request
     return asked.of, asked.start and bool(asked.of), False
 
 
@@ -61,10 +61,10 @@ class Rounds:
         real = [ticket for ticket in batch.tickets if ticket.sequence is not None]
         again = []
         for ticket in real:
-            flow = ticket.flow
-            self.seen.setdefault(flow, []).append((batch.instance, ticket.sequence.rescheduled is not ticket))
-            self.left[flow] = self.left.get(flow, flow.request.rounds) - 1
-            if self.left[flow]:
+            frame = ticket.frame
+            self.seen.setdefault(frame, []).append((batch.instance, ticket.sequence.rescheduled is not ticket))
+            self.left[frame] = self.left.get(frame, frame.request.rounds) - 1
+            if self.left[frame]:
                 again.append(ticket)
         self.server.scheduler.reschedule(batch, again, at)
         batch.tickets = [ticket for ticket in real if ticket not in again]
@@ -92,8 +92,8 @@ def serve(batcher: Iterative, instances: int = 1) -> tuple[Recorder, Rounds]:
     return server, Rounds(server)
 
 
-def names(flows: Iterable[Frame]) -> list[str]:
-    return [flow.request.name for flow in flows]
+def names(frames: Iterable[Frame]) -> list[str]:
+    return [frame.request.name for frame in frames]
 
 
 def test_requests_join_and_leave_batches_between_executions() -> None:
@@ -124,18 +124,18 @@ def test_direct_keeps_a_generating_request_in_its_row() -> None:
 
 def test_only_the_first_execution_is_the_start_and_all_are_in_one_instance() -> None:
     server, rounds = serve(oldest(candidates=1, size=1), instances=2)
-    flows = [server.submit(GRAPH, Ask(name, 3)) for name in ("a", "b")]
+    frames = [server.submit(GRAPH, Ask(name, 3)) for name in ("a", "b")]
     rounds.turns(3)
-    for flow in flows:
-        (instance,) = {where for where, _ in rounds.seen[flow]}
-        assert rounds.seen[flow] == [(instance, True), (instance, False), (instance, False)]
+    for frame in frames:
+        (instance,) = {where for where, _ in rounds.seen[frame]}
+        assert rounds.seen[frame] == [(instance, True), (instance, False), (instance, False)]
 
 
 def test_requests_of_one_id_run_one_at_a_time_and_each_starts_a_sequence() -> None:
     server, rounds = serve(oldest())
-    flows = [server.submit(GRAPH, Ask(name, 2, of=7)) for name in ("first", "second")]
+    frames = [server.submit(GRAPH, Ask(name, 2, of=7)) for name in ("first", "second")]
     assert rounds.turns(4) == [["first"], ["first"], ["second"], ["second"]]
-    assert [first for flow in flows for _, first in rounds.seen[flow]] == [True, False, True, False]
+    assert [first for frame in frames for _, first in rounds.seen[frame]] == [True, False, True, False]
 
 
 def test_a_generated_sequence_id_differs_from_every_id_of_a_client() -> None:
@@ -156,9 +156,9 @@ def test_a_request_that_names_a_sequence_begins_it(is_live: bool) -> None:
     if is_live:
         server.submit(GRAPH, Ask("a", 3, of=9))
         server.turn()
-    flow = server.submit(GRAPH, Ask("b", 1, of=9, start=False))
+    frame = server.submit(GRAPH, Ask("b", 1, of=9, start=False))
     server.turn()
-    assert "inference request for sequence 9 to model 'a' must specify the START flag" in str(flow.record.error)
+    assert "inference request for sequence 9 to model 'a' must specify the START flag" in str(frame.record.error)
 
 
 def test_a_long_generation_is_not_idle() -> None:
@@ -199,11 +199,11 @@ def test_a_cancelled_request_does_not_affect_an_earlier_one_of_its_id() -> None:
 
 def test_no_request_is_run_again_after_shutdown() -> None:
     server, rounds = serve(oldest())
-    flow = server.submit(GRAPH, Ask("a", 5))
+    frame = server.submit(GRAPH, Ask("a", 5))
     server.turn()
     server.scheduler.fail_all("the end")
     rounds.back(server.running[0])
-    assert str(flow.record.error) == "the end"
+    assert str(frame.record.error) == "the end"
     assert rounds.turns(1) == []
 
 
@@ -218,11 +218,11 @@ def test_a_failed_batch_is_retried_in_halves_and_its_requests_keep_their_slots_u
     assert server.raised(server.running[0])
     assert rounds.turns(3) == [["a"], ["b"], ["a", "b"]]
     assert names(server.answers) == ["a", "b"]
-    flows = [server.submit(GRAPH, Ask(name, 1)) for name in ("c", "d", "e")]
+    frames = [server.submit(GRAPH, Ask(name, 1)) for name in ("c", "d", "e")]
     server.turn()
-    server.scheduler.cancel(flows[0])  # while it runs
+    server.scheduler.cancel(frames[0])  # while it runs
     assert server.raised(server.running[0])
-    server.scheduler.cancel(flows[1])  # before its retry
+    server.scheduler.cancel(frames[1])  # before its retry
     assert rounds.turns(1) == [["e"]]
     assert (batcher.live, slots_taken(batcher)) == (0, 0)
 
@@ -279,13 +279,13 @@ class IterativeMachine(RuleBasedStateMachine):
         self.server, self.rounds = serve(self.batcher, instances=2)
         self.queue = self.server.queues[MODEL.key]
         self.time = 0
-        self.flows: list[Frame] = []
+        self.frames: list[Frame] = []
         self.left: set[Frame] = set()
         self.lines: dict[Frame, RequestSequence] = {}
 
     @rule(rounds=st.integers(1, 4), of=st.integers(0, 3))
     def a_request_arrives(self, rounds: int, of: int) -> None:
-        self.flows.append(self.server.submit(GRAPH, Ask(str(len(self.flows)), rounds, of)))
+        self.frames.append(self.server.submit(GRAPH, Ask(str(len(self.frames)), rounds, of)))
         self.look()
 
     @precondition(lambda self: self.server.running)
@@ -309,13 +309,13 @@ class IterativeMachine(RuleBasedStateMachine):
         self.queue.give_back(self.queue.away[0])
         self.look()
 
-    @precondition(lambda self: self.flows)
+    @precondition(lambda self: self.frames)
     @rule(data=st.data())
     def a_request_is_cancelled(self, data: st.DataObject) -> None:
-        flow = data.draw(st.sampled_from(self.flows))
-        if not flow.record.done:
-            self.left.add(flow)
-            self.server.scheduler.cancel(flow)
+        frame = data.draw(st.sampled_from(self.frames))
+        if not frame.record.done:
+            self.left.add(frame)
+            self.server.scheduler.cancel(frame)
         self.look()
 
     @rule(ns=st.integers(1, 2_000))
@@ -331,17 +331,17 @@ class IterativeMachine(RuleBasedStateMachine):
 
     @invariant()
     def it_is_right(self) -> None:
-        if not hasattr(self, "flows"):
+        if not hasattr(self, "requests"):
             return
-        for flow in self.flows:
-            seen = self.rounds.seen.get(flow, [])
+        for frame in self.frames:
+            seen = self.rounds.seen.get(frame, [])
             assert len({instance for instance, _ in seen}) <= 1, "it changed its instance"
             assert [first for _, first in seen] == [n == 0 for n in range(len(seen))], "it began twice, or never"
-            if flow.record.done and flow.record.error is None and flow not in self.left:
-                assert len(seen) == flow.request.rounds, "it was answered before it was done"
+            if frame.record.done and frame.record.error is None and frame not in self.left:
+                assert len(seen) == frame.request.rounds, "it was answered before it was done"
 
     def teardown(self) -> None:
-        if not hasattr(self, "flows"):
+        if not hasattr(self, "requests"):
             return
         while self.queue.away:
             self.it_runs_again()
@@ -350,7 +350,7 @@ class IterativeMachine(RuleBasedStateMachine):
             self.look()
         answered = self.server.answers
         assert len(set(answered)) == len(answered), "a request was answered twice"
-        assert set(answered) | self.left == set(self.flows), "a request was never answered"
+        assert set(answered) | self.left == set(self.frames), "a request was never answered"
         assert (len(self.batcher), self.batcher.live, slots_taken(self.batcher)) == (0, 0, 0)
 
 

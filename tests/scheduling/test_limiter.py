@@ -372,9 +372,9 @@ def test_a_request_cancelled_while_it_waits_for_resources_holds_none() -> None:
     serve(server, B, needs(R=1))
     ask(server, B, "b")
     server.turn()
-    flow = server.submit(plain_graph(A), "leaves")
+    frame = server.submit(plain_graph(A), "leaves")
     server.turn()
-    server.scheduler.cancel(flow)
+    server.scheduler.cancel(frame)
     assert server.turn() == []
     assert finish(server, "b") == []
     assert held(server) == {}
@@ -383,9 +383,9 @@ def test_a_request_cancelled_while_it_waits_for_resources_holds_none() -> None:
 def test_a_cancelled_request_holds_its_resources_until_its_batch_is_over() -> None:
     server = limited()
     serve(server, A, needs(R=1))
-    flow = server.submit(plain_graph(A), "leaves")
+    frame = server.submit(plain_graph(A), "leaves")
     server.turn()
-    server.scheduler.cancel(flow)
+    server.scheduler.cancel(frame)
     server.turn()
     assert held(server) == {("R", 0): 1}
     finish(server, "a")

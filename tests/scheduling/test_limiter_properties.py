@@ -59,7 +59,7 @@ class LimiterMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_caller_leaves(self, data: st.DataObject) -> None:
         batch = data.draw(st.sampled_from(self.server.running))
-        self.server.scheduler.cancel(batch.tickets[0].flow)
+        self.server.scheduler.cancel(batch.tickets[0].frame)
         self.server.turn()
 
     @invariant()

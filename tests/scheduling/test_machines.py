@@ -63,10 +63,10 @@ def test_a_batch_of_any_other_model_fails_and_so_does_that_of_an_instance_that_d
 def test_a_request_whose_caller_left_is_not_run_again() -> None:
     server = Recorder()
     server.serve(A, instances=2, is_pure=True)
-    flow = server.submit(plain_graph(A), 1)
+    frame = server.submit(plain_graph(A), 1)
     server.submit(plain_graph(A), 2)
     server.turn()
-    server.scheduler.cancel(flow)
+    server.scheduler.cancel(frame)
     lose(server, 0, range(1))
     assert server.turn() == [("a", [2])]
 
@@ -106,7 +106,7 @@ class Machines:
                 on_it = self._running[batch.instance]
                 on_it.append(batch)
                 assert len(on_it) <= 2
-                self.starts.update(ticket.flow.request for ticket in batch.tickets)
+                self.starts.update(ticket.frame.request for ticket in batch.tickets)
                 self._at(self.now + self._random.randint(1, 100), partial(self._done, batch))
             self.server.running.clear()
         return self.server.answered()
@@ -129,7 +129,7 @@ class Machines:
         for instance in instances:
             batches, self._running[instance] = self._running[instance], []
             for batch in batches:
-                self.lost.update(ticket.flow.request for ticket in batch.tickets)
+                self.lost.update(ticket.frame.request for ticket in batch.tickets)
                 self.server.scheduler.complete(batch, [], MachineLost("lost"), self.now)
             for _ in range(2):
                 self.queue.take_away(instance)

@@ -74,9 +74,9 @@ def test_a_closed_queue_refuses_waiting_and_new_requests() -> None:
     server.done(server.running[0])
     server.turn()
     assert server.answered() == [(1, "died"), (2, "down"), (3, "down"), (4, "down")]
-    refused = [(one.ticket.flow.request, str(one.error)) for one in server.notices if isinstance(one, TicketRefused)]
+    refused = [(one.ticket.frame.request, str(one.error)) for one in server.notices if isinstance(one, TicketRefused)]
     assert refused == [(2, "down"), (3, "down"), (4, "down")]
-    assert all(isinstance(flow.record.error, Unavailable) for flow in server.answers[1:])
+    assert all(isinstance(frame.record.error, Unavailable) for frame in server.answers[1:])
     assert server.waiting()[A.key] == 0
     server.scheduler.close(queue, "still down")
     server.submit(plain_graph(A), 5)
@@ -132,7 +132,7 @@ def test_property_every_request_is_answered_once_under_any_order_of_deaths_and_r
         elif what == "close" and not queue.is_served:
             server.scheduler.close(queue, "down")
     end(server, queues)
-    assert sorted(flow.request for flow in server.answers) == list(range(1, asked + 1))
+    assert sorted(frame.request for frame in server.answers) == list(range(1, asked + 1))
     assert server.scheduler.in_flight == 0
 
 

@@ -138,7 +138,7 @@ def test_a_request_that_fails_while_its_other_branch_is_queued_is_answered_once(
     ]
     server.submit(Graph("twice", 1, PORT, PORT * 2, 16, nodes, tuple(edges), is_ensemble=True), "x")
     server.turn()
-    assert [str(flow.record.error) for flow in server.answers] == ["boom"]
+    assert [str(frame.record.error) for frame in server.answers] == ["boom"]
     assert runs == ["b"] * depth + ["a"]
     assert server.scheduler.in_flight == 0
     assert server.waiting() == {A.key: 0, B.key: 0}
@@ -146,7 +146,7 @@ def test_a_request_that_fails_while_its_other_branch_is_queued_is_answered_once(
 
 def test_refusing_a_request_does_not_scan_the_queue(server: Recorder) -> None:
     class Unsearched(Queue):
-        def withdraw(self, *flows: Frame) -> int:
+        def withdraw(self, *frames: Frame) -> int:
             raise AssertionError("the queue was searched")
 
     policy = LevelPolicy(max_size=1, timeout_ns=50)
@@ -220,7 +220,7 @@ def test_a_request_times_out_when_an_instance_becomes_free_at_its_deadline(serve
     server.turn()
     server.done(server.running[0], at=50)
     server.turn(50)
-    assert [flow.request for flow in server.answers] == ["runs", "expires"]
+    assert [frame.request for frame in server.answers] == ["runs", "expires"]
     assert server.running == []
 
 
@@ -272,7 +272,7 @@ def test_a_refusal_is_reported_with_its_queue(server: Recorder) -> None:
     server.turn(at=10)
     server.turn(at=60)
     refused = [
-        (one.queue, one.ticket.flow.request, str(one.error).partition(":")[0])
+        (one.queue, one.ticket.frame.request, str(one.error).partition(":")[0])
         for one in server.notices
         if isinstance(one, TicketRefused)
     ]

@@ -17,8 +17,8 @@ PLAN = make_plan(plain_graph(simple_model(0)))
 
 
 def ticket(rows: int = 1, at: int = 0, priority: int = 0, timeout: int = 0, key: str = "") -> Ticket:
-    flow = request_frame(PLAN, (), [rows_of(rows)], at, 0, None, None, priority, timeout)
-    made = Ticket(flow, PLAN.nodes[0], rows, key)
+    frame = request_frame(PLAN, (), [rows_of(rows)], at, 0, None, None, priority, timeout)
+    made = Ticket(frame, PLAN.nodes[0], rows, key)
     made.queued_ns = at
     return made
 
@@ -201,7 +201,7 @@ def test_requests_are_counted_and_not_rows() -> None:
 def test_a_withdrawn_request_frees_its_place_and_its_deadline() -> None:
     batcher = queue_of(LevelPolicy(max_size=1, timeout_ns=100), delay=SECOND)
     (cancelled,) = put(batcher, ticket())
-    assert batcher.withdraw(cancelled.flow) == 1
+    assert batcher.withdraw(cancelled.frame) == 1
     assert batcher.expiry() is None
     assert batcher.deadline() is None
     put(batcher, ticket(at=50))
@@ -232,7 +232,7 @@ def test_every_level_leads_a_batch_after_a_bounded_wait() -> None:
     for _ in range(OVERTAKEN_MAX + 3):
         put(batcher, ticket(priority=1))
         (one,) = batcher.take(None, 0) or []
-        order.append(one.flow.record.priority)
+        order.append(one.frame.record.priority)
     assert order == [1] * OVERTAKEN_MAX + [2, 3, 4]
 
 

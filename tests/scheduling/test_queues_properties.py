@@ -31,7 +31,7 @@ class Waiting:
         self.policy = policy
         self.is_delayed = False
         self.expires: int | None = None
-        limits = [policy.timeout_ns, ticket.flow.record.timeout_ns if policy.may_override else 0]
+        limits = [policy.timeout_ns, ticket.frame.record.timeout_ns if policy.may_override else 0]
         if policy.timeout_ns:
             self.expires = ticket.queued_ns + min(filter(None, limits))
 
@@ -56,8 +56,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(rows=st.integers(0, 8), key=st.sampled_from("xxxxy"), priority=st.integers(0, 5), timeout=st.integers(0, 60))
     def a_request_arrives(self, rows: int, key: str, priority: int, timeout: int) -> None:
-        flow = request_frame(PLAN, (), [None], self.now, 0, None, None, priority, timeout)
-        ticket = Ticket(flow, PLAN.nodes[0], min(rows, self.policy.max_batch_size), key)
+        frame = request_frame(PLAN, (), [None], self.now, 0, None, None, priority, timeout)
+        ticket = Ticket(frame, PLAN.nodes[0], min(rows, self.policy.max_batch_size), key)
         ticket.queued_ns = self.now
         level = priority if 1 <= priority <= self.levels.count else self.levels.default
         policy = self.levels.policies.get(level, self.levels.policy)
@@ -95,7 +95,7 @@ class QueueMachine(RuleBasedStateMachine):
         """
         oldest = min((ticket.queued_ns for ticket in walk), default=self.now)
         plain = Queue(self.policy)
-        stand_ins = [Ticket(ticket.flow, ticket.node, ticket.rows, ticket.key) for ticket in walk]
+        stand_ins = [Ticket(ticket.frame, ticket.node, ticket.rows, ticket.key) for ticket in walk]
         for ticket in stand_ins:
             ticket.queued_ns = oldest
             plain.put(ticket)
@@ -105,8 +105,8 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(which=st.randoms(use_true_random=False))
     def a_request_is_cancelled(self, which: random.Random) -> None:
         cancelled: Waiting = which.choice(self.waiting)
-        assert self.batcher.withdraw(cancelled.ticket.flow) == 1
-        assert self.batcher.withdraw(cancelled.ticket.flow) == 0
+        assert self.batcher.withdraw(cancelled.ticket.frame) == 1
+        assert self.batcher.withdraw(cancelled.ticket.frame) == 0
         self.waiting.remove(cancelled)
 
     @invariant()
@@ -177,7 +177,7 @@ def test_property_no_level_is_overtaken_without_bound(limit: int, stream: list[l
             lanes[priority].append((ticket, taken))
             batcher.put(ticket)
         for ticket in batcher.take(None, 0) or ():
-            level = ticket.flow.record.priority
+            level = ticket.frame.record.priority
             assert lanes[level].popleft()[0] is ticket
             since[level] = taken + 1
         for level, lane in lanes.items():

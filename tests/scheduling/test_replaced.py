@@ -41,10 +41,10 @@ def test_a_queue_can_be_removed_in_the_step_in_which_its_last_batch_completes(se
 def test_a_queue_can_be_removed_in_the_step_in_which_its_last_request_is_cancelled(server: Recorder) -> None:
     server.serve(A)
     step = server.serve(B)
-    flow = server.submit(chain_graph("chain", [A, B]), "leaves")
+    frame = server.submit(chain_graph("chain", [A, B]), "leaves")
     server.turn()
     server.done(server.running[0])
-    server.scheduler.cancel(flow)
+    server.scheduler.cancel(frame)
     server.scheduler.models.remove(step)
     assert server.turn() == []
 

@@ -187,7 +187,7 @@ def test_one_failing_request_of_a_pure_batch_fails_and_the_others_succeed(server
     server.turn()
     while server.running:
         batch = server.running[0]
-        if any(ticket.flow.request == 3 for ticket in batch.tickets):
+        if any(ticket.frame.request == 3 for ticket in batch.tickets):
             assert server.raised(batch) == (len(batch.tickets) > 1)
         else:
             server.done(batch)
@@ -216,11 +216,11 @@ def test_halves_of_a_failed_batch_run_in_parallel_and_before_new_requests(server
 
 def test_a_cancelled_request_of_a_failed_batch_is_not_retried(server: Recorder) -> None:
     server.serve(A, is_pure=True)
-    flows = [server.submit(ALONE, request) for request in range(4)]
+    frames = [server.submit(ALONE, request) for request in range(4)]
     server.turn()
-    server.scheduler.cancel(flows[0])
+    server.scheduler.cancel(frames[0])
     assert server.raised(server.running[0])
-    server.scheduler.cancel(flows[3])
+    server.scheduler.cancel(frames[3])
     assert server.turn() == [("a", [1, 2])]
 
 
@@ -268,11 +268,11 @@ def test_a_request_that_selects_only_its_own_inputs_completes_in_the_same_step(s
     nodes = (Node(0, "a", A.key, A.inputs, A.outputs, 16),)
     through = Graph("through", 1, PORT, (*PORT, TensorSpec("Y", DType.FP32, (-1,))), 16, nodes, edges, is_ensemble=True)
     given = rows_of()
-    flow = request_frame(make_plan(through, ["X"]), [server.queues[A.key]], [given], 0, 1, "x")
-    server.scheduler.submit(flow)
+    frame = request_frame(make_plan(through, ["X"]), [server.queues[A.key]], [given], 0, 1, "x")
+    server.scheduler.submit(frame)
     assert server.turn() == []
     assert server.answered() == ["x"]
-    assert flow.tensors[flow.plan.output_slots[0]] is given
+    assert frame.tensors[frame.plan.output_slots[0]] is given
 
 
 def test_a_failed_request_releases_its_tensors_without_the_collector(server: Recorder) -> None:
@@ -328,9 +328,9 @@ def test_a_request_cancelled_in_a_queue_frees_its_place(server: Recorder) -> Non
     server.serve(A, Queue(BatchPolicy.simple(2)))
     server.submit(ALONE, 1)
     server.turn()
-    flows = [server.submit(ALONE, request) for request in (2, 3, 4)]
+    frames = [server.submit(ALONE, request) for request in (2, 3, 4)]
     server.turn()
-    server.scheduler.cancel(flows[1])
+    server.scheduler.cancel(frames[1])
     server.done(server.running[0])
     assert server.turn() == [("a", [2, 4])]
 
@@ -357,9 +357,9 @@ def test_an_inline_instance_runs_a_whole_chain_in_one_step() -> None:
 
 def test_a_caller_may_send_its_next_request_when_it_has_its_response() -> None:
     class Asking(Recorder):
-        def finished(self, flow: Frame) -> None:
-            super().finished(flow)
-            if flow.request == 0:
+        def finished(self, frame: Frame) -> None:
+            super().finished(frame)
+            if frame.request == 0:
                 self.submit(ALONE, "again")
 
     server = Asking()
@@ -392,7 +392,7 @@ def test_shutdown_fails_waiting_requests_and_running_batches_complete(server: Re
         "(2, 'closing')",
         "(3, 'closing')",
     ]
-    assert all(isinstance(flow.record.error, Unavailable) for flow in server.answers)
+    assert all(isinstance(frame.record.error, Unavailable) for frame in server.answers)
     server.done(server.running[0])
     assert server.turn() == []
     assert server.answered()[-2:] == [0, 1]

@@ -168,7 +168,7 @@ class Actors:
 
     def _begin(self, batch: Batch) -> None:
         stage = batch.stage(self._running[batch])
-        self.starts.update((ticket.flow.request, stage.queue.key.name) for ticket in batch.tickets)
+        self.starts.update((ticket.frame.request, stage.queue.key.name) for ticket in batch.tickets)
         took = self._random.randint(1, 100) if self._random.random() < 0.7 else 2 * RECALL_NS
         self._at(self.now + took, partial(self._passed, batch))
 
@@ -195,7 +195,7 @@ class Actors:
         with_machine = self._random.random() < 0.6
         for batch in [one for one in self._running if one.instance == actor]:
             del self._running[batch]
-            requests = [ticket.flow.request for ticket in batch.tickets]
+            requests = [ticket.frame.request for ticket in batch.tickets]
             stages = [batch.queue] if batch.route is None else batch.route.queues
             if with_machine and all(queue.is_pure for queue in stages):
                 self.lost.update((request, stages[0].key.name) for request in requests)

@@ -32,8 +32,8 @@ class Ask(NamedTuple):
     end: bool = False
 
 
-def identify(flow: Frame) -> tuple[int | str, bool, bool]:
-    asked: Ask = flow.request
+def identify(frame: Frame) -> tuple[int | str, bool, bool]:
+    asked: Ask = frame.request
     return asked.of, asked.start, asked.end
 
 
@@ -58,7 +58,7 @@ def ask(server: Recorder, of: int | str, n: int = 0, *, start: bool = False, end
 
 
 def errors(server: Recorder) -> list[str]:
-    return [str(flow.record.error) for flow in server.answers if flow.record.error is not None]
+    return [str(frame.record.error) for frame in server.answers if frame.record.error is not None]
 
 
 # ----------------------------------------------------------------------------------------------------- the pictures
@@ -72,7 +72,7 @@ def test_two_sequences_in_two_slots_with_their_rows_over_time(server: Recorder) 
         """(START, READY) of each row of the batch that runs."""
         (batch,) = server.running
         found = [
-            (ticket.sequence is not None and ticket.flow.request.start, ticket.sequence is not None)
+            (ticket.sequence is not None and ticket.frame.request.start, ticket.sequence is not None)
             for ticket in batch.tickets
         ]
         server.done(batch)
@@ -162,9 +162,9 @@ def test_a_request_without_a_sequence_is_refused(server: Recorder, asked: Ask, s
     server.serve(MODEL, direct(id_control="ID", id_type="UINT64"))
     server.submit(GRAPH, asked)
     server.turn()
-    (flow,) = server.answers
-    assert isinstance(flow.record.error, Invalid)
-    assert said in str(flow.record.error)
+    (frame,) = server.answers
+    assert isinstance(frame.record.error, Invalid)
+    assert said in str(frame.record.error)
 
 
 def test_requests_of_several_rows_are_refused_before_and_within_a_sequence(server: Recorder) -> None:
@@ -252,7 +252,7 @@ def test_the_smallest_timeout_in_the_backlog_is_that_of_the_whole_sequence(serve
     server.turn(0)
     assert server.scheduler.next_deadline() == 100
     server.turn(100)
-    assert [type(flow.record.error) for flow in server.answers] == [Unavailable, Unavailable]
+    assert [type(frame.record.error) for frame in server.answers] == [Unavailable, Unavailable]
     assert all(text.startswith("timeout of the corresponding sequence has been expired") for text in errors(server))
     ask(server, 2, 3)
     server.turn(100)
@@ -292,7 +292,7 @@ def test_an_instance_that_dies_ends_its_sequences_and_no_others(server: Recorder
     server.scheduler.complete(died, [], InstanceDied("it died"), 0)
     queue.take_away(died.instance)
     server.turn()
-    assert [(flow.request.n, type(flow.record.error)) for flow in server.answers] == [
+    assert [(frame.request.n, type(frame.record.error)) for frame in server.answers] == [
         (1, InstanceDied),
         (2, InstanceDied),
     ]
@@ -400,7 +400,7 @@ def test_a_failed_batch_is_retried_on_its_own_instance_before_later_requests(ser
     assert names([(key, batch) for key, batch in server.started]) == [
         ["A1", "C1"], ["B1", "D1"], ["A1"], ["C1"], ["B2", "D2"], ["A2", "C2"],
     ]  # fmt: skip
-    assert [(flow.request.of, type(flow.record.error)) for flow in server.answers if flow.record.error] == [
+    assert [(frame.request.of, type(frame.record.error)) for frame in server.answers if frame.record.error] == [
         ("A", ModelFailed)
     ]
 
@@ -428,8 +428,8 @@ def test_requests_cancelled_together_all_leave_the_queue(server: Recorder) -> No
     asked = [ask(server, 1, n, start=n == 1) for n in range(1, 5)]
     server.turn()
     waiting = [len(queue.batcher)]
-    for flow in asked:
-        server.scheduler.cancel(flow)
+    for frame in asked:
+        server.scheduler.cancel(frame)
         waiting.append(len(queue.batcher))
     assert waiting == [3, 3, 0, 0, 0]
     server.done(server.running[0])

@@ -64,8 +64,8 @@ class SequenceMachine(RuleBasedStateMachine):
     def a_request_arrives(self, of: int, start: bool, end: bool, timeout: int) -> None:
         self.number += 1
         mark = Mark(of, self.number, start=start, end=end)
-        flow = request_frame(PLAN, (), [None], self.now, 0, mark, None, 0, timeout)
-        ticket = Ticket(flow, PLAN.nodes[0], 1, None)
+        frame = request_frame(PLAN, (), [None], self.now, 0, mark, None, 0, timeout)
+        ticket = Ticket(frame, PLAN.nodes[0], 1, None)
         ticket.queued_ns = self.now
         if not (start or self.batcher.is_live(of)):
             with pytest.raises(Invalid):
@@ -92,12 +92,12 @@ class SequenceMachine(RuleBasedStateMachine):
         assert real
         assert len({ticket.sequence for ticket in real}) == len(real), "two of one sequence in a batch"
         for ticket in real:
-            assert self.waiting.pop(ticket.flow.request.number) is ticket, "it was given out twice"
-            if ticket.flow.request.number in self.again:
-                self.again.discard(ticket.flow.request.number)
+            assert self.waiting.pop(ticket.frame.request.number) is ticket, "it was given out twice"
+            if ticket.frame.request.number in self.again:
+                self.again.discard(ticket.frame.request.number)
             else:
-                assert self.taken.get(ticket.sequence, 0) < ticket.flow.request.number, "out of order"
-            self.taken[ticket.sequence] = ticket.flow.request.number
+                assert self.taken.get(ticket.sequence, 0) < ticket.frame.request.number, "out of order"
+            self.taken[ticket.sequence] = ticket.frame.request.number
             assert self.seats.setdefault(ticket.sequence, instance) == instance, "it changed its instance"
         self.free.remove(instance)
         self.running[instance] = real
@@ -112,7 +112,7 @@ class SequenceMachine(RuleBasedStateMachine):
         if raises:
             middle = (len(tickets) + 1) // 2
             self.batcher.again(instance, (tickets[:middle], tickets[middle:]))
-            found = {ticket.flow.request.number: ticket for ticket in tickets}
+            found = {ticket.frame.request.number: ticket for ticket in tickets}
             self.waiting.update(found)
             self.again |= found.keys()
 
@@ -137,10 +137,10 @@ class SequenceMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_request_is_cancelled(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from([*self.waiting]))
-        flow = self.waiting.pop(number).flow
-        flow.record.done = True
-        assert self.batcher.withdraw(flow) == 1
-        assert self.batcher.withdraw(flow) == 0
+        frame = self.waiting.pop(number).frame
+        frame.record.done = True
+        assert self.batcher.withdraw(frame) == 1
+        assert self.batcher.withdraw(frame) == 0
         self.bury()
 
     @rule(ns=st.integers(1, 80))
@@ -154,7 +154,7 @@ class SequenceMachine(RuleBasedStateMachine):
     @rule()
     def every_request_is_refused(self) -> None:
         taken = self.batcher.clear()
-        assert sorted(ticket.flow.request.number for ticket in taken) == sorted(self.waiting)
+        assert sorted(ticket.frame.request.number for ticket in taken) == sorted(self.waiting)
         assert not self.batcher.clear()
         assert (self.batcher.live, slots_taken(self.batcher)) == (0, 0)
         self.waiting.clear()
@@ -162,7 +162,7 @@ class SequenceMachine(RuleBasedStateMachine):
 
     def bury(self) -> None:
         for ticket, error in self.batcher.orphans():
-            assert self.waiting.pop(ticket.flow.request.number) is ticket, "it was told twice"
+            assert self.waiting.pop(ticket.frame.request.number) is ticket, "it was told twice"
             assert str(error)
         self.look()
 
@@ -203,8 +203,8 @@ class PatientOldestMachine(SequenceMachine):
     make = staticmethod(lambda: Oldest(SequencePolicy("a", 3, IDLE_NS), _identify, BatchPolicy(3, (2,), 30)))
 
 
-def _identify(flow: Frame) -> tuple[int, bool, bool]:
-    mark: Mark = flow.request
+def _identify(frame: Frame) -> tuple[int, bool, bool]:
+    mark: Mark = frame.request
     return mark.of, mark.start, mark.end
 
 

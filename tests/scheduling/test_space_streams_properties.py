@@ -70,10 +70,10 @@ def is_response(world: StreamWorld, outputs: dict[str, Array | None], rows: list
     return True
 
 
-def check_answers(world: StreamWorld, array: Array, flow: Frame) -> None:
+def check_answers(world: StreamWorld, array: Array, frame: Frame) -> None:
     """Check that the responses are those of the rows, those of each row in order."""
     streams = expected(world, array)
-    for outputs in world.answers[flow]:
+    for outputs in world.answers[frame]:
         for stream in streams:
             if stream and is_response(world, outputs, stream[0]):
                 del stream[0]
@@ -83,13 +83,13 @@ def check_answers(world: StreamWorld, array: Array, flow: Frame) -> None:
     assert not any(streams), "a response is missing"
 
 
-def check_nothing_is_held(world: StreamWorld, flow: Frame) -> None:
-    assert isinstance(flow, RegionFrame)
-    assert not flow.parted
-    assert not flow.stream.live
-    assert not any(flow.stream.slots.promised)
-    if (flow.record.error is None and not world.cancelled) or world.shared is not None:
-        assert not any(flow.stream.slots.taken)
+def check_nothing_is_held(world: StreamWorld, frame: Frame) -> None:
+    assert isinstance(frame, RegionFrame)
+    assert not frame.parted
+    assert not frame.stream.live
+    assert not any(frame.stream.slots.promised)
+    if (frame.record.error is None and not world.cancelled) or world.shared is not None:
+        assert not any(frame.stream.slots.taken)
     assert not world.running
     assert all(len(queue.batcher) == 0 for queue in world.queues)
 
@@ -101,18 +101,18 @@ def test_each_row_has_the_responses_that_it_has_alone(seed: int) -> None:
     world = draw(rng, is_shared=seed % 4 == 0)
     if world is None:
         return
-    flows = []
+    frames = []
     for _ in range(rng.randrange(1, 4)):
-        flows.append(request(rng, world))
+        frames.append(request(rng, world))
         for _ in range(rng.randrange(6)):
             world.go_on()
     while world.go_on():
         pass
-    for array, flow in flows:
-        assert flow.record.done
-        assert flow.record.error is None
-        check_answers(world, array, flow)
-        check_nothing_is_held(world, flow)
+    for array, frame in frames:
+        assert frame.record.done
+        assert frame.record.error is None
+        check_answers(world, array, frame)
+        check_nothing_is_held(world, frame)
 
 
 @many
@@ -122,19 +122,19 @@ def test_failures_full_queues_and_cancellations_leave_nothing(seed: int) -> None
     world = draw(rng, is_shared=seed % 4 == 0, has_limits=rng.random() < 0.5, fails=rng.choice((0, 0.1)))
     if world is None:
         return
-    flows = [request(rng, world) for _ in range(rng.randrange(1, 5))]
+    frames = [request(rng, world) for _ in range(rng.randrange(1, 5))]
     while world.go_on():
         if rng.random() < 0.03:
-            _, flow = rng.choice(flows)
-            if not flow.record.done:
-                world.scheduler.cancel(flow)
-                world.cancelled.add(flow)
-    for array, flow in flows:
-        assert flow.record.done
-        check_nothing_is_held(world, flow)
-        if flow in world.cancelled:
-            assert flow not in world.finished
-        elif flow.record.error is None:
-            check_answers(world, array, flow)
+            _, frame = rng.choice(frames)
+            if not frame.record.done:
+                world.scheduler.cancel(frame)
+                world.cancelled.add(frame)
+    for array, frame in frames:
+        assert frame.record.done
+        check_nothing_is_held(world, frame)
+        if frame in world.cancelled:
+            assert frame not in world.finished
+        elif frame.record.error is None:
+            check_answers(world, array, frame)
         else:
-            assert isinstance(flow.record.error, ModelFailed | Unavailable), flow.record.error
+            assert isinstance(frame.record.error, ModelFailed | Unavailable), frame.record.error

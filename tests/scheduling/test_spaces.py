@@ -51,14 +51,14 @@ ensemble_scheduling {
 def begin_all(*requests: list[float]) -> tuple[World, list[RegionFrame]]:
     parsed = parse(CASCADE, "cascade")
     world = World(to_config(parsed.message, parsed.source), Random(0))
-    flows = [world.submit(np.array([row], np.float32)) for row in requests]
+    frames = [world.submit(np.array([row], np.float32)) for row in requests]
     schedule(world)
-    return world, [flow for flow in flows if isinstance(flow, RegionFrame)]
+    return world, [frame for frame in frames if isinstance(frame, RegionFrame)]
 
 
 def begin(row: list[float]) -> tuple[World, RegionFrame]:
-    world, (flow,) = begin_all(row)
-    return world, flow
+    world, (frame,) = begin_all(row)
+    return world, frame
 
 
 def schedule(world: World) -> None:
@@ -71,8 +71,8 @@ def running(world: World) -> list[str]:
     return sorted(batch.tickets[0].node.model.name for batch in world.running)
 
 
-def under_way(flow: RegionFrame) -> list[str]:
-    return [node.name for node in flow.steps_under_way()]
+def under_way(frame: RegionFrame) -> list[str]:
+    return [node.name for node in frame.steps_under_way()]
 
 
 def end(world: World, model: str) -> None:
@@ -84,29 +84,29 @@ def end(world: World, model: str) -> None:
 
 
 def test_a_request_does_not_wait_for_what_only_skipped_steps_read() -> None:
-    world, flow = begin([0, 0])  # the model "kind" is certain
+    world, frame = begin([0, 0])  # the model "kind" is certain
     assert running(world) == ["double", "kind"]
-    assert under_way(flow) == ["kind", "double"]
-    assert not any(flow.is_over(n) for n in range(6))
+    assert under_way(frame) == ["kind", "double"]
+    assert not any(frame.is_over(n) for n in range(6))
     end(world, "kind")
     assert running(world) == ["double", "single"]
-    assert under_way(flow) == ["double", "single#2"]
+    assert under_way(frame) == ["double", "single#2"]
     end(world, "single")
     assert running(world) == ["double", "minus"]
-    assert under_way(flow) == ["double", "minus"]
-    assert [*map(flow.plan.nodes.index, flow.steps_under_way())] == [n for n in range(6) if not flow.is_over(n)]
-    assert [world.graph.nodes[n].name for n in flow.skipped] == ["add", "single"]
+    assert under_way(frame) == ["double", "minus"]
+    assert [*map(frame.plan.nodes.index, frame.steps_under_way())] == [n for n in range(6) if not frame.is_over(n)]
+    assert [world.graph.nodes[n].name for n in frame.skipped] == ["add", "single"]
     end(world, "minus")
-    assert not flow.record.done  # its step "double" is still under way
+    assert not frame.record.done  # its step "double" is still under way
     end(world, "double")
-    assert flow.record.done
-    assert flow.record.error is None
+    assert frame.record.done
+    assert frame.record.error is None
     # The last output has no reader, and is not held.
-    assert [slot for slot, tensor in enumerate(flow.tensors) if tensor is not None] == [*flow.plan.output_slots]
+    assert [slot for slot, tensor in enumerate(frame.tensors) if tensor is not None] == [*frame.plan.output_slots]
 
 
 def test_steps_whose_rows_are_taken_wait_for_all_that_they_read() -> None:
-    world, flow = begin([1, 0])
+    world, frame = begin([1, 0])
     end(world, "kind")
     assert running(world) == ["double"]
     end(world, "double")
@@ -114,12 +114,12 @@ def test_steps_whose_rows_are_taken_wait_for_all_that_they_read() -> None:
     end(world, "add")
     end(world, "single")
     end(world, "minus")
-    assert flow.record.done
-    assert flow.record.error is None
+    assert frame.record.done
+    assert frame.record.error is None
 
 
 def test_one_comparison_tests_all_members_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, flows = begin_all([0, 0], [1, 0], [0, 0])
+    world, frames = begin_all([0, 0], [1, 0], [0, 0])
     compared: list[Any] = []
     passing = rows._passing
 
@@ -132,10 +132,14 @@ def test_one_comparison_tests_all_members_of_a_batch(monkeypatch: pytest.MonkeyP
     sure = [True, False, True]
     assert sorted(compared) == [("not sure", sure), ("sure", sure)]
     names = [node.name for node in world.graph.nodes]
-    assert [[names[n] for n in flow.skipped] for flow in flows] == [["add", "single"], ["single#2"], ["add", "single"]]
+    assert [[names[n] for n in frame.skipped] for frame in frames] == [
+        ["add", "single"],
+        ["single#2"],
+        ["add", "single"],
+    ]
     # A tensor that is only tested has no slot.
-    (slot,) = flows[0].plan.nodes[names.index("kind")].outputs[1:2]
-    assert all(flow.tensors[slot] is None for flow in flows)
+    (slot,) = frames[0].plan.nodes[names.index("kind")].outputs[1:2]
+    assert all(frame.tensors[slot] is None for frame in frames)
     while world.go_on():
         pass
-    assert [flow.record.done and flow.record.error for flow in flows] == [None] * 3
+    assert [frame.record.done and frame.record.error for frame in frames] == [None] * 3

@@ -36,11 +36,11 @@ def requests(rng: Random, world: World) -> list[tuple[Array, Frame]]:
     return made
 
 
-def check_answer(world: World, array: Array, flow: Frame) -> None:
+def check_answer(world: World, array: Array, frame: Frame) -> None:
     """Check that each row of every output equals the result of the row alone."""
-    assert flow.record.error is None
+    assert frame.record.error is None
     rows = [Interpreter(world.wiring, world.made, row) for row in array]
-    outputs = world.outputs(flow)
+    outputs = world.outputs(frame)
     for name, found in outputs.items():
         filled = next((fill.tensor for fill in world.wiring.fills if fill.present == name), None)
         fill = world.made.fills.get(name)
@@ -53,15 +53,15 @@ def check_answer(world: World, array: Array, flow: Frame) -> None:
     for node in world.graph.nodes:  # a row runs once in each step whose tests it passes, and padding never does
         index = next(step.index for step in world.wiring.steps if world.wiring.place(step.written.path) == node.place)
         ran = sum(len(row.contexts(world.made.of_step[index])) for row in rows)
-        assert world.rows_run[id(flow), node.index] == ran, node.name
+        assert world.rows_run[id(frame), node.index] == ran, node.name
 
 
-def check_nothing_is_held(world: World, flow: Frame) -> None:
+def check_nothing_is_held(world: World, frame: Frame) -> None:
     assert not world.running
     assert all(len(queue.batcher) == 0 for queue in world.queues)
-    if isinstance(flow, RegionFrame):
-        assert not flow.parted
-        assert not flow.stream.live
+    if isinstance(frame, RegionFrame):
+        assert not frame.parted
+        assert not frame.stream.live
 
 
 @many
@@ -73,13 +73,13 @@ def test_each_row_has_the_answer_that_it_has_alone(seed: int) -> None:
     if config is None:
         return
     world = World(config, rng, keeps_order=seed % 4 == 0)
-    flows = requests(rng, world)
+    frames = requests(rng, world)
     while world.go_on():
         pass
-    for array, flow in flows:
-        assert flow.record.done
-        check_answer(world, array, flow)
-        check_nothing_is_held(world, flow)
+    for array, frame in frames:
+        assert frame.record.done
+        check_answer(world, array, frame)
+        check_nothing_is_held(world, frame)
 
 
 @given(seed=seeds)
@@ -90,21 +90,21 @@ def test_a_request_alone_is_not_refused_by_a_queue_that_its_items_fill(seed: int
         return
     world = World(config, rng, has_limits=True)
     is_alone = rng.random() < 0.5
-    flows: list[tuple[Array, Frame]] = []
+    frames: list[tuple[Array, Frame]] = []
     for _ in range(rng.randrange(1, 6)):
         rows = rng.randrange(1, max(world.config.max_batch_size, 1) + 1)
         array = np.array([[rng.randrange(-5, 6) / 2 for _ in range(2)] for _ in range(rows)], np.float32)
-        flows.append((array, world.submit(array)))
+        frames.append((array, world.submit(array)))
         while is_alone and world.go_on():
             pass
     while world.go_on():
         pass
-    for array, flow in flows:
-        assert flow.record.done
-        check_nothing_is_held(world, flow)
-        is_refused = isinstance(flow.record.error, Unavailable)
+    for array, frame in frames:
+        assert frame.record.done
+        check_nothing_is_held(world, frame)
+        is_refused = isinstance(frame.record.error, Unavailable)
         if not is_refused:
-            check_answer(world, array, flow)
+            check_answer(world, array, frame)
         elif is_alone:  # only steps that run once for all rows, several of one model, may be refused
             assert len(world.graph.nodes) > len({node.model for node in world.graph.nodes})
 
@@ -116,25 +116,25 @@ def test_a_failed_batch_fails_its_requests_and_a_cancelled_one_leaves_nothing(se
     if config is None:
         return
     world = World(config, rng, fails=0.1)
-    flows = requests(rng, world)
+    frames = requests(rng, world)
     cancelled: set[Any] = set()
     while world.go_on():
         if rng.random() < 0.05:
-            _, flow = rng.choice(flows)
-            if not flow.record.done:
-                world.scheduler.cancel(flow)
-                cancelled.add(flow)
+            _, frame = rng.choice(frames)
+            if not frame.record.done:
+                world.scheduler.cancel(frame)
+                cancelled.add(frame)
     assert Counter(world.finished).most_common(1)[0][1] == 1 if world.finished else True
-    for array, flow in flows:
-        assert flow.record.done
-        check_nothing_is_held(world, flow)
-        if flow in cancelled:
-            assert flow not in world.finished
-        elif flow.record.error is not None:
-            assert "it fell over" in str(flow.record.error)
+    for array, frame in frames:
+        assert frame.record.done
+        check_nothing_is_held(world, frame)
+        if frame in cancelled:
+            assert frame not in world.finished
+        elif frame.record.error is not None:
+            assert "it fell over" in str(frame.record.error)
         else:
             world.rows_run.clear()
-            outputs = world.outputs(flow)
+            outputs = world.outputs(frame)
             rows = [Interpreter(world.wiring, world.made, row) for row in array]
             for name, found in outputs.items():
                 if found is not None and name in world.made.homes and not world.made.fills:

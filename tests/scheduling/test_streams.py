@@ -255,7 +255,7 @@ def test_a_completed_stream_is_in_no_reference_cycle() -> None:
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         sim.run()
-        sim.flows.clear()
+        sim.frames.clear()
         gc.collect()
         assert not [one for one in gc.garbage if isinstance(one, Frame | Ticket)]
     finally:
@@ -271,7 +271,7 @@ def test_a_tensor_shared_by_iterations_has_no_last_reader() -> None:
     class Sim(StreamSim):
         def _run(self, batch: Batch, finished: Sequence[Frame]) -> None:
             for ticket in batch.tickets:
-                seen[ticket.node.name] = [ticket.flow.is_last_reader(slot) for slot in ticket.node.inputs]
+                seen[ticket.node.name] = [ticket.frame.is_last_reader(slot) for slot in ticket.node.inputs]
             super()._run(batch, finished)
 
     Sim(graph, models, [StreamRequest(0)]).run()
@@ -301,13 +301,13 @@ def test_a_response_that_does_not_fit_its_step_fails_its_own_request(server: Rec
     route = [server.serve(first, instances=2), server.serve(second)]
 
     def submit(name: str, width: int) -> RegionFrame:
-        flow = region_frame(plan, route, [rows_of()], 0, width, name, shared=shared)
-        server.scheduler.submit(flow)
+        frame = region_frame(plan, route, [rows_of()], 0, width, name, shared=shared)
+        server.scheduler.submit(frame)
         server.turn()
         batch = server.running.pop()
         server.scheduler.complete(batch, [BatchResults([[rows_of(1, width)]])], None, 0)
         server.turn()
-        return flow
+        return frame
 
     fits, wide = submit("fits", 2), submit("wide", 3)
     assert len(shared.parked[1]) == 1
@@ -333,7 +333,7 @@ def test_a_stream_that_completes_at_its_deadline_is_not_late() -> None:
 
         def _arrive(self, request: StreamRequest) -> None:
             super()._arrive(request)
-            self.scheduler.due.add(self.flows[request.number], self.due_ns)
+            self.scheduler.due.add(self.frames[request.number], self.due_ns)
 
     for due_ns, text in ((last_ns - 1, "Request timeout expired"), (last_ns, "")):
         sim = Sim(graph, models, [StreamRequest(0)])

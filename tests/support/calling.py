@@ -15,13 +15,13 @@ import numpy as np
 import trio
 
 from flowserve.backends import registry
-from flowserve.cluster.base import MachineNeeds
 from flowserve.config.types import DynamicBatching, InstanceGroup, ModelConfig, QueuePolicy
+from flowserve.elsewhere.actors import ActorPort, ClusterActor, ClusterModel, ClusterOptions
+from flowserve.elsewhere.cluster.base import MachineNeeds
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.loaded import NewModel
 from flowserve.runtime.factory import MakeWorker, worker_maker
-from flowserve.runtime.remote.actors import ClusterActor, ClusterModel
-from flowserve.runtime.remote.tcp import ActorPort
 from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.runtime.workers.policies import batcher_for
 from flowserve.scheduling.rate_limit.limiter import Needs
@@ -69,10 +69,11 @@ class TritonPythonModel:
 
 
 class Served:
-    """An engine with models FP32 `IN` to `OUT`, all in one place."""
+    """An engine with models FP32 `IN` to `OUT`, all in one place. `cluster`: of the place ACTOR."""
 
-    def __init__(self, engine: Engine, folder: Path, place: str) -> None:
+    def __init__(self, engine: Engine, folder: Path, place: str, cluster: ClusterOptions | None = None) -> None:
         self.engine = engine
+        self.cluster = cluster
         self.place = place
         self.repository = Repository(folder)
         self.workers: dict[str, list[Any]] = {}
@@ -118,21 +119,20 @@ class Served:
             make = self._maker(config, model)
         else:
             model = registry.find("python").load(config, self.repository.files(name), {"execution": place})
-            make = worker_maker(config, model, place, engine.processes, engine.streams, engine.clock)
+            make = worker_maker(config, model, place, engine.loaded.processes, engine.streams, engine.clock)
         workers = [make(f"{name}_{number}", InstanceGroup(name, "KIND_CPU")) for number in range(instances)]
         for worker in workers:
             await trio.to_thread.run_sync(worker.open, engine.context)
         key = ModelKey(name, 1)
-        engine.add_model(key, batcher_for(config), workers, model, needs=needs)
+        engine.add_model(NewModel(key, batcher_for(config), workers, model, needs=needs))
         node = Node(0, name, key, (given,), (made,), 4, decoupled=decoupled)
         edges = (Edge("IN", GRAPH, 0, 0, 0), Edge("OUT", 0, 0, GRAPH, 0))
         engine.deployments.announce(config, Graph(name, 1, (given,), (made,), 4, (node,), edges))
         self.workers[name] = workers
 
     def _maker(self, config: ModelConfig, model: ClusterModel) -> MakeWorker:
-        engine = self.engine
-        assert engine.options.cluster is not None
-        cluster = engine.options.cluster
+        engine, cluster = self.engine, self.cluster
+        assert cluster is not None
 
         def make(name: str, group: InstanceGroup) -> RemoteWorker:
             actor = ClusterActor(name, MachineNeeds(), cluster, engine.clock)

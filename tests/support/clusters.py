@@ -13,13 +13,15 @@ from pathlib import Path
 import numpy as np
 import trio
 
-from flowserve.cluster.agents import LocalCluster
-from flowserve.cluster.link import Tls
-from flowserve.config.placement import ModelPlace
+from flowserve.elsewhere.actors import ClusterOptions
+from flowserve.elsewhere.cluster.agents import LocalCluster
+from flowserve.elsewhere.cluster.link import Tls
+from flowserve.elsewhere.cluster.traffic import MachineTraffic
+from flowserve.elsewhere.placement import ModelPlace
+from flowserve.elsewhere.wing import other_machines
 from flowserve.runtime.engine.engine import Engine, open_engine
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.loading.control import Control, ControlOptions, open_control
-from flowserve.runtime.remote.actors import ClusterOptions
 from flowserve.values import Array, Request
 
 DOUBLE = """
@@ -143,10 +145,18 @@ def local_cluster(count: int) -> Iterator[LocalCluster]:
 
 @asynccontextmanager
 async def serving(
-    repository: Path, cluster: LocalCluster, places: Mapping[str, ModelPlace], *, tls: Tls | None = None
+    repository: Path,
+    cluster: LocalCluster,
+    places: Mapping[str, ModelPlace],
+    *,
+    tls: Tls | None = None,
+    traffic: dict[str, MachineTraffic] | None = None,
 ) -> AsyncIterator[tuple[Engine, Control]]:
-    """An engine with all models of the repository, some of them on the machines of a cluster."""
-    options = EngineOptions(cluster=ClusterOptions(cluster, 20.0, tls), places=places)
+    """An engine with all models of the repository, some of them on the machines of a cluster. `traffic`: as
+    `ClusterOptions.traffic`.
+    """
+    machines = ClusterOptions(cluster, 20.0, tls, {} if traffic is None else traffic)
+    options = EngineOptions(wings=(other_machines(machines, places),))
     async with (
         open_engine(options) as engine,
         open_control(engine, [repository], ControlOptions("explicit", ("*",))) as control,

@@ -19,6 +19,7 @@ from flowserve.memory.pool import Pool
 from flowserve.memory.stream import DeviceStream
 from flowserve.memory.tensor import Tensor
 from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.loaded import NewModel
 from flowserve.runtime.workers.gpu import GpuWorker
 from flowserve.runtime.workers.local import LocalWorker, Placement
 from flowserve.scheduling.queue import Batcher, BatchPolicy, Queue
@@ -164,7 +165,7 @@ def _serve(
         worker.open(engine.context)
     spec_in, spec_out = TensorSpec("IN", DType.FP32, dims), TensorSpec("OUT", DType.FP32, dims)
     key = ModelKey(name, 1)
-    engine.add_model(key, batcher, workers, model, keeps_order=keeps_order)
+    engine.add_model(NewModel(key, batcher, workers, model, keeps_order=keeps_order))
     node = Node(0, name, key, (spec_in,), (spec_out,), max_batch_size)
     edges = (Edge("IN", GRAPH, 0, 0, 0), Edge("OUT", 0, 0, GRAPH, 0))
     config = _config(name, "functions", (spec_in,), (spec_out,), max_batch_size)

@@ -43,7 +43,7 @@ OF_A_SERVER: Final = (
     "flowserve.cli.run",
     "flowserve.http.api.app",
     "flowserve.grpc.server",
-    "flowserve.runtime.workers.process",
+    "flowserve.runtime.remote.worker",
     "flowserve.backends.onnx.backend",
     "flowserve.backends.python.backend",
     "encodings.idna",

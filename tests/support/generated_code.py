@@ -24,7 +24,7 @@ import flowserve
 
 PACKAGE: Final = Path(flowserve.__file__).parent
 CONFIG_PROTO: Final = "config/model_config.proto"
-PROTOS: Final = (CONFIG_PROTO, "config/placement.proto", "grpc/service.proto", "grpc/health.proto")
+PROTOS: Final = (CONFIG_PROTO, "elsewhere/placement.proto", "grpc/service.proto", "grpc/health.proto")
 
 _MODULE: Final = '''"""Made by tests/support/generated_code.py from {proto}; do not edit."""
 

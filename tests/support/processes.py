@@ -21,6 +21,7 @@ from flowserve.config.types import InstanceGroup
 from flowserve.errors import FlowserveError
 from flowserve.graph.types import GRAPH, Edge, Graph, ModelKey, Node
 from flowserve.runtime.engine.engine import Engine
+from flowserve.runtime.engine.loaded import NewModel
 from flowserve.runtime.factory import PROCESS, worker_maker
 from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.runtime.workers.base import Outcome, Passed
@@ -80,13 +81,13 @@ class ServedInProcesses:
         config = config_of(name=name, inputs=given, outputs=[made], max_batch_size=limit)
         model = registry.find("python").load(config, self.repository.files(name), {})
         engine = self.engine
-        worker = worker_maker(config, model, PROCESS, engine.processes, engine.streams, engine.clock)(
+        worker = worker_maker(config, model, PROCESS, engine.loaded.processes, engine.streams, engine.clock)(
             f"{name}_0", InstanceGroup(name, "KIND_CPU")
         )
         assert isinstance(worker, RemoteWorker)
         await trio.to_thread.run_sync(worker.open, engine.context)
         key = ModelKey(name, 1)
-        engine.add_model(key, Queue(BatchPolicy.simple(limit)), [worker], model)
+        engine.add_model(NewModel(key, Queue(BatchPolicy.simple(limit)), [worker], model))
         node = Node(0, name, key, tuple(given), (made,), limit)
         edges = (*(Edge(one, GRAPH, i, 0, i) for i, one in enumerate(inputs)), Edge("OUT", 0, 0, GRAPH, 0))
         engine.deployments.announce(config, Graph(name, 1, tuple(given), (made,), limit, (node,), edges))
@@ -102,11 +103,11 @@ class ServedInProcesses:
             if isinstance(results, Results) and name in self.results:
                 self.results[name].append(results)
 
-    def queued(self, flow: Frame) -> None: ...
+    def queued(self, frame: Frame) -> None: ...
     def batched(self, batch: Batch, now_ns: int) -> None: ...
     def started(self, batch: Batch) -> None: ...
-    def finished(self, flow: Frame) -> None: ...
-    def failed(self, flow: Frame) -> None: ...
+    def finished(self, frame: Frame) -> None: ...
+    def failed(self, frame: Frame) -> None: ...
 
     def leave_out_routes(self) -> None:
         """Disable routes: batches return to the engine after every added model, from the first request on."""

@@ -64,8 +64,8 @@ def step_graph(*edges: str) -> Graph:
 @dataclass
 class Recorder:
     """`running`: started batches that are not complete. `started`: every batch, as (model, its requests). `answers`:
-    flows in the order in which they finished. `notices`: the scheduler's notices. With a `limiter`, each instance has
-    the `needs` it is served with.
+    requests in the order in which they finished. `notices`: the scheduler's notices. With a `limiter`, each instance
+    has the `needs` it is served with.
     """
 
     running: list[Batch] = field(default_factory=list)
@@ -139,20 +139,20 @@ class Recorder:
             self._plans[id(graph)] = graph, plan, route
         given = [rows_of() for _ in graph.inputs] if inputs is None else inputs
         stamp = self._stamps if stamp is None else stamp
-        flow = request_frame(plan, route, given, 0, stamp, request, None, priority, timeout_ns)
+        frame = request_frame(plan, route, given, 0, stamp, request, None, priority, timeout_ns)
         if is_held:
-            self.scheduler.hold(flow)
+            self.scheduler.hold(frame)
         else:
-            self.scheduler.submit(flow)
-        return flow
+            self.scheduler.submit(frame)
+        return frame
 
     def turn(self, at: int = 0) -> Started:
         """One loop iteration; returns the started batches."""
         before = len(self.started)
         while (decisions := self.scheduler.schedule(at)) is not None:
             self.notices += decisions.notices
-            for flow in decisions.finished:
-                self.finished(flow)
+            for frame in decisions.finished:
+                self.finished(frame)
             for batch in decisions.batches:
                 self.run(batch)
             for _, ticket in decisions.lookups:
@@ -160,9 +160,9 @@ class Recorder:
         self.scheduler.check()
         return self.started[before:]
 
-    def finished(self, flow: Frame) -> None:
-        """Called with each finished flow; tests may override it."""
-        self.delivered.append(flow)
+    def finished(self, frame: Frame) -> None:
+        """Called with each finished request; tests may override it."""
+        self.delivered.append(frame)
 
     def done(
         self,
@@ -203,18 +203,18 @@ class Recorder:
 
     @property
     def answers(self) -> list[Frame]:
-        for flow in self.scheduler.take_finished():
-            self.finished(flow)
+        for frame in self.scheduler.take_finished():
+            self.finished(frame)
         return self.delivered
 
     def answered(self) -> list[object]:
         """The finished requests, in order; failed ones with the text of their error."""
         return [
-            flow.request if flow.record.error is None else (flow.request, str(flow.record.error))
-            for flow in self.answers
+            frame.request if frame.record.error is None else (frame.request, str(frame.record.error))
+            for frame in self.answers
         ]
 
     def run(self, batch: Batch) -> None:
         """Called with each started batch; overridden by tests of batches that run inline."""
         self.running.append(batch)
-        self.started.append((batch.queue.key.name, [ticket.flow.request for ticket in batch.tickets]))
+        self.started.append((batch.queue.key.name, [ticket.frame.request for ticket in batch.tickets]))

@@ -77,8 +77,8 @@ class Client:
         return sums
 
 
-def _identify(flow: Frame) -> tuple[int, bool, bool]:
-    asked: Asked = flow.request
+def _identify(frame: Frame) -> tuple[int, bool, bool]:
+    asked: Asked = frame.request
     return asked.client.key, asked.start, asked.end
 
 
@@ -96,7 +96,7 @@ class SequenceSim:
         self.scheduler.models.add(self.queue)
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._tie = count()
-        self._flows: dict[Asked, Frame] = {}
+        self._frames: dict[Asked, Frame] = {}
         self._seats: dict[RequestSequence, str] = {}
         at = 0
         self.clients = [Client(1 + n, self._random, is_troubled=True) for n in range(clients)]
@@ -124,13 +124,13 @@ class SequenceSim:
             while self._agenda and self._agenda[0][0] <= self.time:
                 heapq.heappop(self._agenda)[2]()
             while (decisions := self.scheduler.schedule(self.time)) is not None:
-                for flow in decisions.finished:
-                    self._answered(flow)
+                for frame in decisions.finished:
+                    self._answered(frame)
                 for batch in decisions.batches:
                     self._run(batch)
             self.scheduler.check()
         assert self.scheduler.in_flight == 0
-        assert not self._flows, "a request was never answered"
+        assert not self._frames, "a request was never answered"
         assert (len(self.batcher), self.batcher.live, slots_taken(self.batcher)) == (0, 0, 0), (
             "a slot is taken in the end"
         )
@@ -150,34 +150,34 @@ class SequenceSim:
         asked = client.requests[client.sent]
         leaves = client.sent == client.leaves_at
         client.sent += 1
-        flow = request_frame(PLAN, [self.queue], [rows_of()], self.time, next(self._tie), asked)
-        self._flows[asked] = flow
-        self.scheduler.submit(flow)
+        frame = request_frame(PLAN, [self.queue], [rows_of()], self.time, next(self._tie), asked)
+        self._frames[asked] = frame
+        self.scheduler.submit(frame)
         if leaves:
             self._at(self.time + self._random.randint(0, 900), partial(self._leave, asked))
         elif client.runs_ahead:
             self._at(self.time + self._random.randint(0, 500), partial(self._send, client))
 
     def _leave(self, asked: Asked) -> None:
-        flow = self._flows.pop(asked, None)
+        frame = self._frames.pop(asked, None)
         asked.client.is_over = asked.client.is_excused = True
-        if flow is not None:
-            self.scheduler.cancel(flow)
-            self.scheduler.cancel(flow)  # repeated calls have no effect
+        if frame is not None:
+            self.scheduler.cancel(frame)
+            self.scheduler.cancel(frame)  # repeated calls have no effect
 
-    def _answered(self, flow: Frame) -> None:
-        asked: Asked = flow.request
+    def _answered(self, frame: Frame) -> None:
+        asked: Asked = frame.request
         client = asked.client
-        assert self._flows.pop(asked, None) is flow, "a request was answered twice"
+        assert self._frames.pop(asked, None) is frame, "a request was answered twice"
         self.answers += 1
-        if flow.record.error is None:
-            client.sums.append(flow.tensors[1].content)
+        if frame.record.error is None:
+            client.sums.append(frame.tensors[1].content)
             assert client.sums == client.expected(len(client.sums)), f"client {client.key} got a wrong sum"
             if not client.runs_ahead:
                 self._at(self.time + self._random.randint(0, 500), partial(self._send, client))
             return
-        assert client.is_excused, f"client {client.key} is to blame for nothing and got: {flow.record.error}"
-        assert isinstance(flow.record.error, Cancelled | InstanceDied | Invalid | Unavailable)
+        assert client.is_excused, f"client {client.key} is to blame for nothing and got: {frame.record.error}"
+        assert isinstance(frame.record.error, Cancelled | InstanceDied | Invalid | Unavailable)
         client.is_over = True
 
     # ------------------------------------------------------------------ the model
@@ -212,7 +212,7 @@ class SequenceSim:
         for ticket in batch.tickets:
             total = 0
             if ticket.sequence is not None:
-                asked: Asked = ticket.flow.request
+                asked: Asked = ticket.frame.request
                 total = asked.number + (0 if asked.start else ticket.sequence.memory)
                 ticket.sequence.memory = total
             handle = rows_of()

@@ -49,7 +49,7 @@ class Sim(Agenda):
         self.world = world or strategies.draw_world(random)
         self.log: list[tuple[object, ...]] = []
         self.queues: dict[ModelKey, ModelQueue] = {}
-        self.flows: dict[int, Frame] = {}  # submitted flows that are not over
+        self.frames: dict[int, Frame] = {}  # submitted requests that are not over
         self.over: set[int] = set()  # answered or cancelled
         self.batch_rows: dict[ModelKey, list[int]] = {}  # the batches of each model, in order
         self.handles: weakref.WeakSet[Handle] = weakref.WeakSet()
@@ -111,8 +111,8 @@ class Sim(Agenda):
                     self._refused(notice)
                 elif isinstance(notice, Recall):
                     self._recall(notice.batch)
-            for flow in decisions.finished:
-                self._answered(flow)
+            for frame in decisions.finished:
+                self._answered(frame)
             for batch in decisions.batches:
                 self._run(batch)
             for queue, ticket in decisions.lookups:
@@ -156,13 +156,13 @@ class Sim(Agenda):
         ]
         route = self._routes[request.graph]
         own = request.priority, request.timeout_ns
-        flow = request_frame(plan, route, inputs, self.now_ns, request.number, request, None, *own)
-        self.flows[request.number] = flow
+        frame = request_frame(plan, route, inputs, self.now_ns, request.number, request, None, *own)
+        self.frames[request.number] = frame
         self._finished[request.number] = set()
         self._note("arrives", request.number)
-        self.scheduler.submit(flow)
+        self.scheduler.submit(frame)
         if request.due_after_ns is not None:
-            self.scheduler.due.add(flow, self.now_ns + request.due_after_ns)
+            self.scheduler.due.add(frame, self.now_ns + request.due_after_ns)
         if request.leaves_after_ns is not None:
             self.at(self.now_ns + request.leaves_after_ns, partial(self._leave, request))
 
@@ -172,11 +172,11 @@ class Sim(Agenda):
         self.scheduler.fail_all("the server ends")
 
     def _leave(self, request: SimRequest) -> None:
-        flow = self.flows.get(request.number)
-        if flow is not None and not flow.record.done:  # else its result is under way
+        frame = self.frames.get(request.number)
+        if frame is not None and not frame.record.done:  # else its result is under way
             self._note("leaves", request.number)
-            self.scheduler.cancel(flow)
-            self.scheduler.cancel(flow)  # a repeated call has no effect
+            self.scheduler.cancel(frame)
+            self.scheduler.cancel(frame)  # a repeated call has no effect
             self._over(request)
 
     def _run(self, batch: Batch) -> None:
@@ -210,14 +210,14 @@ class Sim(Agenda):
         if model.keeps_order:
             self._ordered[model.key].tickets += first
         for ticket in first:
-            timeout_ns = model.effective_timeout_ns(ticket.flow.request)
+            timeout_ns = model.effective_timeout_ns(ticket.frame.request)
             assert timeout_ns is None or self.now_ns < ticket.queued_ns + timeout_ns, "served after its deadline"
 
     def _refused(self, notice: TicketRefused) -> None:
         if self._has_ended:
             return
         queue, ticket = notice.queue, notice.ticket
-        model, request = self.world.by_key[queue.key], ticket.flow.request
+        model, request = self.world.by_key[queue.key], ticket.frame.request
         timeout_ns = model.effective_timeout_ns(request)
         if timeout_ns is not None and self.now_ns >= ticket.queued_ns + timeout_ns:
             self._note("expires", request.number)
@@ -235,8 +235,8 @@ class Sim(Agenda):
         outputs: list[list[Handle | None]] = [[] for _ in model.outputs]
         start = 0
         for m, ticket in enumerate(batch.tickets):
-            request: SimRequest = ticket.flow.request
-            found = [  # outputs of an earlier stage, or tensors of its flow
+            request: SimRequest = ticket.frame.request
+            found = [  # outputs of an earlier stage, or tensors of its request
                 made[m, slot] if (m, slot) in made else ticket.tensors[slot] if slot != NO_SLOT else None
                 for slot in ticket.node.inputs
             ]
@@ -248,7 +248,7 @@ class Sim(Agenda):
                 handle = self._handle(model.content(j, contents), wide, start if stop >= 0 else 0, stop, block, device)
                 outputs[j].append(None if strategies.is_omitted(model, request, j) else handle)
             start += ticket.rows
-        if any(model.key in ticket.flow.request.poison for ticket in batch.tickets):
+        if any(model.key in ticket.frame.request.poison for ticket in batch.tickets):
             return None
         return outputs
 
@@ -258,7 +258,7 @@ class Sim(Agenda):
         numbers = [number_of(ticket) for ticket in batch.tickets]
         if outputs is None:
             self._failed.update(self._keys[step] for step in map(step_of, batch.tickets) if step in self._keys)
-            again = model.is_pure and len(numbers) > 1 and not all(ticket.flow.record.done for ticket in batch.tickets)
+            again = model.is_pure and len(numbers) > 1 and not all(ticket.frame.record.done for ticket in batch.tickets)
             self._note("raises", model.key.name, *numbers)
             if not again and len(numbers) > 1:
                 self._excused.update(numbers)
@@ -272,10 +272,10 @@ class Sim(Agenda):
         self._note("returns", model.key.name, *numbers)
         errors: dict[int, FlowserveError] = {}
         for m, ticket in enumerate(batch.tickets):
-            if model.key in ticket.flow.request.faults:
+            if model.key in ticket.frame.request.faults:
                 errors[m] = ModelFailed("a fault of its own")
                 self._failed.update({self._keys[step_of(ticket)]} if step_of(ticket) in self._keys else ())
-            elif not ticket.flow.record.done and not model.keeps_order:
+            elif not ticket.frame.record.done and not model.keeps_order:
                 self._finished[number_of(ticket)].add(ticket.node.index)
         if model.keeps_order:
             self._ordered[model.key].back.update((ticket, m not in errors) for m, ticket in enumerate(batch.tickets))
@@ -288,7 +288,7 @@ class Sim(Agenda):
         """The error of a batch that raised. Its text has the numbers of the requests to blame, as a model's exception
         has their values; a backend hides it if it knows that several clients would get it.
         """
-        blamed = [number_of(ticket) for ticket in batch.tickets if model.key in ticket.flow.request.poison]
+        blamed = [number_of(ticket) for ticket in batch.tickets if model.key in ticket.frame.request.poison]
         text = f"{_POISON}{' '.join(map(str, blamed))}"
         if model.number % 2:
             return Invalid(text)
@@ -297,7 +297,7 @@ class Sim(Agenda):
     # ------------------------------------------------------------------------------------------------ response cache
 
     def _look_up(self, queue: ModelQueue, ticket: Ticket) -> None:
-        if ticket.flow.record.done:
+        if ticket.frame.record.done:
             return
         key = self._key_of(ticket)
         made = self._cached.get(key) if queue.may_answer else None
@@ -311,7 +311,7 @@ class Sim(Agenda):
 
     def _key_of(self, ticket: Ticket) -> StepKey:
         """The facts on which the outcome of a step depends, its faults included."""
-        request, model = ticket.flow.request, ticket.node.model
+        request, model = ticket.frame.request, ticket.node.model
         held = [ticket.tensors[slot] if slot != NO_SLOT else None for slot in ticket.node.inputs]
         inputs = [None if handle is None else (handle.content, handle.width) for handle in held]
         fates = model in request.poison, model in request.faults, model in request.omits
@@ -325,7 +325,9 @@ class Sim(Agenda):
             self._cached[key] = made
         assert queue.flights is not None
         for follower in queue.flights.land(ticket):
-            if follower.flow.record.done:  # another step of its flow was answered before, and the next one was refused
+            if (
+                follower.frame.record.done
+            ):  # another step of its request was answered before, and the next one was refused
                 continue
             if self._random.random() < 0.9:
                 self._answer_step(follower, made)
@@ -334,9 +336,9 @@ class Sim(Agenda):
                 self.scheduler.run_step(follower, None, self.now_ns)
 
     def _answer_step(self, ticket: Ticket, made: Sequence[tuple[int, int] | None]) -> None:
-        request: SimRequest = ticket.flow.request
+        request: SimRequest = ticket.frame.request
         model = self.world.by_key[ticket.node.model]
-        assert not ticket.flow.record.done, "a step of a flow that is over is answered"
+        assert not ticket.frame.record.done, "a step of a request that is over is answered"
         self._note("is known", model.key.name, request.number)
         self._keys.pop(step_of(ticket), None)
         stop = ticket.rows if model.max_batch_size else -1
@@ -353,12 +355,12 @@ class Sim(Agenda):
         """Check that of equal steps one runs at a time."""
         if not model.is_cached or model.keeps_order:
             return
-        live = [self._keys[step] for step in self._running if step in self._keys and step[0] in self.flows]
+        live = [self._keys[step] for step in self._running if step in self._keys and step[0] in self.frames]
         keys = [key for key in live if key[0] == model.key and key not in self._failed]
         assert len(set(keys)) == len(keys), f"equal steps of {model.key} run at the same time"
 
     def _try_again(self, tickets: Iterable[Ticket]) -> None:
-        self._again.update((step_of(ticket), self.now_ns) for ticket in tickets if not ticket.flow.record.done)
+        self._again.update((step_of(ticket), self.now_ns) for ticket in tickets if not ticket.frame.record.done)
 
     # -------------------------------------------------------------------------------------------------------- routes
 
@@ -394,11 +396,11 @@ class Sim(Agenda):
     def _check_route(self, batch: Batch, route: Route) -> None:
         assert len(route.nodes) == len(route.queues) == len(batch.instances) > 1
         assert len({*batch.instances}) == 1 or not self.world.is_divided, "a route leaves its group"
-        assert all(ticket.flow.request.due_after_ns is None for ticket in batch.tickets), (
+        assert all(ticket.frame.request.due_after_ns is None for ticket in batch.tickets), (
             "no deadline passes on a route"
         )
         assert len({queue.key for queue in route.queues}) == len(route), "a route contains a model twice"
-        nodes, plan = {node.index for node in route.nodes}, batch.tickets[0].flow.plan
+        nodes, plan = {node.index for node in route.nodes}, batch.tickets[0].frame.plan
         for node in route.nodes[:-1]:
             for slot in node.outputs:
                 assert slot == NO_SLOT or nodes.issuperset(plan.consumers[slot]), (
@@ -422,8 +424,8 @@ class Sim(Agenda):
 
     def _model_of(self, step: Step) -> ModelKey | None:
         number, index = step
-        flow = self.flows.get(number)
-        return None if flow is None else flow.plan.nodes[index].model
+        frame = self.frames.get(number)
+        return None if frame is None else frame.plan.nodes[index].model
 
     def _pass(self, run: RouteRun) -> None:
         """Run the models of a route until a stage raises, a member fails, or the batch returns early."""
@@ -440,13 +442,13 @@ class Sim(Agenda):
             errors: dict[int, FlowserveError] = {}
             returns = i == turns
             for m, ticket in enumerate(stage.tickets):
-                if model.key in ticket.flow.request.faults:
+                if model.key in ticket.frame.request.faults:
                     errors[m] = ModelFailed("a fault of its own")
-                returns |= any(strategies.is_omitted(model, ticket.flow.request, j) for j in range(len(model.outputs)))
+                returns |= any(strategies.is_omitted(model, ticket.frame.request, j) for j in range(len(model.outputs)))
                 made.update({(m, slot): outputs[j][m] for j, slot in enumerate(node.outputs) if slot != NO_SLOT})
             following = route.nodes[i + 1] if i + 1 < len(route) else None
             if following is not None:  # outputs that do not form one tensor are not passed on
-                specs = stage.tickets[0].flow.plan.graph.nodes[following.index].inputs
+                specs = stage.tickets[0].frame.plan.graph.nodes[following.index].inputs
                 for slot, spec in zip(following.inputs, specs, strict=True):
                     widths = {handle.width for m in range(len(stage.tickets)) if (handle := made.get((m, slot)))}
                     returns |= len(widths) > 1 or (spec.dims == (strategies.FIXED,) and widths != {strategies.FIXED})
@@ -505,7 +507,7 @@ class Sim(Agenda):
         self._over_with(run)
         for node, results in zip(route.nodes, run.made, strict=False):
             for m, ticket in enumerate(batch.tickets):
-                if m not in results.errors and not ticket.flow.record.done:
+                if m not in results.errors and not ticket.frame.record.done:
                     self._finished[numbers[m]].add(node.index)
         self._begun.update((number, node.index) for number in numbers for node in route.nodes[: run.reached])
         if not run.raises:
@@ -540,45 +542,47 @@ class Sim(Agenda):
 
     # ------------------------------------------------------------------------------------------------------- results
 
-    def _answered(self, flow: Frame) -> None:
-        request: SimRequest = flow.request
-        assert self.flows.get(request.number) is flow, f"request {request.number} was answered twice, or after it left"
+    def _answered(self, frame: Frame) -> None:
+        request: SimRequest = frame.request
+        assert self.frames.get(request.number) is frame, (
+            f"request {request.number} was answered twice, or after it left"
+        )
         right = self.world.right_answer(request)
-        told = str(flow.record.error)
+        told = str(frame.record.error)
         assert not told.startswith(_POISON) or told == f"{_POISON}{request.number}", (
             f"request {request.number} got the error of others: {told}"
         )
-        is_late = isinstance(flow.record.error, DeadlineExceeded)
-        was_ended = self._has_ended and isinstance(flow.record.error, Unavailable)
-        if flow.record.error is None:
-            assert flow.open == 0, "answered while a step was unfinished"
-            held = [flow.tensors[slot] if slot != NO_SLOT else None for slot in flow.plan.output_slots]
+        is_late = isinstance(frame.record.error, DeadlineExceeded)
+        was_ended = self._has_ended and isinstance(frame.record.error, Unavailable)
+        if frame.record.error is None:
+            assert frame.open == 0, "answered while a step was unfinished"
+            held = [frame.tensors[slot] if slot != NO_SLOT else None for slot in frame.plan.output_slots]
             assert [None if handle is None else handle.content for handle in held] == right, (
                 f"request {request.number} got a wrong answer, or none"
             )
         elif is_late:
-            due_ns = self._due_ns(flow)
+            due_ns = self._due_ns(frame)
             assert due_ns is not None, "a request without a deadline exceeded it"
             assert self.now_ns >= due_ns, "answered before its deadline"
             if any(number == request.number for number, _ in self._running):
                 self._note("is late while it runs", request.number)
         else:
             assert right is None or was_ended or request.number in self._excused, (
-                f"request {request.number} has no fault and failed: {flow.record.error}"
+                f"request {request.number} has no fault and failed: {frame.record.error}"
             )
         # The end of the server and a deadline ignore the order.
         for model in () if was_ended or is_late else self._ordered.values():
-            model.check_answered(flow)
-        self._note("is answered", request.number, type(flow.record.error).__name__)
+            model.check_answered(frame)
+        self._note("is answered", request.number, type(frame.record.error).__name__)
         self._over(request)
 
-    def _due_ns(self, flow: Frame) -> int | None:
+    def _due_ns(self, frame: Frame) -> int | None:
         """The deadline of a request."""
-        after_ns: int | None = flow.request.due_after_ns
-        return None if after_ns is None else flow.record.arrived_ns + after_ns
+        after_ns: int | None = frame.request.due_after_ns
+        return None if after_ns is None else frame.record.arrived_ns + after_ns
 
     def _over(self, request: SimRequest) -> None:
-        del self.flows[request.number]
+        del self.frames[request.number]
         self._follow(request)
 
     def _follow(self, request: SimRequest) -> None:
@@ -614,7 +618,7 @@ class Sim(Agenda):
             assert sum(ticket.rows or 1 for ticket in tickets) <= model.max_batch_size, "a batch above its limit"
         for ticket in tickets:
             is_decided = bool(ticket.tensors)  # it ended after its batch was decided, in the same step
-            assert not ticket.flow.record.done or is_decided, "a step of a flow that is over was started"
+            assert not ticket.frame.record.done or is_decided, "a step of a request that is over was started"
             assert ticket.node.index not in self._finished[number_of(ticket)], "a step ran twice"
             halvings = (model.max_batch_size - 1).bit_length() if model.is_pure and model.max_batch_size else 0
             assert self._tried[step_of(ticket)] <= halvings, "a step is retried more often than its batch is halved"
@@ -642,18 +646,18 @@ class Sim(Agenda):
     def check(self) -> None:
         """Check every invariant of scheduling after a step."""
         self.scheduler.check()
-        assert self.scheduler.in_flight == len(self.flows)
+        assert self.scheduler.in_flight == len(self.frames)
         for model in self._ordered.values():
             for ticket in model.advance():
                 self._finished[number_of(ticket)].add(ticket.node.index)
         for key, queue in self.queues.items():
             self._check_queue(key, queue)
-        for flow in self.flows.values():
-            due_ns = self._due_ns(flow)
+        for frame in self.frames.values():
+            due_ns = self._due_ns(frame)
             assert due_ns is None or self.now_ns < due_ns, "a request has no response at its deadline"
-            flow.check()
-            self._check_counts(flow)
-            self._check_tensors(flow)
+            frame.check()
+            self._check_counts(frame)
+            self._check_tensors(frame)
 
     def _check_queue(self, key: ModelKey, queue: ModelQueue) -> None:
         busy = [instance for model, instance in self._busy if model == key]
@@ -686,44 +690,44 @@ class Sim(Agenda):
                 counts |= Counter(needs.amounts)
         return counts
 
-    def _check_counts(self, flow: Frame) -> None:
-        """The counts of a flow match its finished steps: missing inputs, remaining readers, open steps."""
-        plan, finished = flow.plan, self._finished[flow.request.number]
-        if not (flow.open or finished):
+    def _check_counts(self, frame: Frame) -> None:
+        """The counts of a request match its finished steps: missing inputs, remaining readers, open steps."""
+        plan, finished = frame.plan, self._finished[frame.request.number]
+        if not (frame.open or finished):
             return  # it has not been scheduled yet
         made_by = {slot: node.index for node in plan.nodes for slot in node.outputs if slot != NO_SLOT}
         needed = [node for node in plan.nodes if node.writes]
         for node in needed:
             waits_for = [slot for slot in node.distinct_inputs if slot in made_by and made_by[slot] not in finished]
             is_over = node.index in finished
-            assert flow.is_over(node.index) == is_over, f"step {node.name} is over or not"
-            assert is_over or flow.missing[node.index] == len(waits_for), (
+            assert frame.is_over(node.index) == is_over, f"step {node.name} is over or not"
+            assert is_over or frame.missing[node.index] == len(waits_for), (
                 f"step {node.name} does not wait for its unfinished steps"
             )
         for slot, consumers in enumerate(plan.consumers):
             left = sum(index not in finished for index in consumers) + plan.output_slots.count(slot)
-            assert flow.readers[slot] == left, f"slot {slot} does not count its unfinished readers"
-        open_ = sum(not flow.missing[node.index] and node.index not in finished for node in needed)
-        assert flow.open == open_, "the open steps are not those that are ready and unfinished"
+            assert frame.readers[slot] == left, f"slot {slot} does not count its unfinished readers"
+        open_ = sum(not frame.missing[node.index] and node.index not in finished for node in needed)
+        assert frame.open == open_, "the open steps are not those that are ready and unfinished"
 
-    def _check_tensors(self, flow: Frame) -> None:
+    def _check_tensors(self, frame: Frame) -> None:
         """A tensor is held from when it is written until its last reader ends."""
-        plan, finished = flow.plan, self._finished[flow.request.number]
+        plan, finished = frame.plan, self._finished[frame.request.number]
         written = {slot for index in finished for slot in plan.nodes[index].outputs}
-        for slot, handle in enumerate(flow.tensors):
+        for slot, handle in enumerate(frame.tensors):
             has_readers = slot in plan.output_slots or any(index not in finished for index in plan.consumers[slot])
             is_there = slot < len(plan.graph.inputs) or slot in written
             is_unread = plan.readers[slot] == 0  # an input that only unwanted steps read stays with its request
             assert handle is None or has_readers or is_unread, f"slot {slot} is held without a reader"
             if is_there and has_readers and handle is None:
-                self._check_left_out(flow, slot)
+                self._check_left_out(frame, slot)
 
-    def _check_left_out(self, flow: Frame, slot: int) -> None:
-        request: SimRequest = flow.request
+    def _check_left_out(self, frame: Frame, slot: int) -> None:
+        request: SimRequest = frame.request
         if slot < len(request.widths):
             assert request.widths[slot] is None, f"input {slot} was released before its last reader was done"
             return
-        node = next(node for node in flow.plan.nodes if slot in node.outputs)
+        node = next(node for node in frame.plan.nodes if slot in node.outputs)
         model = self.world.by_key[node.model]
         assert strategies.is_omitted(model, request, node.outputs.index(slot)), (
             f"slot {slot} was released before its last reader"
@@ -772,22 +776,22 @@ class OrderedModel:
     def advance(self) -> list[Ticket]:
         """Remove the tickets that are next in order, and return those that succeeded."""
         gone = []
-        while self.tickets and (self.tickets[0] in self.back or self.tickets[0].flow.record.done):
+        while self.tickets and (self.tickets[0] in self.back or self.tickets[0].frame.record.done):
             ticket = self.tickets.pop(0)
-            if self.back.pop(ticket, False) and not ticket.flow.record.done:
+            if self.back.pop(ticket, False) and not ticket.frame.record.done:
                 gone.append(ticket)
-        self.back = {ticket: went for ticket, went in self.back.items() if not ticket.flow.record.done}
+        self.back = {ticket: went for ticket, went in self.back.items() if not ticket.frame.record.done}
         return gone
 
-    def check_answered(self, flow: Frame) -> None:
+    def check_answered(self, frame: Frame) -> None:
         """A request of a plain model is answered only after all earlier ones."""
-        if flow.plan.graph.is_ensemble:
+        if frame.plan.graph.is_ensemble:
             return
         for n, ticket in enumerate(self.tickets):
-            if ticket.flow is flow:
+            if ticket.frame is frame:
                 for earlier in self.tickets[:n]:
-                    is_ensemble = earlier.flow.plan.graph.is_ensemble
-                    assert earlier.flow.record.done or (is_ensemble and earlier in self.back), "answered out of order"
+                    is_ensemble = earlier.frame.plan.graph.is_ensemble
+                    assert earlier.frame.record.done or (is_ensemble and earlier in self.back), "answered out of order"
 
 
 def home_of(ticket: Ticket, devices: Sequence[int]) -> tuple[int, int]:
@@ -806,7 +810,7 @@ def home_of(ticket: Ticket, devices: Sequence[int]) -> tuple[int, int]:
 
 
 def number_of(ticket: Ticket) -> int:
-    request: SimRequest = ticket.flow.request
+    request: SimRequest = ticket.frame.request
     return request.number
 
 

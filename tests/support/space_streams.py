@@ -211,12 +211,12 @@ class StreamWorld(World):
         self.answers: dict[Frame, list[dict[str, Array | None]]] = {}
 
     def submit(self, array: Array) -> Frame:
-        flow = region_frame(
+        frame = region_frame(
             self.plan, self.queues, [Tensor(array, 0, len(array))], self.now_ns, rows=row_operations, shared=self.shared
         )
-        self.answers[flow] = []
-        self.scheduler.submit(flow)
-        return flow
+        self.answers[frame] = []
+        self.scheduler.submit(frame)
+        return frame
 
     def notice(self, notice: Any) -> None:
         if isinstance(notice, Grant):
@@ -226,17 +226,17 @@ class StreamWorld(World):
         elif isinstance(notice, Responses):
             self.unread[notice.stream] = None
 
-    def over(self, flow: Frame) -> None:
-        assert isinstance(flow, RegionFrame)
-        self.unread.pop(flow, None)
-        while self._read(flow):
+    def over(self, frame: Frame) -> None:
+        assert isinstance(frame, RegionFrame)
+        self.unread.pop(frame, None)
+        while self._read(frame):
             pass
 
-    def _read(self, flow: RegionFrame) -> bool:
-        answer = flow.take()
+    def _read(self, frame: RegionFrame) -> bool:
+        answer = frame.take()
         if answer is None:
             return False
-        self.answers[flow].append(self.outputs(answer))
+        self.answers[frame].append(self.outputs(answer))
         return True
 
     def act(self) -> bool:
@@ -261,7 +261,7 @@ class StreamWorld(World):
         for ticket in batch.tickets:
             assert isinstance(ticket, Source)
             given = np.zeros((1, 2), np.float32)
-            if not ticket.flow.record.done:
+            if not ticket.frame.record.done:
                 given = np.array(host_array(ticket.tensors[ticket.node.inputs[0]]))
             self.senders.append(Sending(self, ticket, given))
         self.scheduler.execute_returned(batch)

@@ -481,12 +481,12 @@ class World:
         self.queues = [queues[node.model] for node in self.graph.nodes]
 
     def submit(self, array: Array) -> Frame:
-        flow: Frame
+        frame: Frame
         inputs = [Tensor(array, 0, len(array))]
         if self.plan.regions is None:
-            flow = request_frame(self.plan, self.queues, inputs, self.now_ns)
+            frame = request_frame(self.plan, self.queues, inputs, self.now_ns)
         else:
-            flow = region_frame(
+            frame = region_frame(
                 self.plan,
                 self.queues,
                 inputs,
@@ -494,8 +494,8 @@ class World:
                 rows=row_operations,
                 is_read_whole=True,
             )
-        self.scheduler.submit(flow)
-        return flow
+        self.scheduler.submit(frame)
+        return frame
 
     def go_on(self) -> bool:
         """Run one step of the scheduler, or complete one batch. False: no event is left."""
@@ -506,15 +506,15 @@ class World:
                 self.notice(notice)
             self.running += decisions.batches
             self.finished += decisions.finished
-            for flow in decisions.finished:
-                self.over(flow)
+            for frame in decisions.finished:
+                self.over(frame)
             if self.scheduler.schedule(self.now_ns) is not None:
                 raise AssertionError("decisions are left")
             self.scheduler.check()
             for batch in self.running:
                 for ticket in batch.tickets:
-                    if not ticket.flow.record.done:
-                        ticket.flow.whole.check()
+                    if not ticket.frame.record.done:
+                        ticket.frame.whole.check()
             return True
         if (not self.running or self.rng.random() < 0.5) and self.act():
             return True
@@ -530,7 +530,7 @@ class World:
     def notice(self, notice: Any) -> None:
         """A notice of the scheduler; only decoupled steps have any."""
 
-    def over(self, flow: Frame) -> None:
+    def over(self, frame: Frame) -> None:
         """A request is over."""
 
     def act(self) -> bool:
@@ -544,7 +544,7 @@ class World:
     def _run(self, batch: Batch) -> Made:
         """The outputs of a batch; None for requests that ended meanwhile."""
         node = batch.tickets[0].node
-        live = [(m, ticket) for m, ticket in enumerate(batch.tickets) if not ticket.flow.record.done]
+        live = [(m, ticket) for m, ticket in enumerate(batch.tickets) if not ticket.frame.record.done]
         outputs: list[list[Tensor | None]] = [[None] * len(batch.tickets) for _ in node.outputs]
         assert sum(ticket.rows for ticket in batch.tickets) <= max(node.max_batch_size, 1)
         if not live:
@@ -565,13 +565,13 @@ class World:
                 column[m] = Tensor(array, start, start + ticket.rows) if node.max_batch_size else Tensor(array[0])
                 start += ticket.rows
         for _, ticket in live:
-            self.rows_run[id(ticket.flow.whole), ticket.node.index] += ticket.rows
+            self.rows_run[id(ticket.frame.whole), ticket.node.index] += ticket.rows
         return Made(outputs, {})
 
-    def outputs(self, flow: Frame) -> dict[str, Array | None]:
+    def outputs(self, frame: Frame) -> dict[str, Array | None]:
         found = {}
         for spec, slot in zip(self.graph.outputs, self.plan.output_slots, strict=True):
-            tensor = flow.tensors[slot]
+            tensor = frame.tensors[slot]
             edge = next(
                 edge for edge in self.graph.edges if edge.consumer == GRAPH and self.graph.outputs[edge.input] is spec
             )

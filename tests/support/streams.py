@@ -71,7 +71,7 @@ class StreamSim:
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._tie = count()
         self.plan = make_plan(self.graph)
-        self.flows: dict[int, RegionFrame] = {}
+        self.frames: dict[int, RegionFrame] = {}
         self._reading: set[int] = set()
         self.running: dict[Ticket, None] = {}  # started steps that are not over
         self._called: dict[Frame, Batch] = {}  # calls of models, each with the calling execution
@@ -96,8 +96,8 @@ class StreamSim:
             while (decisions := self.scheduler.schedule(self.time)) is not None:
                 for notice in decisions.notices:
                     self._carry_out(notice)
-                for flow in decisions.finished:
-                    self._over(flow)
+                for frame in decisions.finished:
+                    self._over(frame)
                 for batch in decisions.batches:
                     self._run(batch, decisions.finished)
             self.check()
@@ -118,14 +118,14 @@ class StreamSim:
         route = [self.queues[node.model] for node in self.plan.nodes]
         given = [Content((request.number,))]
         stream = region_frame(self.plan, route, given, self.time, request.number, request, shared=self.shared)
-        self.flows[request.number] = stream
+        self.frames[request.number] = stream
         self.answers[request.number] = []
         self.scheduler.submit(stream)
         if request.leaves_after_ns is not None:
             self._at(self.time + request.leaves_after_ns, partial(self._leave, request))
 
     def _leave(self, request: StreamRequest) -> None:
-        stream = self.flows[request.number]
+        stream = self.frames[request.number]
         if not stream.record.done:
             self.ended[request.number] = "left"
             self.scheduler.cancel(stream)
@@ -135,9 +135,9 @@ class StreamSim:
         """A request in `finished` may also be in the batch, if it failed after the batch was decided."""
         model = self._by_key[batch.queue.key]
         assert sum(ticket.rows for ticket in batch.tickets) <= max(model.max_batch_size, 1)
-        assert all(ticket.flow.whole in finished for ticket in batch.tickets if ticket.flow.record.done)
+        assert all(ticket.frame.whole in finished for ticket in batch.tickets if ticket.frame.record.done)
         self.running.update(dict.fromkeys(batch.tickets))
-        self.started += [(ticket.flow.record.stamp, ticket.node.name) for ticket in batch.tickets]
+        self.started += [(ticket.frame.record.stamp, ticket.node.name) for ticket in batch.tickets]
         if model.answers is None:
             do = self._return if model.calls is None else partial(self._call, model.calls)
             self._at(self.time + self._random.randint(*model.ns), partial(do, batch))
@@ -155,26 +155,26 @@ class StreamSim:
         plan = make_plan(graph)
         make = request_frame if plan.regions is None else region_frame
         route = [self.queues[node.model] for node in plan.nodes]
-        flow = make(plan, route, [Content(("called",))], self.time, 1 << 40, StreamRequest(-1))
+        frame = make(plan, route, [Content(("called",))], self.time, 1 << 40, StreamRequest(-1))
         try:
-            self.scheduler.call(batch, flow)
+            self.scheduler.call(batch, frame)
         except Unavailable as error:
             self.refused.append(str(error))
             self._return(batch)
         else:
-            self._called[flow] = batch
+            self._called[frame] = batch
 
     def _return(self, batch: Batch) -> None:
         outputs: list[list[Facts | None]] = [[]]
         errors = {}
         for m, ticket in enumerate(batch.tickets):
             del self.running[ticket]
-            if ticket.flow.record.done:
+            if ticket.frame.record.done:
                 outputs[0].append(None)
                 continue
             made = made_by(self.graph.nodes[ticket.node.index], [ticket.tensors[s] for s in ticket.node.inputs])
             outputs[0].append(made)
-            if made == ticket.flow.request.fails_at:
+            if made == ticket.frame.request.fails_at:
                 errors[m] = ModelFailed("as it was told")
         self.scheduler.complete(batch, [BatchResults(outputs, errors)], None, self.time)
 
@@ -202,24 +202,24 @@ class StreamSim:
             held = [answer.tensors[slot] if slot != NO_SLOT else None for slot in self.plan.output_slots]
             self.answers[stream.record.stamp].append(held)
 
-    def _over(self, flow: Frame) -> None:
-        if flow in self._called:
-            batch = self._called.pop(flow)
-            self.scheduler.calls.over(batch, flow)
+    def _over(self, frame: Frame) -> None:
+        if frame in self._called:
+            batch = self._called.pop(frame)
+            self.scheduler.calls.over(batch, frame)
             self._at(self.time, partial(self._return, batch))
             return
-        assert isinstance(flow, RegionFrame)
-        assert flow.record.stamp not in self.ended, "ended twice"
-        self.ended[flow.record.stamp] = "" if flow.record.error is None else str(flow.record.error)
-        while flow.stream.answers:
-            self._take(flow)
+        assert isinstance(frame, RegionFrame)
+        assert frame.record.stamp not in self.ended, "ended twice"
+        self.ended[frame.record.stamp] = "" if frame.record.error is None else str(frame.record.error)
+        while frame.stream.answers:
+            self._take(frame)
 
     def check(self) -> None:
         self.scheduler.check()
         regions = self.plan.regions
         assert regions is not None
         together: Counter[int] = Counter()
-        for stream in self.flows.values():
+        for stream in self.frames.values():
             stream.check()
             if stream.record.done:
                 continue
@@ -240,7 +240,7 @@ class StreamSim:
         return Counter(
             ticket.node.index
             for ticket in tickets
-            if isinstance(ticket.flow, RegionFrame) and ticket.flow.whole is stream
+            if isinstance(ticket.frame, RegionFrame) and ticket.frame.whole is stream
         )
 
     def check_end(self) -> None:
@@ -249,7 +249,7 @@ class StreamSim:
             ended, got = self.ended[request.number], self.answers[request.number]
             assert got == right[: len(got)], f"request {request.number}: {got} is not {right}"
             assert ended or len(got) == len(right), f"request {request.number} got {len(got)} of {len(right)}"
-            stream = self.flows[request.number]
+            stream = self.frames[request.number]
             if not ended:
                 assert request.fails_at is None, "it failed without an error response"
                 assert self.finals[request.number] + stream.stream.ends_empty == 1, "it has no final response, or two"
@@ -276,7 +276,7 @@ class Running:
         self.following: Running | None = None
         self.is_cancelled = False
         self.is_waiting = False
-        made = made_by(sim.graph.nodes[source.node.index], [source.flow.tensors[slot] for slot in source.node.inputs])
+        made = made_by(sim.graph.nodes[source.node.index], [source.frame.tensors[slot] for slot in source.node.inputs])
         self.made, self.sent, self.credit = made, 0, 0
         assert model.answers is not None
         self.total = model.answers(made)
@@ -311,8 +311,8 @@ class Running:
         self.credit -= 1
         answer = Content((*self.made.made_of, self.sent))
         self.sent += 1
-        is_last = self.sent == self.total and len(self.made.made_of) % 2 == self.source.flow.record.stamp % 2
-        if answer == self.source.flow.request.fails_at:
+        is_last = self.sent == self.total and len(self.made.made_of) % 2 == self.source.frame.record.stamp % 2
+        if answer == self.source.frame.request.fails_at:
             self.sim.streams.failed(self.source, ModelFailed("as it was told"))
         else:
             self.sim.streams.answer(self.source, [answer], self.sim.time, is_last=is_last)

@@ -45,13 +45,10 @@ from flowserve.backends.base import (
 )
 from flowserve.backends.worker import messages
 from flowserve.backends.worker.messages import (
-    ANCILLARY_BYTES,
-    CLOSE_ON_EXEC,
     MESSAGE_BYTES_MAX,
     decode_error,
     pack,
     request_facts,
-    unpack,
 )
 from flowserve.errors import Unavailable, Unsupported
 from flowserve.memory import raw
@@ -279,19 +276,17 @@ class WorkerBlsClient:
         """Handle one message. False if there is none, or the server is gone."""
         assert self._socket is not None
         try:
-            packed, ancillary, _, _ = self._socket.recvmsg(MESSAGE_BYTES_MAX, ANCILLARY_BYTES, CLOSE_ON_EXEC | flags)
+            message = messages.receive(self._socket, flags)
         except BlockingIOError:
             return False
-        except OSError:
-            packed = b""
-        if not packed:
+        if message is None:
             waiting, self._waiting = self._waiting, {}
             for answered in waiting.values():
                 answered(Unavailable(_GONE))
             return False
-        kind, words, text = unpack(packed)
+        kind, words, text, fds = message
         if kind == messages.ATTACH:
-            (self._segments[words[1]],) = messages.descriptors(ancillary)
+            (self._segments[words[1]],) = fds
         elif kind == messages.SERVER_REPLY:
             number, free, error, answer = messages.decode_server_reply(words, text)
             self._free.extend(free)

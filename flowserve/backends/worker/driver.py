@@ -4,7 +4,7 @@ Decides that batches run one after another until the server ends the instance, w
 message, and which errors the server gets: a model that raises fails its batch, a process that has lost its GPU ends.
 
 The connection, the memory of tensors and the way of a batch on its route belong to the port (port.py). Does not know
-the event loop, queues or graphs, nor which backend it runs. Called by main.py and by cluster/actor.py.
+the event loop, queues or graphs, nor which backend it runs. Called by main.py and by elsewhere/cluster/actor.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final
 from flowserve.backends.base import ClockNs, Instance, Results, Work
 from flowserve.backends.worker import messages
 from flowserve.backends.worker.messages import Garbled, Job, encode_error, encode_notes
-from flowserve.backends.worker.port import Batch, Port
+from flowserve.backends.worker.port import DriverPort, ReceivedBatch
 from flowserve.errors import FlowserveError, model_raised, told
 from flowserve.memory.device import why_lost
 from flowserve.values import Request
@@ -51,7 +51,7 @@ class BatchRequests(Sequence[Request]):
 class Driver:
     """Drives an open instance."""
 
-    def __init__(self, port: Port, job: Job, instance: Instance, clock: ClockNs) -> None:
+    def __init__(self, port: DriverPort, job: Job, instance: Instance, clock: ClockNs) -> None:
         self._port = port
         self._job = job
         self._instance = instance
@@ -79,7 +79,7 @@ class Driver:
         """Process a message that is not about batches, routes or memory. Raises Garbled."""
         raise Garbled(f"a message of kind {kind}")
 
-    def _run(self, batch: Batch) -> None:
+    def _run(self, batch: ReceivedBatch) -> None:
         placed: Any = None
         text: Any = None
         times = 0, 0
@@ -112,7 +112,7 @@ class Driver:
             log.error("instance %s: its process cannot use the GPU any more (%s), and ends", self._job.instance, why)
             raise SystemExit(messages.LOST_GPU)
 
-    def _execute(self, batch: Batch) -> tuple[Any, tuple[int, int], Any]:
+    def _execute(self, batch: ReceivedBatch) -> tuple[Any, tuple[int, int], Any]:
         """Run the batch. Returns the text about members that failed, run again or have parameters, None if there are
         none; the times at which inputs were in place and outputs computed; and the outputs as the port has placed
         them. No tensor of the batch is referenced afterwards, except by the model: the port counts references.
@@ -125,7 +125,7 @@ class Driver:
         self._has_failed = bool(results.errors)
         return text_about(results, is_on_route=bool(batch.route)), times, placed
 
-    def _work(self, batch: Batch) -> Work:
+    def _work(self, batch: ReceivedBatch) -> Work:
         rows = batch.rows
         count = len(rows)
         wanted = [*map(self._names_of, batch.wanted)]

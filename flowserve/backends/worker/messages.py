@@ -25,6 +25,7 @@ Does not know memory or models. Callers: the modules of this package, and runtim
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 from array import array
@@ -304,6 +305,26 @@ def descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     return fds.tolist()
+
+
+def receive(sock: socket.socket, flags: int = 0) -> tuple[int, tuple[int, ...], bytes, list[int]] | None:
+    """The next message of a socket about calls: its kind, words and text, and the descriptors that came with it, which
+    the caller owns; none if they were lost for lack of room. None at the end. Raises BlockingIOError, and Garbled. The
+    sockets of batches are read by loops of their own, because a call for each message costs them a microsecond.
+    """
+    try:
+        packed, ancillary, _, _ = sock.recvmsg(MESSAGE_BYTES_MAX, ANCILLARY_BYTES, CLOSE_ON_EXEC | flags)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return None
+    fds = descriptors(ancillary) if ancillary else []
+    try:
+        return (*unpack(packed), fds) if packed else None
+    except Garbled:
+        for fd in fds:
+            os.close(fd)
+        raise
 
 
 # The place of a column: (segment, offset, bytes, shape) of one tensor of all members; a list with such a place, or
@@ -683,7 +704,8 @@ def decode_server_reply(words: Sequence[int], text: bytes) -> tuple[int, list[Bl
 class Form(NamedTuple):
     """The form of one kind of message. `fields`: the names of its words, in order; those in brackets repeat until its
     end, and "..." stands for lists that only its functions know. `text`: what its text is, "" for none. `encode` and
-    `decode`: its functions, if it has lists within lists; every other kind is written by `pack` and read by `read`.
+    `decode`: its functions, if it has lists within lists; every other kind is written by `pack` and read by
+    `read_fields`.
     """
 
     name: str
@@ -818,7 +840,7 @@ def _counts(fields: str) -> tuple[int, int]:
     return len(fixed.split()), len(group.rstrip("]").split())
 
 
-def read(table: Mapping[int, Form], kind: int, words: Sequence[int]) -> Sequence[int]:
+def read_fields(table: Mapping[int, Form], kind: int, words: Sequence[int]) -> Sequence[int]:
     """The fields of a message without functions of its own. Raises Garbled for an unknown kind, and if it has other
     fields.
     """

@@ -1,8 +1,8 @@
 """The connection of one instance to its server, as its driver sees it.
 
 Decides nothing; this is the contract between a driver (driver.py, streaming.py) and the two kinds of connections: in a
-worker process (shm.py), where tensors travel as places in shared memory, and in an actor on another machine
-(cluster/port.py), where they travel as bytes behind their message. The driver does not know which of them it has.
+worker process (shm.py), where tensors travel as places in shared memory, and in an actor on another machine,
+where they travel as bytes behind their message. The driver does not know which of them it has.
 
 Methods are called on the thread of the driver; `respond` and `send` on any thread. `receive` is called on one thread,
 which for a decoupled model is not that of the driver.
@@ -19,7 +19,7 @@ from flowserve.memory.column import Column
 TakeMessage = Callable[[int, Sequence[int]], None]
 
 
-class Batch(Protocol):
+class ReceivedBatch(Protocol):
     """A batch that is to run, at its current stage: the fields of `RunMessage` that a driver reads."""
 
     @property
@@ -38,12 +38,12 @@ class Batch(Protocol):
     def text(self) -> bytes: ...
 
 
-class Port(Protocol):
+class DriverPort(Protocol):
     """The connection of an instance, and the memory of its tensors."""
 
     def receive(self, take: TakeMessage) -> Any:
-        """Wait for the next `Batch`; None if the instance is to end, or its server has ended. Messages about anything
-        but batches go to `take`. Raises Garbled, and OSError at the end of the server.
+        """Wait for the next `ReceivedBatch`; None if the instance is to end, or its server has ended. Messages that the
+        port does not know go to `take`. Raises Garbled, and OSError at the end of the server.
         """
 
     def begin(self, batch: Any) -> bool:

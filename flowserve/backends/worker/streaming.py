@@ -4,7 +4,7 @@ Decides that a separate thread receives messages, because the thread that runs t
 message arrives; a model with one response per request does not need that thread. Everything else about an instance is
 in driver.py.
 
-Callers: main.py and cluster/actor.py, through `drive`.
+Callers: main.py and elsewhere/cluster/actor.py, through `drive`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flowserve.backends.credit import CreditSender
 from flowserve.backends.worker import messages
 from flowserve.backends.worker.driver import Driver
 from flowserve.backends.worker.messages import Garbled, Job, encode_error, encode_notes, pack
-from flowserve.backends.worker.port import Batch, Port
+from flowserve.backends.worker.port import DriverPort, ReceivedBatch
 from flowserve.errors import FlowserveError
 
 _EARLY_MAX: Final = 4096  # grants that arrived before their batch; only those of the next batch can
@@ -30,9 +30,9 @@ _EARLY_MAX: Final = 4096  # grants that arrived before their batch; only those o
 class StreamDriver(Driver):
     """Drives an open instance of a decoupled model."""
 
-    def __init__(self, port: Port, job: Job, instance: Instance, clock: ClockNs) -> None:
+    def __init__(self, port: DriverPort, job: Job, instance: Instance, clock: ClockNs) -> None:
         super().__init__(port, job, instance, clock)
-        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[ReceivedBatch | None] = queue.SimpleQueue()
         # Weak: a sender that the model has freed needs no messages.
         self._senders: WeakValueDictionary[tuple[int, int], WorkerSender] = WeakValueDictionary()
         self._early: dict[tuple[int, int], int] = {}
@@ -65,7 +65,7 @@ class StreamDriver(Driver):
     def _take(self, kind: int, words: Sequence[int]) -> None:
         if kind not in messages.OF_STREAMS:
             super()._take(kind, words)
-        number, *rest = messages.read(messages.TO_INSTANCE, kind, words)
+        number, *rest = messages.read_fields(messages.TO_INSTANCE, kind, words)
         if kind == messages.GRANT:
             self._granted((number, rest[0]), rest[1], [*zip(rest[2::2], rest[3::2], strict=True)])
         elif kind == messages.WITHDRAW:
@@ -91,7 +91,7 @@ class StreamDriver(Driver):
             sender.withdraw()
             self._given_back.pop(key, None)
 
-    def _execute(self, batch: Batch) -> tuple[Any, tuple[int, int], Any]:
+    def _execute(self, batch: ReceivedBatch) -> tuple[Any, tuple[int, int], Any]:
         senders = [self._sender(batch.number, m) for m in range(len(batch.rows))]
         self._early.clear()
         self._unwanted.clear()
@@ -167,6 +167,6 @@ class WorkerSender(CreditSender):
             self.withdraw()  # the server is gone
 
 
-def drive(port: Port, job: Job, instance: Instance, clock: ClockNs) -> None:
+def drive(port: DriverPort, job: Job, instance: Instance, clock: ClockNs) -> None:
     """Run the batches of an open instance. Raises as `Driver.run`."""
     (StreamDriver if job.decoupled else Driver)(port, job, instance, clock).run()

@@ -1,13 +1,12 @@
 """The options of `flowserve run` as the records that the parts of a server take.
 
 Decides which option becomes which field. Opens nothing and reads no machine: what has to be opened or found before
-(ports, GPUs, the cluster) is given. Does not know the words of the command line (`options`). Caller: `run`.
+(ports, GPUs, wings) is given. Does not know the words of the command line (`options`). Caller: `run`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from flowserve.cli.options import (
     trace_api_max_bytes,
     trace_choice,
 )
-from flowserve.config.placement import ModelPlace
 from flowserve.config.types import Gpus
 from flowserve.http.api.access import AccessRules
 from flowserve.http.api.infer import AppOptions
@@ -27,10 +25,10 @@ from flowserve.memory.client_memory import ClientMemory
 from flowserve.observe.settings import LogSettings
 from flowserve.runtime.budget import Budget
 from flowserve.runtime.engine.options import EngineOptions
+from flowserve.runtime.engine.wings import Wing
 from flowserve.runtime.factory import PYTHON_EXECUTION
 from flowserve.runtime.loading.control import ControlOptions
 from flowserve.runtime.protocol import ElementLimits, Forwarding, hides_names
-from flowserve.runtime.remote.actors import ClusterOptions
 from flowserve.runtime.tracing.traces import TraceOptions
 from flowserve.scheduling.rate_limit.limiter import Available
 
@@ -46,13 +44,9 @@ def trace_options(arguments: argparse.Namespace, worker: int | None) -> TraceOpt
 
 
 def engine_options(
-    arguments: argparse.Namespace,
-    trace: TraceOptions,
-    gpus: Gpus,
-    cluster: ClusterOptions | None,
-    places: Mapping[str, ModelPlace],
+    arguments: argparse.Namespace, trace: TraceOptions, gpus: Gpus, wings: tuple[Wing, ...]
 ) -> EngineOptions:
-    """`gpus`, `cluster` and `places`: what was found and opened on the options' behalf."""
+    """`gpus` and `wings`: what was found and opened on the options' behalf."""
     metrics = metrics_choice(arguments)
     restrictions = (*arguments.http_restricted_api, *arguments.grpc_restricted_protocol)
     resources = tuple(Available(*given) for given in arguments.rate_limit_resource)
@@ -72,8 +66,7 @@ def engine_options(
         load_retries=arguments.model_load_retry_count,
         tells_names=not hides_names(restrictions),
         summaries=metrics is not None and bool(metrics.quantiles),
-        cluster=cluster,
-        places=places,
+        wings=wings,
     )
 
 

@@ -38,7 +38,6 @@ from flowserve.observe.exposition import CONTENT_TYPE, COUNTER, GAUGE, family
 from flowserve.observe.machine import GpuMeter, MachineMeter, machine_text
 from flowserve.observe.settings import EVERYTHING, MetricsChoice
 from flowserve.runtime.budget import Budget
-from flowserve.runtime.clock import SECOND_NS
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.loading.control import Control
 from flowserve.runtime.protocol import model_metadata, server_metadata, statistics_of_all
@@ -178,8 +177,9 @@ class Exposition:
     async def parts(self) -> list[bytes]:
         """Prometheus' text, in pieces."""
         engine = self._engine
-        parts = [_budget_text(self._budget), _stores_text(engine), _machines_text(engine)]
-        own = engine.server_requests.metrics
+        parts = [_budget_text(self._budget), _stores_text(engine)]
+        parts += [wing.metrics().encode() for wing in engine.options.wings]
+        own = engine.calls.server_requests.metrics
         parts.append(await trio.to_thread.run_sync(machine_text, self._machine, self._gpus, own))
         # On the event loop: a thread would hold the interpreter lock for half a millisecond each time that the loop
         # releases it.
@@ -191,31 +191,10 @@ class Exposition:
 
 def _stores_text(engine: Engine) -> bytes:
     """The family of the repositories in stores: whether the last request to each store succeeded."""
-    control = engine.server_requests.control
+    control = engine.calls.server_requests.control
     found = [((("repository", one.name),), float(not one.outage)) for one in (control.mirrors if control else ())]
     text = "Whether the store of a repository could be asked the last time (1) or not (0)"
     return family("flowserve_repository_reachable", text, GAUGE, found).encode() if found else b""
-
-
-def _machines_text(engine: Engine) -> bytes:
-    """The families of the cluster: whether it can be reached, and the traffic with its machines."""
-    cluster = engine.options.cluster
-    if cluster is None:
-        return b""
-    found = [((("machine", name),), one) for name, one in sorted(cluster.traffic.items())]
-    batches = [(labels, one.batches) for labels, one in found]
-    seconds = [(labels, one.way_ns / SECOND_NS) for labels, one in found]
-    nbytes = [(labels, one.nbytes) for labels, one in found]
-    text = "Whether the cluster can start instances (1) or not (0)"
-    parts = [family("flowserve_cluster_reachable", text, GAUGE, [((), float(cluster.engine.is_reachable))])]
-    if found:
-        text = "Batches that a machine of the cluster answered"
-        parts.append(family("flowserve_link_batches_total", text, COUNTER, batches))
-        text = "Time of these batches on the way there and back, without their computation"
-        parts.append(family("flowserve_link_seconds_total", text, COUNTER, seconds))
-        text = "Bytes of the inputs of batches under way to a machine of the cluster"
-        parts.append(family("flowserve_link_bytes", text, GAUGE, nbytes))
-    return "".join(parts).encode()
 
 
 def _budget_text(budget: Budget) -> bytes:

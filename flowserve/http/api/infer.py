@@ -39,7 +39,7 @@ from flowserve.observe.server_timing import server_timing
 from flowserve.observe.settings import EVERYTHING, LogSettings, MetricsChoice
 from flowserve.runtime.budget import Budget, Reservation
 from flowserve.runtime.engine.classification import rank
-from flowserve.runtime.engine.deployments import Deployment, MakeFlow
+from flowserve.runtime.engine.deployments import Deployment, MakeFrame
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.protocol import ElementLimits, Forwarding, Restriction
 from flowserve.runtime.threads import INLINE_BYTES_MAX, Pause, in_steps, in_thread
@@ -174,7 +174,7 @@ class _Inference:
     """One request from its body to its response, traced or not."""
 
     __slots__ = (
-        *("_answer_form", "_body", "_flow", "_request", "_respond", "_route", "_spawn", "_target", "_watch"),
+        *("_answer_form", "_body", "_frame", "_request", "_respond", "_route", "_spawn", "_target", "_watch"),
         "deployment",
     )
 
@@ -190,7 +190,7 @@ class _Inference:
         self._target = target
         self._respond = respond
         self._spawn = spawn
-        self._flow: Frame | None = None  # until it is finished
+        self._frame: Frame | None = None  # until it is finished
         # Whether a request is traced is decided when only the model's name is known, as on Triton.
         self._watch: Watch | None = None
         if engine.traces.is_on:
@@ -208,12 +208,12 @@ class _Inference:
             return self.close
         request.trace_context = self._target.context
         make = None if self._watch is None else self._make_traced(self._watch)
-        flow = self._route.engine.submit(self.deployment, request, make)
-        if flow.record.done:
-            self._finished(flow)
+        frame = self._route.engine.submit(self.deployment, request, make)
+        if frame.record.done:
+            self._finished(frame)
         else:
-            self._flow = flow
-            flow.record.waiter = self._finished
+            self._frame = frame
+            frame.record.waiter = self._finished
         return self.close
 
     def start_task(self, body: BytesLike, request: Request | None = None) -> None:
@@ -281,9 +281,9 @@ class _Inference:
 
     def close(self) -> None:
         """The client disconnected: withdraw the request if it is not finished."""
-        flow, self._flow = self._flow, None
-        if flow is not None:
-            self._route.engine.withdraw(flow)
+        frame, self._frame = self._frame, None
+        if frame is not None:
+            self._route.engine.withdraw(frame)
         if self._watch is not None:
             self._watch.close()
 
@@ -337,10 +337,10 @@ class _Inference:
         assert boundary is not None
         return decode_form(body, boundary, deployment.name, deployment.inputs, deployment.graph.max_batch_size, pause)
 
-    def _make_traced(self, watch: Watch) -> MakeFlow:
-        """The function with which the engine makes a traced flow."""
+    def _make_traced(self, watch: Watch) -> MakeFrame:
+        """The function with which the engine makes the frame of a traced request."""
         watch.mark("HTTP_RECV_END")
-        return watch.make(self.deployment.make_flow)
+        return watch.make(self.deployment.make_frame)
 
     def _encoded(self, response: Response) -> Encoded | None:
         """The response in the requested form; None if encoding takes long. Raises as `Encoder.encode` does."""
@@ -355,12 +355,12 @@ class _Inference:
         parts, headers = await in_steps(partial(encode_large, response, self._answer_form))
         return 200, headers, parts
 
-    def _finished(self, flow: Frame) -> None:
+    def _finished(self, frame: Frame) -> None:
         """Called by the engine between its steps: raises nothing."""
-        self._flow = None
+        self._frame = None
         try:
             engine = self._route.engine
-            response = engine.response_from(flow) if flow.record.error is None else engine.response(flow)
+            response = engine.response_from(frame) if frame.record.error is None else engine.response(frame)
             encoded = self._encoded(response)
             if encoded is None:
                 self._spawn(partial(self._respond_in_steps, response))

@@ -33,8 +33,7 @@ from flowserve.runtime.clock import SECOND_NS, wall_clock_ms
 from flowserve.runtime.engine.deployments import Deployment
 from flowserve.runtime.engine.engine import Engine
 from flowserve.runtime.group import Group
-from flowserve.runtime.remote.worker import RemoteWorker
-from flowserve.scheduling.batch import Batch
+from flowserve.runtime.workers.base import batches_of
 from flowserve.scheduling.model_queue import ModelQueue
 from flowserve.values import Array
 
@@ -411,12 +410,10 @@ def _now(queue: ModelQueue) -> dict[str, Any]:
     visible here.
     """
     waiting = len(queue.batcher)
-    running: list[Batch | None] = []
-    for worker in dict.fromkeys(queue.instances):  # each once, though it may take several batches
-        running += worker.batches if isinstance(worker, RemoteWorker) else [worker.running]
+    workers = dict.fromkeys(queue.instances)  # each once, though it may take several batches
     return {
         "waiting": waiting,
-        "in_flight": waiting + sum(len(batch.tickets) for batch in running if batch is not None),
+        "in_flight": waiting + sum(len(batch.tickets) for worker in workers for batch in batches_of(worker)),
         "busy": queue.running,
         "instances": len(queue.instances),
         "away": len(queue.away),

@@ -156,7 +156,7 @@ class DeploymentCache:
         began_ns = self._clock()
         response = None
         ticket.lookup = ()
-        request: Request = ticket.flow.request
+        request: Request = ticket.frame.request
         arrays = None
         if inputs is not None:
             if any(tensor.place != HOST_MEMORY for tensor in inputs.values()):
@@ -190,7 +190,7 @@ class DeploymentCache:
                 response, nbytes = cached_copy(made, parameters)
                 self._responses.put(key, response, nbytes)
             except Exception:  # no memory for a copy
-                self._log("a response of '%s' cannot be cached", ticket.flow.request)
+                self._log("a response of '%s' cannot be cached", ticket.frame.request)
                 response = None
         self._statistics.missed(lookup_ns + self._clock() - began_ns)
         return response

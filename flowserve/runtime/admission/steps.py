@@ -33,7 +33,7 @@ def look_up_all(lookups: Iterable[Lookup]) -> None:
             queue.cache.look_up(queue, ticket)
         except Exception as error:  # it concerns one request, which ends; the others continue
             name = queue.key.name
-            extra = of_request(ticket.flow.whole.request, model=name)
+            extra = of_request(ticket.frame.whole.request, model=name)
             log.exception("a step of model '%s' could not be looked up", name, extra=extra)
             queue.cache.fail(ticket, Internal(f"model '{name}': its cached response cannot be used: {error}"))
 
@@ -48,12 +48,14 @@ class StepCache:
 
     def look_up(self, queue: ModelQueue, ticket: Ticket) -> None:
         """Execute a `Lookup`: answer the step, or let it run."""
-        if ticket.flow.record.done:  # an earlier lookup ended it
+        if ticket.frame.record.done:  # an earlier lookup ended it
             return
         began_ns = self._clock()
-        flow, node = ticket.flow, ticket.node
-        read = zip(flow.plan.graph.nodes[node.index].inputs, node.inputs, strict=True)
-        inputs = {spec.name: tensor for spec, slot in read if slot >= 0 and (tensor := flow.tensors[slot]) is not None}
+        frame, node = ticket.frame, ticket.node
+        read = zip(frame.plan.graph.nodes[node.index].inputs, node.inputs, strict=True)
+        inputs = {
+            spec.name: tensor for spec, slot in read if slot >= 0 and (tensor := ticket.tensors[slot]) is not None
+        }
         response = self.responses.find(ticket, node.wanted, inputs, may_answer=queue.may_answer)
         if response is not None:
             self._answer(ticket, response, began_ns)
@@ -62,7 +64,7 @@ class StepCache:
 
     def fail(self, ticket: Ticket, error: FlowserveError) -> None:
         """End the request of a step whose lookup raised."""
-        if not ticket.flow.record.done:
+        if not ticket.frame.record.done:
             self._scheduler.answer_step(ticket, [()] * len(ticket.node.outputs), error, self._clock())
 
     def keep(self, batch: Batch, results: Results) -> None:
@@ -79,7 +81,7 @@ class StepCache:
             made = {name: results.outputs[j][m] for name, j in _outputs(ticket)}
             response = self.responses.keep(ticket, made, results.parameters.get(m))
             for follower in followers:
-                if follower.flow.record.done:  # another step of its flow was answered before, and ended it
+                if follower.frame.record.done:  # another step of its request was answered before, and ended it
                     continue
                 if response is not None:
                     self._answer(follower, response, follower.queued_ns)
@@ -106,5 +108,5 @@ class StepCache:
 
 def _outputs(ticket: Ticket) -> list[tuple[str, int]]:
     """The outputs of a step that are read, each with its index."""
-    specs = ticket.flow.plan.graph.nodes[ticket.node.index].outputs
+    specs = ticket.frame.plan.graph.nodes[ticket.node.index].outputs
     return [(specs[j].name, j) for j, *_ in ticket.node.writes]

@@ -41,7 +41,7 @@ class Call:
         self._calls = calls
         self._on_end = on_end
         self._engine: Engine | None = None
-        self._flow: Frame | None = None
+        self._frame: Frame | None = None
         self._has_left = False
         self._outputs: dict[str, Array] = {}
         self._error: Exception | None = None
@@ -54,23 +54,23 @@ class Call:
         self._calls.add(self)
         try:
             deployment = prepare(engine, self._name, self._version, self._request)
-            flow = self._flow = engine.submit(deployment, self._request)
+            frame = self._frame = engine.submit(deployment, self._request)
         except Exception as error:  # raised in the caller's thread
             self.end(error)
             return
-        if flow.record.done:
-            self._finished(flow)
+        if frame.record.done:
+            self._finished(frame)
         else:
-            flow.record.waiter = self._finished
+            frame.record.waiter = self._finished
 
     def leave(self) -> None:
         """The caller no longer waits. No effect if the request is over. It may not have begun yet: trio runs functions
         that are posted once before those that are `is_repeatable`.
         """
         self._has_left = True
-        if self in self._calls and self._engine is not None and self._flow is not None:
+        if self in self._calls and self._engine is not None and self._frame is not None:
             self._calls.discard(self)
-            self._engine.withdraw(self._flow)
+            self._engine.withdraw(self._frame)
 
     def end(self, error: Exception | None = None) -> None:
         """The request is over: notify its caller."""
@@ -95,10 +95,10 @@ class Call:
         """Whether `result` has to decode large outputs, which takes long."""
         return any(isinstance(array, EncodedBytes) for array in self._outputs.values())
 
-    def _finished(self, flow: Frame) -> None:
+    def _finished(self, frame: Frame) -> None:
         assert self._engine is not None
         try:
-            self._outputs = self._engine.response(flow).outputs
+            self._outputs = self._engine.response(frame).outputs
         except Exception as error:
             self.end(error)
         else:

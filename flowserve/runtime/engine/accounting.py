@@ -48,22 +48,22 @@ class Accounting:
         """
         regathered: Sequence[int] = ()
         first = batch.tickets[0]
-        if made[0].copied and first.flow.plan.missing[first.node.index]:  # it reads outputs of other nodes
-            regathered = find_regathered(batch, made[0].copied)  # while the flows have the tensors
+        if made[0].copied and first.frame.plan.missing[first.node.index]:  # it reads outputs of other nodes
+            regathered = find_regathered(batch, made[0].copied)  # while the requests have the tensors
         if batch.route is None:
             record = partial(record_batch, batch.queue.statistics, batch, made[0], now_ns, (), regathered)
         else:
             record = partial(record_stages, batch, made, has_failed, now_ns, regathered)
         self.records.append(record)
 
-    def finished(self, flows: Sequence[Frame], now_ns: int) -> None:
+    def finished(self, frames: Sequence[Frame], now_ns: int) -> None:
         """These requests are over; their callers have not been notified yet."""
         ensembles = []
-        for flow in flows:
-            if flow.plan.graph.is_ensemble:
-                ensembles.append(flow)
-            elif isinstance(flow.record.error, DeadlineExceeded):
-                record_ended(flow, REJECTED, now_ns - flow.record.arrived_ns)
+        for frame in frames:
+            if frame.plan.graph.is_ensemble:
+                ensembles.append(frame)
+            elif isinstance(frame.record.error, DeadlineExceeded):
+                record_ended(frame, REJECTED, now_ns - frame.record.arrived_ns)
         if ensembles:
             self.records.append(partial(record_finished, ensembles, now_ns))
 
@@ -94,22 +94,22 @@ def record_batch(
     regathered: Sequence[int] = (),
     later_ns: tuple[int, int, int] = (0, 0, 0),
 ) -> None:
-    """Record one batch that ran, and its durations in the flows of ensembles. `input_bytes`: of each input, if the
+    """Record one batch that ran, and its durations in the requests of ensembles. `input_bytes`: of each input, if the
     outcome does not have them. `regathered`: as `find_regathered` found it. `later_ns`: the durations (input, infer,
-    output) of later stages of its route, which are added to the flows' as well.
+    output) of later stages of its route, which are added to the requests' as well.
     """
     tickets = batch.tickets
     count = len(tickets)
     first = tickets[0]
     present: Sequence[Ticket] = tickets
-    if first.flow.record.outcome or (
-        count > 1 and [ticket.flow.record.outcome for ticket in tickets].count(None) != count
+    if first.frame.record.outcome or (
+        count > 1 and [ticket.frame.record.outcome for ticket in tickets].count(None) != count
     ):
         present = _undecided(statistics, tickets)
     if batch.queue.order is not None:  # the responses may be held for long, while their callers leave
         for ticket in present:
-            if not ticket.flow.plan.graph.is_ensemble:
-                ticket.flow.record.outcome = RAN
+            if not ticket.frame.plan.graph.is_ensemble:
+                ticket.frame.record.outcome = RAN
     if not isinstance(outcome, Results):
         statistics.failed(len(present), _waited(present, now_ns), BACKEND)
         statistics.note_error(str(outcome), wall_clock_ms())
@@ -138,23 +138,23 @@ def record_batch(
         )
     members: Sequence[Ticket] = tickets
     if count == 1 or [ticket.node for ticket in tickets].count(first.node) == count:
-        flow = first.flow
-        node: NodeTraffic = flow.record.owner.traffic[first.node.index]
+        frame = first.frame
+        node: NodeTraffic = frame.record.owner.traffic[first.node.index]
         node.ran(batch.rows, outcome.placed, outcome.taken or input_bytes, outcome.copied, regathered)
-        if not flow.plan.graph.is_ensemble:
+        if not frame.plan.graph.is_ensemble:
             return
     else:
         _share_out(batch, outcome)
-        members = [ticket for ticket in tickets if ticket.flow.plan.graph.is_ensemble]
+        members = [ticket for ticket in tickets if ticket.frame.plan.graph.is_ensemble]
     input_ns, infer_ns, output_ns = input_ns + later_ns[0], infer_ns + later_ns[1], output_ns + later_ns[2]
     before = after = None
     for ticket in members:
-        flow = ticket.flow.whole
-        if flow.record.took is not before or ticket.queued_ns != queued_ns or after is None:
-            before, queued_ns = flow.record.took, ticket.queued_ns
+        frame = ticket.frame.whole
+        if frame.record.took is not before or ticket.queued_ns != queued_ns or after is None:
+            before, queued_ns = frame.record.took, ticket.queued_ns
             waited, gathered, inferred, read = before
             after = waited + started_ns - queued_ns, gathered + input_ns, inferred + infer_ns, read + output_ns
-        flow.record.took = after
+        frame.record.took = after
 
 
 def record_stages(
@@ -165,7 +165,7 @@ def record_stages(
     """
     route, rows = batch.route, batch.rows
     assert route is not None
-    owner, count = batch.tickets[0].flow.record.owner, len(batch.tickets)
+    owner, count = batch.tickets[0].frame.record.owner, len(batch.tickets)
     last = len(made) - 1
     inputs_ns = infers_ns = outputs_ns = 0  # sums over the stages that are recorded here
     since_ns = made[0].computed_ns
@@ -196,7 +196,7 @@ def record_stages(
     record_batch(route.queues[0].statistics, batch, made[0], first_ns, (), regathered, later_ns)
 
 
-def record_finished(flows: Sequence[Frame], now_ns: int) -> None:
+def record_finished(frames: Sequence[Frame], now_ns: int) -> None:
     """Record requests of ensembles that are over, except those that were counted before. Requests that stayed in the
     same batches are recorded together.
     """
@@ -205,28 +205,28 @@ def record_finished(flows: Sequence[Frame], now_ns: int) -> None:
     rows = 0
     spread: dict[tuple[Any, ...], int] = {}  # requests by the rows of their spaces
     totals: list[int] = []
-    for flow in flows:
-        if flow.record.outcome is not None:
+    for frame in frames:
+        if frame.record.outcome is not None:
             continue
-        total_ns = now_ns - flow.record.arrived_ns
-        statistics: Statistics = flow.record.owner.statistics
-        if isinstance(flow, RegionFrame):
-            if flow.regions.operations:
-                key = (flow.record.owner, flow.plan, *flow.spreads)
+        total_ns = now_ns - frame.record.arrived_ns
+        statistics: Statistics = frame.record.owner.statistics
+        if isinstance(frame, RegionFrame):
+            if frame.regions.operations:
+                key = (frame.record.owner, frame.plan, *frame.spreads)
                 spread[key] = spread.get(key, 0) + 1
-            is_repeated = flow.regions.splits or flow.regions.is_shared
-            if is_repeated and flow.stream.has_answers and not flow.stream.is_answered:  # the first is the last
+            is_repeated = frame.regions.splits or frame.regions.is_shared
+            if is_repeated and frame.stream.has_answers and not frame.stream.is_answered:  # the first is the last
                 statistics.first_answered(total_ns)
-        if flow.record.error is not None:
+        if frame.record.error is not None:
             # The model of a failed step has counted the reason.
-            statistics.failed(1, total_ns, REJECTED if isinstance(flow.record.error, DeadlineExceeded) else OTHER)
+            statistics.failed(1, total_ns, REJECTED if isinstance(frame.record.error, DeadlineExceeded) else OTHER)
             continue
         # The number of inferences that the request counts as.
-        here = len(next(iter(flow.request.inputs.values()), ())) or 1 if flow.plan.graph.max_batch_size else 1
-        if flow.record.owner is not owner or flow.record.took is not took or here != rows:
+        here = len(next(iter(frame.request.inputs.values()), ())) or 1 if frame.plan.graph.max_batch_size else 1
+        if frame.record.owner is not owner or frame.record.took is not took or here != rows:
             if totals:
                 _record_totals(owner, rows, totals, took, now_ns)
-            owner, took, rows, totals = flow.record.owner, flow.record.took, here, []
+            owner, took, rows, totals = frame.record.owner, frame.record.took, here, []
         totals.append(total_ns)
     if totals:
         _record_totals(owner, rows, totals, took, now_ns)
@@ -250,17 +250,19 @@ def _record_totals(owner: Any, rows: int, totals: Sequence[int], took: Sequence[
         owner.statistics.ran_apart(rows, totals, *took, now_ns)
 
 
-def record_ended(flow: Frame, reason: str, total_ns: int) -> None:
+def record_ended(frame: Frame, reason: str, total_ns: int) -> None:
     """Record a request that ended before its response, unless it has been counted: as refused, late or cancelled."""
-    if flow.record.outcome is None:
-        flow.record.outcome = reason
-        flow.record.owner.statistics.failed(1, total_ns, reason)
+    if frame.record.outcome is None:
+        frame.record.outcome = reason
+        frame.record.owner.statistics.failed(1, total_ns, reason)
 
 
 def _undecided(statistics: Statistics, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
     """The tickets of a batch without those whose request has been counted, if it is a request of this model itself."""
     left = [
-        one for one in tickets if one.flow.record.outcome is not None and one.flow.record.owner.statistics is statistics
+        one
+        for one in tickets
+        if one.frame.record.outcome is not None and one.frame.record.owner.statistics is statistics
     ]
     return [ticket for ticket in tickets if ticket not in left] if left else tickets
 
@@ -294,14 +296,14 @@ def _share_out(batch: Batch, results: Results) -> None:
     """Record a batch of several nodes, or of several graphs, in the traffic of each by its rows."""
     groups: dict[tuple[int, int], list[Ticket]] = {}
     for ticket in batch.tickets:
-        groups.setdefault((id(ticket.flow.record.owner), ticket.node.index), []).append(ticket)
+        groups.setdefault((id(ticket.frame.record.owner), ticket.node.index), []).append(ticket)
     for tickets in groups.values():
         rows = sum([ticket.rows for ticket in tickets])
-        node: NodeTraffic = tickets[0].flow.record.owner.traffic[tickets[0].node.index]
+        node: NodeTraffic = tickets[0].frame.record.owner.traffic[tickets[0].node.index]
         node.ran(batch.rows, share(results.placed, rows, batch.rows))
         taken, copied = share(results.taken, rows, batch.rows), share(results.copied, rows, batch.rows)
         for edge in node.edges:
-            nbytes = rows * edge.row_bytes or taken[edge.input]  # the flows no longer have the tensors
+            nbytes = rows * edge.row_bytes or taken[edge.input]  # the requests no longer have the tensors
             edge.carried(nbytes, copied[edge.input] if copied else 0, out_of_one=False)
 
 
@@ -310,7 +312,7 @@ def find_regathered(batch: Batch, copied: Sequence[int]) -> Sequence[int]:
     released. `copied`: the copied bytes of each input.
     """
     tickets = batch.tickets
-    node: NodeTraffic = tickets[0].flow.record.owner.traffic[tickets[0].node.index]
+    node: NodeTraffic = tickets[0].frame.record.owner.traffic[tickets[0].node.index]
     if not node.is_fed:
         return ()
     edges = [edge for edge in node.edges if copied[edge.input] and edge.producer != REQUEST]
@@ -334,5 +336,5 @@ def _tensors(tickets: Sequence[Ticket], i: int) -> list[Tensor]:
     return [
         tensor
         for ticket in tickets
-        if not ticket.flow.record.done and (tensor := ticket.tensors[ticket.node.inputs[i]]) is not None
+        if not ticket.frame.record.done and (tensor := ticket.tensors[ticket.node.inputs[i]]) is not None
     ]

@@ -3,7 +3,7 @@
 A deployment is one servable version of one name: its configuration, its graph, its admission control and its counters.
 Decides how a name and a version are resolved to a deployment, the error if there is none, when a server is ready, which
 parts of a loaded model belong to its deployment (its queues, its admission control, its counters), and how a request
-becomes a flow there.
+becomes a frame there.
 
 Does not know how models are loaded, nor how requests run. Used on the event loop's thread, by the engine, loading and
 front ends.
@@ -35,13 +35,10 @@ from flowserve.runtime.admission.cache import DeploymentCache, LruCache, Respons
 from flowserve.runtime.admission.controller import AdmissionController
 from flowserve.runtime.admission.steps import StepCache
 from flowserve.runtime.clock import ClockNs, wall_clock_ms, wall_clock_ns
-from flowserve.runtime.engine.generations import Generations
+from flowserve.runtime.engine.loaded import LoadedModels
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.engine.validation import Validator
-from flowserve.runtime.remote.worker import RemoteWorker
-from flowserve.runtime.workers.local import LocalWorker
 from flowserve.runtime.workers.policies import keeps_order, levels_of
-from flowserve.runtime.workers.supervisor import Supervisor
 from flowserve.scheduling.frames.borders import region_frame
 from flowserve.scheduling.frames.frame import Frame, request_frame
 from flowserve.scheduling.frames.slots import InflightSlots
@@ -53,7 +50,7 @@ from flowserve.values import Request, TensorSpec
 _PLANS_MAX: Final = 64
 # Triton's text, the beginning of its HTTP endpoint's error.
 ONE_ANSWER: Final = "HTTP end point doesn't support models with decoupled transaction policy"
-MakeFlow = Callable[..., Frame]
+MakeFrame = Callable[..., Frame]
 NO_LABELS: Final[Mapping[str, Sequence[str]]] = {}
 UNLOADED: Final = "unloaded"
 NOTHING_RETIRED: Final[Mapping[int, trio.Event]] = {}
@@ -67,14 +64,12 @@ class Deployments:
         options: EngineOptions,
         clock: ClockNs,
         scheduler: Scheduler,
-        generations: Generations,
-        supervisor: Supervisor,
+        loaded: LoadedModels,
     ) -> None:
         self._options = options
         self._clock = clock
         self._scheduler = scheduler
-        self._generations = generations
-        self._supervisor = supervisor
+        self._loaded = loaded
         self.entries: dict[str, Entry] = {}
         self.is_draining = False
         self.is_leaving = False  # not ready, because a drain is about to begin
@@ -111,7 +106,7 @@ class Deployments:
         why = lost()
         if why and any(worker.is_on_gpu for queue in deployment.queues for worker in queue.instances):
             return why
-        if outage := self._supervisor.outage(deployment.queues):
+        if outage := self._loaded.supervisor.outage(deployment.queues):
             return outage
         for queue in deployment.queues:
             outages: list[str] = [worker.outage() for worker in queue.instances]
@@ -195,7 +190,7 @@ class Deployments:
         deployment = None if entry is None else entry.ready.get(statistics.version)
         if deployment is not None and not deployment.graph.is_ensemble:
             for worker in deployment.queues[0].instances[:1]:
-                if isinstance(worker, LocalWorker) and (there := worker.counted_there()):
+                if there := worker.counted_there():
                     return {THERE: there}
         return {}
 
@@ -300,7 +295,7 @@ class Deployments:
     ) -> Deployment:
         """The deployment of a graph: `former`, which serves that version now, if nothing changed for it."""
         key = ModelKey(graph.name, graph.version)
-        runs_on = [self._generations[node.model] for node in graph.nodes]
+        runs_on = [self._loaded.generations[node.model] for node in graph.nodes]
         pins = frozenset(one.pin for one in runs_on)
         if former is not None and former.is_like(config, graph, pins, labels):
             former.config, former.versions = _as_it_responds(config, graph), versions
@@ -360,12 +355,9 @@ def _share_outputs(graph: Graph, queues: Sequence[ModelQueue]) -> None:
     for edge in graph.edges:
         if GRAPH in (edge.producer, edge.consumer):
             continue
-        if any(_arena_read_by(worker) is not None for worker in queues[edge.consumer].instances):
+        if any(worker.arena is not None for worker in queues[edge.consumer].instances):
             for worker in queues[edge.producer].instances:
-                if isinstance(worker, LocalWorker):
-                    worker.share(edge.output, graph.nodes[edge.producer].outputs[edge.output])
-                elif isinstance(worker, RemoteWorker):
-                    worker.port.share()
+                worker.share(edge.output, graph.nodes[edge.producer].outputs[edge.output])
 
 
 def _arena_of(graph: Graph, queues: Sequence[ModelQueue]) -> Arena | None:
@@ -376,13 +368,7 @@ def _arena_of(graph: Graph, queues: Sequence[ModelQueue]) -> Arena | None:
     if len(readers) != 1 or GRAPH in readers:
         return None
     workers = queues[readers.pop()].instances
-    return _arena_read_by(workers[0]) if workers else None
-
-
-def _arena_read_by(worker: Any) -> Arena | None:
-    """The memory of this machine that the process of a worker reads; None for any other worker."""
-    found: Arena | None = worker.port.arena if isinstance(worker, RemoteWorker) else None
-    return found
+    return workers[0].arena if workers else None
 
 
 class Deployment:
@@ -420,9 +406,9 @@ class Deployment:
         self.arena: Arena | None = None
         self.statistics = statistics
         self.traffic: tuple[NodeTraffic, ...] = node_traffics(graph)
-        # The functions that make a request's flow, by the kind of its graph. `make_flow` is for one response,
+        # The functions that make a request's frame, by the kind of its graph. `make_frame` is for one response,
         # `make_stream` for any number.
-        self.make_flow, self.make_stream = _flow_makers(graph, self.plan, self.traffic)
+        self.make_frame, self.make_stream = _frame_makers(graph, self.plan, self.traffic)
         self.space_traffic = statistics.spaces = tuple(map(SpaceTraffic, graph.spaces))
         statistics.nodes = self.traffic  # of the newest graph; requests on an older graph use its own counters
         self.platform = config.platform or config.backend
@@ -476,14 +462,14 @@ class Deployment:
         """Whether a sequence is open here, or about to be."""
         return bool(self.opening_sequences) or any(one.live for one in self.sequences)
 
-    def sequence_begins(self, flow: Frame) -> None:
+    def sequence_begins(self, frame: Frame) -> None:
         """A request that begins a sequence was submitted."""
-        self.opening_sequences[flow.request.sequence_id] = flow
+        self.opening_sequences[frame.request.sequence_id] = frame
 
-    def sequence_request_over(self, flow: Frame) -> None:
+    def sequence_request_over(self, frame: Frame) -> None:
         """A request that may have begun a sequence is over."""
-        if self.opening_sequences.get(flow.request.sequence_id) is flow:
-            del self.opening_sequences[flow.request.sequence_id]
+        if self.opening_sequences.get(frame.request.sequence_id) is frame:
+            del self.opening_sequences[frame.request.sequence_id]
             if self.successor is not None and not self.has_sequences:
                 _look_again(self.successor)
 
@@ -520,7 +506,7 @@ def _as_it_responds(config: ModelConfig, graph: Graph) -> ModelConfig:
     return replace(config, json={**config.json, "model_transaction_policy": {"decoupled": True}})
 
 
-def _flow_makers(graph: Graph, plan: Plan, gauges: Sequence[NodeTraffic]) -> tuple[MakeFlow, MakeFlow]:
+def _frame_makers(graph: Graph, plan: Plan, gauges: Sequence[NodeTraffic]) -> tuple[MakeFrame, MakeFrame]:
     """The functions that make the frame of a request with one response, and of one whose responses are read one by
     one.
     """

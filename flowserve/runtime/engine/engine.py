@@ -1,6 +1,6 @@
 """The engine: requests in, responses out, one step at a time.
 
-Decides how a request becomes a flow and a finished flow a response, how a request is cancelled, and in which order the
+Decides how a request becomes a frame and a finished one a response, how a request is cancelled, and in which order the
 engine shuts down. Every request runs through `step`: the engine processes completed batches, asks the scheduler for
 decisions (scheduling/), executes them in order, and notifies the callers when no decision is left. Also decides how a
 caller takes the responses of a stream (`ResponseIterator`), at which points observers are called (`Observer`), and on
@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol, Self
 import trio
 from trio.lowlevel import Abort, RaiseCancelT, Task, current_task, reschedule, wait_task_rescheduled
 
-from flowserve.backends.base import LoadedModel, Results
+from flowserve.backends.base import Results
 from flowserve.errors import FlowserveError, Internal, ModelFailed, Unavailable, told
 from flowserve.graph.plan import Plan
 from flowserve.graph.types import ModelKey
@@ -31,44 +31,33 @@ from flowserve.observe.statistics import CANCELED, REJECTED
 from flowserve.runtime.admission.steps import look_up_all
 from flowserve.runtime.clock import running_clock, wall_clock_ms
 from flowserve.runtime.engine.accounting import Accounting, record_batch, record_ended
-from flowserve.runtime.engine.deployments import Deployment, Deployments, MakeFlow
-from flowserve.runtime.engine.generations import Generation, Generations
+from flowserve.runtime.engine.deployments import Deployment, Deployments, MakeFrame
+from flowserve.runtime.engine.loaded import LoadedModels, NewModel
 from flowserve.runtime.engine.options import EngineOptions
 from flowserve.runtime.group import Group
 from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.model_calls.calls import Calls
-from flowserve.runtime.model_calls.server_requests import ServerRequests
-from flowserve.runtime.processes.children import SUPPORTED
-from flowserve.runtime.readiness import ModelChecks
-from flowserve.runtime.release import MemoryRelease
-from flowserve.runtime.remote.shm import ProcessPool
-from flowserve.runtime.tracing.recent import RecentRequests
 from flowserve.runtime.tracing.traces import Traces
-from flowserve.runtime.tracing.tracing import Tracing, Watch
+from flowserve.runtime.tracing.tracing import Watch
 from flowserve.runtime.workers.base import (
     Completions,
     Outcome,
     Passed,
     Returned,
-    RunsElsewhere,
     Worker,
     WorkerContext,
     cannot_start,
     fields_of,
     log_failure,
     log_unnoticed,
-    slots_of,
 )
 from flowserve.runtime.workers.outputs import take_notes
 from flowserve.runtime.workers.parameters import NONE, of_ensemble, take_parameters
 from flowserve.runtime.workers.streaming import ResponseStreams
-from flowserve.runtime.workers.supervisor import Supervisor, WarmUp
 from flowserve.scheduling.batch import Batch, Grant, Notice, Recall, Responses, Stop, TicketRefused, Withdrawn
 from flowserve.scheduling.frames.borders import RegionFrame
 from flowserve.scheduling.frames.frame import Frame, Ticket
-from flowserve.scheduling.model_queue import ModelQueue
-from flowserve.scheduling.queue import Batcher
-from flowserve.scheduling.rate_limit.limiter import Limiter, Needs
+from flowserve.scheduling.rate_limit.limiter import Limiter
 from flowserve.scheduling.scheduler import Scheduler
 from flowserve.values import Request, Response, shape_text
 
@@ -88,7 +77,7 @@ class Observer(Protocol):
     changes the result of a batch. The engine's list of observers is empty without tracing.
     """
 
-    def queued(self, flow: Frame) -> None:
+    def queued(self, frame: Frame) -> None:
         """A valid request was accepted, and is about to be given to admission control and the scheduler."""
 
     def batched(self, batch: Batch, now_ns: int) -> None:
@@ -100,11 +89,11 @@ class Observer(Protocol):
     def computed(self, batch: Batch, outcome: Outcome, now_ns: int) -> None:
         """A batch has returned; the scheduler is notified afterwards."""
 
-    def finished(self, flow: Frame) -> None:
+    def finished(self, frame: Frame) -> None:
         """A request has finished with all its outputs; its caller has not been notified yet."""
 
-    def failed(self, flow: Frame) -> None:
-        """A request has failed with `flow.record.error`; its caller has not been notified yet."""
+    def failed(self, frame: Frame) -> None:
+        """A request has failed with `frame.record.error`; its caller has not been notified yet."""
 
 
 class Engine:
@@ -125,28 +114,23 @@ class Engine:
         self.completions = Completions(token, self._step_now)
         self.streams = ResponseStreams(token, self.scheduler, self.clock, self.loop.wake)
         self.post = self.streams.post  # runs a function on the event loop, after earlier posts; any thread
-        self.server_requests = ServerRequests(self._is_served)
-        self.calls = Calls(self, self.server_requests)
+        self.calls = Calls(self)
         self.context = WorkerContext(
             token, self.clock, self.completions, self.loop.wake, self._release_stages, self.calls
         )
-        self.processes = ProcessPool(self.clock, self.loop) if SUPPORTED else None
-        self.generations = Generations(self._forget)
-        self.memory = MemoryRelease(self.clock, self.generations.workers, lambda: not self.scheduler.in_flight)
-        self.supervisor = Supervisor(self.scheduler, self.context, options.restarts)
-        self.deployments = Deployments(options, self.clock, self.scheduler, self.generations, self.supervisor)
-        self._checks = ModelChecks(token)
+        self.loaded = LoadedModels(self.scheduler, self.context, self.loop, options.restarts)
+        self._memory = self.loaded.memory
+        self.deployments = Deployments(options, self.clock, self.scheduler, self.loaded)
         self.accounting = Accounting()
         self.observers: list[Observer] = []
-        self.tracing = Tracing(self.scheduler, self.streams, self.observers, self.clock)
-        self._recent = RecentRequests(self.tracing.is_traced, self.clock)
-        self.traces = Traces(options.trace, self.tracing, self._recent)
+        self.traces = Traces(options.trace, self.scheduler, self.streams, self.observers, self.clock)
+        self.tracing, self._recent = self.traces.tracing, self.traces.recent_requests
         self.group: Group | None = None  # the other servers behind the same port
         self.stopping = trio.Event()  # for tasks that otherwise run as long as a client listens
         # Tasks that wait for responses that keep an order, to be woken one after the other.
         self._wake_in_order, self._ordered = trio.open_memory_channel[Task](math.inf)
         self._announced = 0  # requests that arrived and are not yet submitted
-        self._to_notify: deque[Frame] = deque()  # flows whose caller is to be notified at the end of a step
+        self._to_notify: deque[Frame] = deque()  # requests whose caller is to be notified at the end of a step
         # An increasing number, drawn when a request is parsed: it orders the requests of one loop iteration.
         self.next_stamp: Callable[[], int] = count(1).__next__
 
@@ -156,8 +140,8 @@ class Engine:
         """Complete batches, schedule and execute decisions until no decision is left; then notify the callers. Returns
         the latest time of the next step, in nanoseconds of the clock; None: at the next event.
         """
-        if self.memory.awaits_activity:
-            self.memory.note_activity()
+        if self._memory.awaits_activity:
+            self._memory.note_activity()
         completed, scheduler = self.completions.waiting, self.scheduler
         now_ns = began_ns = self.clock()
         at_ns: int | None = 0
@@ -287,49 +271,49 @@ class Engine:
         except Exception:  # it concerns one request; the others continue
             log.exception("%s could not be carried out", type(notice).__name__)
 
-    def _has_responses(self, flow: RegionFrame) -> None:
-        if not flow.stream.is_answered:
-            flow.stream.is_answered = True
-            if flow.plan.graph.is_ensemble:
-                flow.record.owner.statistics.first_answered(self.clock() - flow.record.arrived_ns)
-        if flow.record.waiter is not None:
-            self._to_notify.append(flow)
+    def _has_responses(self, frame: RegionFrame) -> None:
+        if not frame.stream.is_answered:
+            frame.stream.is_answered = True
+            if frame.plan.graph.is_ensemble:
+                frame.record.owner.statistics.first_answered(self.clock() - frame.record.arrived_ns)
+        if frame.record.waiter is not None:
+            self._to_notify.append(frame)
 
-    def _finish(self, flows: Sequence[Frame]) -> None:
-        """Release what finished flows hold (a sequence, a place in admission control), report them to observers, and
+    def _finish(self, frames: Sequence[Frame]) -> None:
+        """Release what finished requests hold (a sequence, a place in admission control), report them to observers, and
         queue the notification of their callers.
         """
         now_ns = self.clock()
         has_failed = False
-        over, pending = [*flows], deque(flows)
+        over, pending = [*frames], deque(frames)
         while pending:
-            flow = pending.popleft()
-            if flow.record.waiter is not None:
-                self._to_notify.append(flow)
+            frame = pending.popleft()
+            if frame.record.waiter is not None:
+                self._to_notify.append(frame)
             try:
-                if flow.record.error is not None:
+                if frame.record.error is not None:
                     has_failed = True
                     if self._recent.is_open:
-                        self._recent.failed(flow)  # before tracing, as an observer, forgets it
+                        self._recent.failed(frame)  # before tracing, as an observer, forgets it
                 if self.observers:
-                    self._observe("finished" if flow.record.error is None else "failed", flow)
-                owner: Deployment = flow.record.owner
+                    self._observe("finished" if frame.record.error is None else "failed", frame)
+                owner: Deployment = frame.record.owner
                 if owner.opening_sequences:
-                    owner.sequence_request_over(flow)
+                    owner.sequence_request_over(frame)
                 admission = owner.admission
                 if admission is not None:
-                    admission.leave(flow)
+                    admission.leave(frame)
                     # Cached responses that waited for this one come before whatever finished after it.
                     answered = self.scheduler.take_finished()
                     pending.extendleft(reversed(answered))
                     over += answered
             except Exception:  # it concerns one request; the others are accounted for and delivered
-                name = flow.plan.graph.name
+                name = frame.plan.graph.name
                 log.exception(
-                    "accounting for a request of '%s' failed", name, extra=of_request(flow.request, model=name)
+                    "accounting for a request of '%s' failed", name, extra=of_request(frame.request, model=name)
                 )
         self.accounting.finished(over, now_ns)
-        if has_failed and self.calls:  # running steps of these flows may have called other models
+        if has_failed and self.calls:  # running steps of these requests may have called other models
             self.calls.sweep()
 
     def _deliver(self) -> None:
@@ -341,14 +325,14 @@ class Engine:
         for n in range(len(waiting)):
             if n and not n % _DELIVERED_AT_ONCE and self.clock() - began_ns > STEP_NS_MAX:
                 break
-            flow = waiting.popleft()
-            waiter, flow.record.waiter = flow.record.waiter, None
+            frame = waiting.popleft()
+            waiter, frame.record.waiter = frame.record.waiter, None
             if waiter is not None:  # the caller may have left meanwhile
                 try:
-                    waiter(flow)
+                    waiter(frame)
                 except Exception:  # it concerns one caller; the others are notified
-                    name = flow.plan.graph.name
-                    extra = of_request(flow.request, model=name)
+                    name = frame.plan.graph.name
+                    extra = of_request(frame.request, model=name)
                     log.exception("delivering a response of '%s' failed", name, extra=extra)
 
     def _observe(self, point: str, *arguments: Any) -> None:
@@ -378,7 +362,7 @@ class Engine:
             self._announced -= 1
 
     async def infer(
-        self, deployment: Deployment, request: Request, make: MakeFlow | None = None, *, is_accepted: bool = False
+        self, deployment: Deployment, request: Request, make: MakeFrame | None = None, *, is_accepted: bool = False
     ) -> Response:
         """Run one request. Arrays of the response include the batch dimension if the deployment batches. `make` and
         `is_accepted` are as in `submit`.
@@ -388,35 +372,35 @@ class Engine:
         """
         loop = self.loop
         loop.begin_events()
-        flow: Frame | None = None
+        frame: Frame | None = None
         try:
-            flow = self.submit(deployment, request, make, is_accepted=is_accepted)
+            frame = self.submit(deployment, request, make, is_accepted=is_accepted)
         finally:
             loop.put_off_events()
             # Tasks that keep an order are woken one after the other.
-            takes_part = flow is not None and not flow.record.done and not deployment.keeps_order
+            takes_part = frame is not None and not frame.record.done and not deployment.keeps_order
             if not takes_part:
                 loop.wake()
         if takes_part:
             try:
                 await loop.take_part()  # the request is then done if its models run on the event loop
             except BaseException:
-                if not flow.record.done:
-                    self.withdraw(flow)
+                if not frame.record.done:
+                    self.withdraw(frame)
                 raise
-        if not flow.record.done:
+        if not frame.record.done:
             task = current_task()
             wake = self._wake_in_order.send_nowait if deployment.keeps_order else reschedule
-            flow.record.waiter = lambda _: wake(task)
+            frame.record.waiter = lambda _: wake(task)
 
             def leave(_: RaiseCancelT) -> Abort:
-                if flow.record.waiter is None:  # already notified: its wake-up is queued
+                if frame.record.waiter is None:  # already notified: its wake-up is queued
                     return Abort.FAILED
-                self.withdraw(flow)
+                self.withdraw(frame)
                 return Abort.SUCCEEDED
 
             await wait_task_rescheduled(leave)
-        return self.response(flow)
+        return self.response(frame)
 
     def stream(
         self, deployment: Deployment, request: Request, watch: Watch | None = None, *, is_accepted: bool = False
@@ -432,42 +416,42 @@ class Engine:
         while the server drains, and without waiting for admission. Raises Unavailable if it could never be answered.
         """
         # If steps share slots, responses are taken one by one for `run` and `stream` alike.
-        nested = deployment.make_stream if is_stream or not deployment.is_decoupled else deployment.make_flow
+        nested = deployment.make_stream if is_stream or not deployment.is_decoupled else deployment.make_frame
         request.stamp = self.next_stamp()
         if batch is not None and batch.tickets:
-            request.trace_context = getattr(batch.tickets[0].flow.whole.request, "trace_context", "")
+            request.trace_context = getattr(batch.tickets[0].frame.whole.request, "trace_context", "")
         made: list[Frame] = []
 
         def make(plan: Plan, *facts: Any) -> Frame:
-            flow = nested(plan, *facts)
+            frame = nested(plan, *facts)
             if batch is not None and self.tracing.is_live:
-                self.tracing.begin_call(batch, flow)
-            made.append(flow)
-            return flow
+                self.tracing.begin_call(batch, frame)
+            made.append(frame)
+            return frame
 
         try:
-            flow = self.submit(deployment, request, make, partial(self.scheduler.call, batch))
+            frame = self.submit(deployment, request, make, partial(self.scheduler.call, batch))
         except FlowserveError:
             for one in made:  # it is valid, but too large to be admitted, or could never be answered
                 self.tracing.end(one)
             raise
-        if flow.record.done:  # answered from the cache: it is not queued
-            self.tracing.end(flow)
-        return flow
+        if frame.record.done:  # answered from the cache: it is not queued
+            self.tracing.end(frame)
+        return frame
 
     def submit(
         self,
         deployment: Deployment,
         request: Request,
-        make: MakeFlow | None = None,
+        make: MakeFrame | None = None,
         enqueue: Callable[[Any], None] | None = None,
         *,
         is_accepted: bool = False,
     ) -> Frame:
-        """Begin one request without waiting for it. It may be done at once; otherwise `flow.record.waiter`, if set, is
-        called with the flow when it is done. `make` makes the flow, by default `deployment.make_flow`; `enqueue` queues
-        it, by default in the scheduler. The server's own requests pass another `enqueue`, and are accepted during a
-        drain too, as are requests that were accepted before it (`is_accepted`, `announced`).
+        """Begin one request without waiting for it. It may be done at once; otherwise `frame.record.waiter`, if set, is
+        called with the request when it is done. `make` makes its frame, by default `deployment.make_frame`; `enqueue`
+        queues it, by default in the scheduler. The server's own requests pass another `enqueue`, and are accepted
+        during a drain too, as are requests that were accepted before it (`is_accepted`, `announced`).
 
         Raises Invalid for a request that does not fit the deployment, TooLarge and Unavailable for one that is not
         admitted, and Unsupported for a deployment that may respond any number of times, unless `make` is its
@@ -491,7 +475,7 @@ class Engine:
         plan, wanted = deployment.plan, deployment.validator.outputs
         if request.outputs:
             plan, wanted = deployment.plan_for(request.outputs)
-        flow = (make or deployment.make_flow)(
+        frame = (make or deployment.make_frame)(
             plan,
             deployment.queues,
             tensors,
@@ -502,26 +486,26 @@ class Engine:
             request.priority,
             request.timeout_us * 1000,
         )
-        flow.wanted = wanted
+        frame.wanted = wanted
         if self.observers:
-            self._observe("queued", flow)
+            self._observe("queued", frame)
         admission = deployment.admission
         try:
             if admission is None:
-                (enqueue or self.scheduler.submit)(flow)
+                (enqueue or self.scheduler.submit)(frame)
             elif enqueue is None:
-                admission.enter(flow)
+                admission.enter(frame)
             else:
-                admission.call(flow, enqueue)
+                admission.call(frame, enqueue)
         except FlowserveError as error:
-            record_ended(flow, REJECTED, 0)
-            if self._recent.is_open and not self.tracing.is_traced(flow):
+            record_ended(frame, REJECTED, 0)
+            if self._recent.is_open and not self.tracing.is_traced(frame):
                 self._recent.refused(ModelKey(deployment.name, deployment.version), request.id, str(error))
             raise
-        if request.sequence_start and deployment.sequences and not flow.record.done:
-            deployment.sequence_begins(flow)
+        if request.sequence_start and deployment.sequences and not frame.record.done:
+            deployment.sequence_begins(frame)
         self.loop.wake()
-        return flow
+        return frame
 
     def check(self, deployment: Deployment, request: Request) -> None:
         """Raises `Invalid` if `submit` would. The inputs may be placeholders whose data is not read yet."""
@@ -538,36 +522,36 @@ class Engine:
         if self._recent.is_open:
             self._recent.refused(ModelKey(deployment.name, deployment.version), request.id, str(error))
 
-    def withdraw(self, flow: Frame) -> None:
-        """Cancel a flow: its caller is not notified, and its queued tickets leave their queues."""
-        flow.record.waiter = None
-        self.tracing.end(flow, has_left=True)
-        was_over = flow.record.done
-        self.scheduler.cancel(flow)
-        if flow.record.owner.opening_sequences:
-            flow.record.owner.sequence_request_over(flow)
+    def withdraw(self, frame: Frame) -> None:
+        """Cancel a request: its caller is not notified, and its queued tickets leave their queues."""
+        frame.record.waiter = None
+        self.tracing.end(frame, has_left=True)
+        was_over = frame.record.done
+        self.scheduler.cancel(frame)
+        if frame.record.owner.opening_sequences:
+            frame.record.owner.sequence_request_over(frame)
         if not was_over:
-            record_ended(flow, CANCELED, self.clock() - flow.record.arrived_ns)
-        if flow.record.owner.admission is not None and not was_over:  # a finished one leaves by itself
-            flow.record.owner.admission.leave(flow, is_answered=False)
+            record_ended(frame, CANCELED, self.clock() - frame.record.arrived_ns)
+        if frame.record.owner.admission is not None and not was_over:  # a finished one leaves by itself
+            frame.record.owner.admission.leave(frame, is_answered=False)
         if self.calls:
             self.calls.sweep()
         self.loop.wake()
 
-    def response(self, flow: Frame) -> Response:
-        """The response of a finished flow. Raises the error of its steps."""
-        if flow.record.error is not None:
-            raise _own(flow.record.error, flow)
-        return self.response_from(flow)
+    def response(self, frame: Frame) -> Response:
+        """The response of a finished request. Raises the error of its steps."""
+        if frame.record.error is not None:
+            raise _own(frame.record.error, frame)
+        return self.response_from(frame)
 
-    def response_from(self, flow: Frame, *, is_final: bool = True) -> Response:
-        """The response of a flow that finished without error, or one of several (`RegionFrame.take`). `is_final`:
+    def response_from(self, frame: Frame, *, is_final: bool = True) -> Response:
+        """The response of a request that finished without error, or one of several (`RegionFrame.take`). `is_final`:
         whether it is the last.
         """
-        deployment: Deployment = flow.record.owner
-        slots = flow.tensors
+        deployment: Deployment = frame.record.owner
+        slots = frame.tensors
         outputs = {}
-        for name in flow.wanted:
+        for name in frame.wanted:
             tensor = slots[deployment.output_slot[name]]
             if tensor is not None:
                 if name in deployment.output_conversions:
@@ -577,8 +561,8 @@ class Engine:
                         text = f"output '{name}' of '{deployment.name}' cannot be made of shape"
                         raise ModelFailed(f"{text} {shape_text(tensor.shape)}") from None
                 outputs[name] = tensor.array
-        request = flow.request
-        parameters = of_ensemble(request) if deployment.graph.is_ensemble else flow.parameters or NONE
+        request = frame.request
+        parameters = of_ensemble(request) if deployment.graph.is_ensemble else frame.parameters or NONE
         return Response(deployment.name, deployment.version, outputs, request.id, parameters, is_final)
 
     def taken(self) -> None:
@@ -588,59 +572,19 @@ class Engine:
 
     # ------------------------------------------------------------------ start and end
 
-    def add_model(
-        self,
-        key: ModelKey,
-        batcher: Batcher,
-        workers: Sequence[Worker],
-        model: LoadedModel,
-        passive: Sequence[Worker] = (),
-        files: object = None,
-        needs: Sequence[Needs] = (),
-        *,
-        keeps_order: bool = False,
-        is_cached: bool = False,
-        execution_timeout_ns: int = 0,
-        warm_up: WarmUp | None = None,
-    ) -> None:
-        """Add the queue of a model version; graphs that are announced from now on use it for `key`.
-
-        `passive` instances get no work, and are closed with the others. `files` is held until then. `needs` are the
-        resources of each worker, if there is a rate limiter. `keeps_order`: responses leave in the order of their
-        requests. `is_cached`: responses are cached, if the server has a response cache. `execution_timeout_ns`: a
-        process whose batch runs longer is killed; 0: no limit. `warm_up`: runs on a restarted instance before it
-        serves.
-        """
-        groups = {} if execution_timeout_ns else {worker: worker.route_group for worker in workers}
-        queue = ModelQueue(
-            key,
-            batcher,
-            slots_of(workers),
-            is_pure=model.is_pure,
-            statistics=self.deployments.statistics_of(key),
-            needs=needs,
-            keeps_order=keeps_order,
-            route_groups=groups,
-            computes_apart=all(worker.computes_apart for worker in workers),
-            cache=self.deployments.step_cache(key) if is_cached else None,
-        )
-        self.scheduler.models.add(queue)
-        self.generations.add(Generation(queue, [*workers, *passive], model, files))
-        elsewhere = [worker for worker in workers if isinstance(worker, RunsElsewhere)]
-        self.supervisor.watch(queue, elsewhere, execution_timeout_ns, warm_up)
-
-    def _forget(self, queue: ModelQueue) -> None:
-        """Remove a queue that gets no more work; its instances are about to be closed."""
-        self.scheduler.models.remove(queue)
-        self.supervisor.release(queue)
+    def add_model(self, new: NewModel) -> None:
+        """Add a model version; graphs that are announced from now on use it."""
+        cache = self.deployments.step_cache(new.key) if new.is_cached else None
+        self.loaded.add(new, self.deployments.statistics_of(new.key), cache)
 
     async def unready(self, deployment: Deployment) -> str:
         """Why a loaded deployment is not ready, or "": it cannot serve at present, or one of its models says so."""
         if outage := self.deployments.outage(deployment):
             return outage
-        return await self._checks.objection(worker for queue in deployment.queues for worker in queue.instances)
+        return await self.loaded.objection(deployment.queues)
 
-    def _is_served(self, name: str, version: str) -> bool:
+    def is_served(self, name: str, version: str) -> bool:
+        """Whether this version is ready. Raises as `Deployments.find`."""
         return not self.deployments.outage(self.deployments.find(name, version))
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -648,11 +592,7 @@ class Engine:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.loop.run, name="steps")
             nursery.start_soon(self._wake_ordered, name="ordered wake-up")
-            nursery.start_soon(self.generations.run, name="closing of models")
-            nursery.start_soon(self.memory.run, name="release of memory")
-            await nursery.start(self.supervisor.run)
-            if self.processes is not None:
-                await nursery.start(self.processes.run)
+            await nursery.start(self.loaded.run)
             task_status.started()
 
     async def _wake_ordered(self) -> None:
@@ -684,23 +624,19 @@ class Engine:
             deadline - min(FAILURE_MARGIN_S, left_s / 5),
         ):
             return []
-        running = self.busy()
+        running = self.loaded.busy()
         self.scheduler.fail_all(STOPPING)
         self.loop.wake()
         await trio.sleep_until(deadline)  # their callers are notified meanwhile
         return running or ["requests that wait in queues, or are answered many times"]
 
-    def busy(self) -> list[str]:
-        """The instances that compute outside of the event loop, including those whose callers have all left."""
-        return [worker.name for worker in self.generations.workers() if worker.running is not None]
-
     async def close(self, deadline: float) -> list[str]:
         """Close every instance, running ones last and only until `deadline`. Returns those that did not close."""
         self.refuse_new()
-        self.supervisor.stop()
+        self.loaded.supervisor.stop()
         self.scheduler.fail_all(STOPPING)
         self.loop.wake()
-        return await self.generations.close(deadline)
+        return await self.loaded.generations.close(deadline)
 
 
 async def _poll(is_over: Callable[[], bool], deadline: float) -> bool:
@@ -713,15 +649,15 @@ async def _poll(is_over: Callable[[], bool], deadline: float) -> bool:
     return is_over()
 
 
-def _own(error: FlowserveError, flow: Frame) -> FlowserveError:
+def _own(error: FlowserveError, frame: Frame) -> FlowserveError:
     """A copy of the error for one caller: one error may be raised in many tasks, each of which would extend its
     traceback.
     """
-    deployment: Deployment = flow.record.owner
+    deployment: Deployment = frame.record.owner
     text = f"in ensemble '{deployment.name}', {error}{error.lineage}" if deployment.graph.is_ensemble else str(error)
     deployment.statistics.note_error(text, wall_clock_ms())
     if isinstance(error, Internal):  # the operator has to act, and the client may be someone else's
-        extra = of_request(flow.request, model=deployment.name)
+        extra = of_request(frame.request, model=deployment.name)
         log_failure("a request to '%s' failed: %s", deployment.name, text, error=error, extra=extra)
     return type(error)(text)
 
@@ -735,11 +671,11 @@ class ResponseIterator:
     response.
     """
 
-    def __init__(self, engine: Engine, flow: Frame, watch: Watch | None = None) -> None:
+    def __init__(self, engine: Engine, frame: Frame, watch: Watch | None = None) -> None:
         self._engine = engine
-        self._flow = flow
+        self._frame = frame
         self._watch = watch  # records the trace of the request, if it is traced
-        self._is_taken = False  # whether the response of a flow with only one was taken
+        self._is_taken = False  # whether the response of a request with only one was taken
 
     async def __aenter__(self) -> Self:
         return self
@@ -749,10 +685,10 @@ class ResponseIterator:
 
     def leave(self) -> None:
         """Withdraw the request. No effect after the last response."""
-        if not self._flow.record.done:
-            self._engine.withdraw(self._flow)
+        if not self._frame.record.done:
+            self._engine.withdraw(self._frame)
         else:
-            self._engine.scheduler.cancel(self._flow)  # untaken responses are dropped
+            self._engine.scheduler.cancel(self._frame)  # untaken responses are dropped
         if self._watch is not None:
             self._watch.close()
 
@@ -760,28 +696,28 @@ class ResponseIterator:
         return self
 
     async def __anext__(self) -> Response:
-        flow = self._flow
+        frame = self._frame
         while True:
-            if isinstance(flow, RegionFrame) and flow.is_stream:
-                response = flow.take()
+            if isinstance(frame, RegionFrame) and frame.is_stream:
+                response = frame.take()
                 if response is not None:
                     self._engine.taken()
-                    return self._engine.response_from(response, is_final=flow.stream.has_ended)
-            elif flow.record.done and not self._is_taken:
+                    return self._engine.response_from(response, is_final=frame.stream.has_ended)
+            elif frame.record.done and not self._is_taken:
                 self._is_taken = True
-                return self._engine.response(flow)
-            if flow.record.done:
-                if flow.record.error is not None:
-                    self._engine.response(flow)  # raises it
+                return self._engine.response(frame)
+            if frame.record.done:
+                if frame.record.error is not None:
+                    self._engine.response(frame)  # raises it
                 raise StopAsyncIteration
             await self._wait()
 
     async def _wait(self) -> None:
         task = current_task()
-        self._flow.record.waiter = lambda _: reschedule(task)
+        self._frame.record.waiter = lambda _: reschedule(task)
 
         def stop_waiting(_: RaiseCancelT) -> Abort:
-            self._flow.record.waiter = None
+            self._frame.record.waiter = None
             return Abort.SUCCEEDED
 
         await wait_task_rescheduled(stop_waiting)
@@ -802,7 +738,7 @@ async def open_engine(
     async with _machinery() as machinery:
         engine = Engine(options)
         await machinery.start(engine.run)
-        if engine.processes is None:
+        if engine.loaded.processes is None:
             log.info("Python models run on threads and share one process: processes of their own need Linux 5.3")
         try:
             yield engine
@@ -813,8 +749,8 @@ async def open_engine(
                     await trio.to_thread.run_sync(engine.traces.close, abandon_on_cancel=True)
                 if on_close is not None:
                     on_close(hung)
-                if engine.processes is not None:
-                    await engine.processes.close()
+                if engine.loaded.processes is not None:
+                    await engine.loaded.processes.close()
 
 
 @asynccontextmanager

@@ -1,8 +1,8 @@
 """Generations: the queue and instances of one load of a model version, and when they are closed.
 
 Decides when a generation is over. Every object that can still send work to its queue references its pin: the
-deployments that use it, and through them every flow, batch and connection. So nothing is counted per request: when the
-pin is freed, no holder is left. Does not know why a generation was replaced, nor what its workers are. Used by the
+deployments that use it, and through them every request, batch and connection. So nothing is counted per request: when
+the pin is freed, no holder is left. Does not know why a generation was replaced, nor what its workers are. Used by the
 engine and by loading.
 """
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flowserve.config.placement import ModelPlace
 from flowserve.config.types import NO_GPUS, Gpus
+from flowserve.runtime.engine.wings import Wing
 from flowserve.runtime.factory import PYTHON_EXECUTION
-from flowserve.runtime.remote.actors import ClusterOptions
 from flowserve.runtime.tracing.traces import TraceOptions
 from flowserve.runtime.workers.supervisor import DELAYS, Delays
 from flowserve.scheduling.rate_limit.limiter import Available
@@ -33,7 +32,7 @@ class EngineOptions:
     `load_retries`: how often a failed load of a model is repeated.
     `server_name`: the name in server metadata.
     `strict_outputs`: an output of a `model.py` that differs from its configuration, or is missing, is an error.
-    `cluster`: starts instances on other machines; `places`: the models that run there, by name.
+    `wings`: the parts outside of the core that take part.
     `tells_names`: errors for a name that is unknown or not ready may contain other names and reasons.
     """
 
@@ -53,5 +52,8 @@ class EngineOptions:
     load_retries: int = 0
     tells_names: bool = True
     server_name: str = SERVER_NAME
-    cluster: ClusterOptions | None = None
-    places: Mapping[str, ModelPlace] = field(default_factory=dict)
+    wings: tuple[Wing, ...] = ()
+
+    def wing_of(self, model: str) -> Wing | None:
+        """The wing that loads the model of that name; None: the server does."""
+        return next((wing for wing in self.wings if model in wing.models), None)

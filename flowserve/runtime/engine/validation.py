@@ -1,7 +1,7 @@
 """Whether a request fits a deployment.
 
 Decides the order and the texts of the checks of a request (Triton's), and how named arrays become the first slots of a
-flow. A request is checked once, so that all later code relies on it. Valid requests are checked in one pass without
+request. A request is checked once, so that all later code relies on it. Valid requests are checked in one pass without
 texts; one that fails is checked again, slowly, for the text of its error. Does not know how requests run. Called by the
 engine for every request; the deployment holds the validator of its graph.
 """

@@ -70,7 +70,7 @@ async def open_control(
             await trio.sleep_forever()
 
     async with trio.open_nursery() as nursery:
-        control = engine.server_requests.control = Control(
+        control = engine.calls.server_requests.control = Control(
             engine, repositories, options, await nursery.start(work), on_change
         )
         try:

@@ -23,30 +23,21 @@ import trio
 
 from flowserve.backends import registry
 from flowserve.backends.base import LoadedModel, ModelFiles
-from flowserve.cluster.base import MachineNeeds
-from flowserve.config.placement import ModelPlace, why_not_placed
 from flowserve.config.types import ASSUMED, InstanceGroup, ModelConfig, instances_of
 from flowserve.config.unsupported import unused_cache, unused_environment
-from flowserve.errors import FlowserveError, Internal, Invalid
+from flowserve.errors import FlowserveError, Internal
 from flowserve.graph.types import ModelKey
 from flowserve.repository.layout import ModelFolder
 from flowserve.repository.read import ReadModel, examine, read_steps
 from flowserve.runtime.engine.engine import Engine
-from flowserve.runtime.factory import (
-    PROCESS,
-    MakeWorker,
-    execution_of,
-    execution_timeout_ns,
-    worker_maker,
-)
+from flowserve.runtime.engine.loaded import NewModel
+from flowserve.runtime.engine.wings import WingLoad
+from flowserve.runtime.factory import PROCESS, MakeWorker, execution_of, execution_timeout_ns, worker_maker
 from flowserve.runtime.loading.completion import Completer
 from flowserve.runtime.loading.warmup import read_samples, warm_up
 from flowserve.runtime.processes.environments import Environment
-from flowserve.runtime.remote.actors import ClusterActor, ClusterModel
-from flowserve.runtime.remote.tcp import ActorPort
-from flowserve.runtime.remote.worker import RemoteWorker
 from flowserve.runtime.workers import policies
-from flowserve.runtime.workers.base import RunsElsewhere, StateAdapter, Worker
+from flowserve.runtime.workers.base import RunsElsewhere, Worker
 from flowserve.runtime.workers.state import IterativeAdapter, SequenceAdapter
 
 log = logging.getLogger("flowserve.load")
@@ -102,13 +93,12 @@ class Loader:
         self._opening = LoadThreads()
         self._closing = LoadThreads()
         self._coming: dict[str, set[Worker]] = {}  # workers that are being opened, by model
-        self._segments: dict[str, list[ClusterActor]] = {}  # the actors of each
         options = engine.options
         self._entered: dict[str, Environment] = {}  # environments in which models were completed, until they are loaded
         keep = self._entered.__setitem__
         self._complete = Completer(
             options.python_execution,
-            engine.processes,
+            engine.loaded.processes,
             options.backend_settings,
             keep,
             is_strict=options.strict_configs,
@@ -125,7 +115,7 @@ class Loader:
                     folder,
                     registry.default_files(),
                     self._complete,
-                    gpus=ASSUMED if folder.name in self._engine.options.places else self._engine.options.gpus,
+                    gpus=self._engine.options.gpus if self._engine.options.wing_of(folder.name) is None else ASSUMED,
                     config_json=config_json,
                     config_name=self._engine.options.model_config_name,
                     served=served,
@@ -181,25 +171,27 @@ class Loader:
         for version, one in loaded.items():
             needs = [policies.needs_of(group) for _, group in instances_of(read.config) if not group.passive]
             self._engine.add_model(
-                ModelKey(read.config.name, version),
-                policies.queue_for(read.config, one.workers, is_limited=self._engine.limiter is not None),
-                one.workers,
-                one.model,
-                one.passive,
-                (files, one.environment),
-                needs,
-                keeps_order=policies.keeps_order(read.config),
-                is_cached=read.config.response_cache,
-                execution_timeout_ns=one.execution_timeout_ns,
-                warm_up=one.warm_up,
+                NewModel(
+                    ModelKey(read.config.name, version),
+                    policies.queue_for(read.config, one.workers, is_limited=self._engine.limiter is not None),
+                    one.workers,
+                    one.model,
+                    one.passive,
+                    (files, one.environment),
+                    needs,
+                    policies.keeps_order(read.config),
+                    read.config.response_cache,
+                    one.execution_timeout_ns,
+                    one.warm_up,
+                )
             )
 
     async def _enter(self, read: ReadModel) -> Environment | None:
         """The environment in which the model will run; None for the server's own."""
-        config, processes = read.config, self._engine.processes
+        config, processes = read.config, self._engine.loaded.processes
         if (
             processes is None
-            or config.name in self._engine.options.places
+            or self._engine.options.wing_of(config.name) is not None
             or execution_of(config, self._engine.options.python_execution) != PROCESS
         ):
             return None
@@ -209,16 +201,14 @@ class Loader:
         self, read: ReadModel, version: int, context: LoadContext, environment: Environment | None
     ) -> Loaded:
         """Load the model and open its instances. If one fails, closes all."""
-        config = read.config
+        config, engine = read.config, self._engine
         files = ModelFiles(read.folder.repository, read.folder.path, version)
-        backend = registry.find(config.backend)
-        execution = execution_of(config, self._engine.options.python_execution)
-        settings = self._engine.options.backend_settings.get(config.backend, {})
+        execution = execution_of(config, engine.options.python_execution)
         options = {
-            **settings,
+            **engine.options.backend_settings.get(config.backend, {}),
             "execution": execution,
             "runs_at_once": str(context.runs_at_once[config.backend]),
-            "strict_outputs": str(self._engine.options.strict_outputs).lower(),
+            "strict_outputs": str(engine.options.strict_outputs).lower(),
         }
         state = None
         inner = config
@@ -226,66 +216,27 @@ class Loader:
             adapter = IterativeAdapter if config.sequence.is_iterative else SequenceAdapter
             state = await self._in_thread(lambda: adapter(config, read.folder.path))
             inner = state.inner
-        place = self._engine.options.places.get(config.name)
-        if place is not None:
-            return await self._load_elsewhere(read, files, options, place, inner, state)
+        wing = engine.options.wing_of(config.name)
+        if wing is not None:
+            load = WingLoad(
+                config,
+                inner,
+                files,
+                options,
+                engine.clock,
+                state,
+                engine.streams if config.decoupled else None,
+                is_limited=engine.limiter is not None,
+            )
+            made = await self._in_thread(lambda: wing.load(load))
+            return await self._open_all(read, version, Loaded(made.model), made.instances, lambda: made.make_worker)
+        backend = registry.find(config.backend)
         loaded = Loaded(await self._in_thread(lambda: backend.load(inner, files, options)), environment=environment)
-        try:
-            engine = self._engine
-            pool = engine.processes
-            if pool is not None and environment is not None:
-                pool = pool.within(environment)
-            make_worker = worker_maker(inner, loaded.model, execution, pool, engine.streams, engine.clock, state)
-            await self._open_all(read, version, loaded, instances_of(config), make_worker)
-        except FlowserveError:
-            await self._in_thread(loaded.close, self._closing)
-            raise
-        return loaded
-
-    async def _load_elsewhere(
-        self,
-        read: ReadModel,
-        files: ModelFiles,
-        options: Mapping[str, str],
-        place: ModelPlace,
-        inner: ModelConfig,
-        state: StateAdapter | None,
-    ) -> Loaded:
-        """Start the instances of a model on other machines, which load it there. `inner` and `state` are as for
-        `worker_maker`.
-        """
-        config, cluster = read.config, self._engine.options.cluster
-        assert cluster is not None
-        if why := why_not_placed(config):
-            raise Invalid(why)
-        there = {**options, "execution": "thread", "runs_at_once": "1"}
-        model = await self._in_thread(lambda: ClusterModel(inner, files, there, is_alone=not place.segment))
-        loaded = Loaded(model)
-        instances = instances_of(config)
-        if place.count:
-            group = instances[0][1]
-            instances = [(f"{group.name}_{number}", group) for number in range(place.count)]
-
-        actors = self._segments.setdefault(place.segment, []) if place.segment else []
-        for number in range(len(actors), len(instances)):
-            name = f"{place.segment}_{number}" if place.segment else instances[number][0]
-            actors.append(ClusterActor(name, MachineNeeds(place.resources, place.labels), cluster, self._engine.clock))
-        following = iter(actors)
-
-        def make(name: str, group: InstanceGroup) -> Worker:
-            engine = self._engine
-            depth = model.depth(is_limited=engine.limiter is not None)
-            is_plain = state is None and not config.decoupled
-            port = ActorPort(name, model, group, next(following), depth=depth, is_plain=is_plain)
-            streams = engine.streams if config.decoupled else None
-            return RemoteWorker(name, inner, port, engine.clock, state=state, streams=streams)
-
-        try:
-            await self._open_all(read, files.version, loaded, instances, make)
-        except FlowserveError:
-            await self._in_thread(loaded.close, self._closing)
-            raise
-        return loaded
+        pool = engine.loaded.processes
+        if pool is not None and environment is not None:
+            pool = pool.within(environment)
+        maker = partial(worker_maker, inner, loaded.model, execution, pool, engine.streams, engine.clock, state)
+        return await self._open_all(read, version, loaded, instances_of(config), maker)
 
     async def _open_all(
         self,
@@ -293,22 +244,28 @@ class Loader:
         version: int,
         loaded: Loaded,
         instances: Sequence[tuple[str, InstanceGroup]],
-        make_worker: MakeWorker,
-    ) -> None:
-        """Open the instances, one after the other, and warm them up."""
+        maker: Callable[[], MakeWorker],
+    ) -> Loaded:
+        """Open the instances, one after the other, and warm them up. If one fails, closes all."""
         config = read.config
-        samples = await self._in_thread(lambda: read_samples(config, read.folder.path))
-        for name, group in instances:
-            worker = make_worker(name, group)
-            await self._open(config.name, worker)
-            (loaded.passive if group.passive else loaded.workers).append(worker)
-        timeout_ns = loaded.execution_timeout_ns = execution_timeout_ns(config, loaded.workers)
-        warm = partial(
-            warm_up, self._engine, config=config, version=version, samples=samples, execution_timeout_ns=timeout_ns
-        )
-        for worker in loaded.workers:
-            await warm(worker)
-        loaded.warm_up = warm if samples else None
+        try:
+            make_worker = maker()
+            samples = await self._in_thread(lambda: read_samples(config, read.folder.path))
+            for name, group in instances:
+                worker = make_worker(name, group)
+                await self._open(config.name, worker)
+                (loaded.passive if group.passive else loaded.workers).append(worker)
+            timeout_ns = loaded.execution_timeout_ns = execution_timeout_ns(config, loaded.workers)
+            warm = partial(
+                warm_up, self._engine, config=config, version=version, samples=samples, execution_timeout_ns=timeout_ns
+            )
+            for worker in loaded.workers:
+                await warm(worker)
+            loaded.warm_up = warm if samples else None
+        except FlowserveError:
+            await self._in_thread(loaded.close, self._closing)
+            raise
+        return loaded
 
     async def _open(self, name: str, worker: Worker) -> None:
         coming = self._coming.setdefault(name, set())
@@ -321,8 +278,8 @@ class Loader:
     def give_up(self, name: str, why: str) -> None:
         """Kill the processes that are being opened for a name: its load fails with this reason."""
         self._complete.give_up(name, why)
-        if self._engine.processes is not None:
-            self._engine.processes.environments.give_up(name, why)
+        if self._engine.loaded.processes is not None:
+            self._engine.loaded.processes.environments.give_up(name, why)
         for worker in self._coming.get(name, ()):
             if isinstance(worker, RunsElsewhere):
                 worker.give_up(why)

@@ -16,8 +16,7 @@ import trio
 
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Problems, Unavailable
-from flowserve.graph.segments import paths_outside, way_back
-from flowserve.graph.types import Graph, ModelKey
+from flowserve.graph.types import ModelKey
 from flowserve.repository.read import NoConfiguration, ReadModel, output_labels
 from flowserve.repository.resolve import Containment, Resolution, resolve, steps_of
 from flowserve.repository.snapshot import Contents
@@ -268,7 +267,9 @@ class Registry:
                 for version in built[name].loaded if name in built else ():
                     self._engine.deployments.statistics_of(ModelKey(name, version)).was_loaded(seconds)
                 self.report(LoadEvent(name, "ready", seconds=seconds))
-                self._warn_of_segments(next(iter(graphs)))
+                for wing in self._engine.options.wings:
+                    for warning in wing.warnings(next(iter(graphs))):
+                        log.warning("%s", warning)
                 continue
             error = self.failed[name] = resolution.failed[name]
             if self.is_serving(name):
@@ -281,16 +282,12 @@ class Registry:
             self._engine.deployments.withdraw_name(name, str(error))
         return lost
 
-    def _warn_of_segments(self, graph: Graph) -> None:
-        for segment, path in paths_outside(graph, self._engine.options.places):
-            log.warning("%s: the steps of the segment run one by one [P7]", way_back(graph, segment, path))
-
     def _retire(self, name: str, keep: Collection[ModelKey]) -> dict[int, Generation]:
         """Retire the current generations of a name, except `keep`, which go on or have been replaced already. Returns
         them by version.
         """
         gone = [key for key in self._keys.pop(name, []) if key not in keep]
-        return {key.version: self._engine.generations.retire(key) for key in gone}
+        return {key.version: self._engine.loaded.generations.retire(key) for key in gone}
 
 
 def _ends(generations: Mapping[int, Generation]) -> dict[int, trio.Event]:

@@ -92,8 +92,8 @@ async def _run_once(
             _set_sequence(request, sequence, tensors)
         try:
             # Also while the server drains: accepted requests may wait for a restarted instance.
-            flow = engine.submit(deployment, request, deployment.make_stream, engine.scheduler.submit)
-            async with ResponseIterator(engine, flow) as responses:  # a request that is cancelled is withdrawn
+            frame = engine.submit(deployment, request, deployment.make_stream, engine.scheduler.submit)
+            async with ResponseIterator(engine, frame) as responses:  # a request that is cancelled is withdrawn
                 async for _ in responses:
                     pass
         except FlowserveError as error:

@@ -13,9 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from flowserve.backends.worker.messages import (
-    ANCILLARY_BYTES,
     ATTACH,
-    CLOSE_ON_EXEC,
     FROM_CALLER,
     HOME_BLOCKS_MAX,
     INLINE_BYTES_MAX,
@@ -24,12 +22,11 @@ from flowserve.backends.worker.messages import (
     SEGMENT,
     Garbled,
     ResultColumn,
-    descriptors,
     encode_result,
     encode_server_reply,
     pack,
-    read,
-    unpack,
+    read_fields,
+    receive,
 )
 from flowserve.errors import Internal
 from flowserve.memory import raw
@@ -80,33 +77,32 @@ class CallSocket:
             if self._is_closed:
                 return
             try:
-                message, ancillary, flags, _ = self._socket.recvmsg(MESSAGE_BYTES_MAX, ANCILLARY_BYTES, CLOSE_ON_EXEC)
+                message = receive(self._socket)
+                if message is None:
+                    self.calls.close()
+                else:
+                    self._take(*message)
             except BlockingIOError:
                 return
-            except ConnectionError:
-                message = b""
-            if not message:
-                self.calls.close()
-                return
-            fds = descriptors(ancillary) if ancillary else []
-            try:
-                if flags & socket.MSG_CTRUNC and not fds:
-                    raise Garbled(NO_DESCRIPTOR)
-                kind, words, text = unpack(message)
-                if kind == SEGMENT:
-                    # Processes that a model has forked use the same numbers.
-                    (number,) = read(FROM_CALLER, kind, words)
-                    self._segments[number] = Segment.read_shared(fds.pop(), new_number())
-                elif kind == READ:
-                    (token,) = read(FROM_CALLER, kind, words)
-                    del self._lent[token]
-                else:
-                    self.calls.take(kind, words, text, self._block)
             except (ValueError, LookupError, Internal) as error:
                 self.calls.broke(error)
-            finally:
-                for fd in fds:
-                    os.close(fd)
+
+    def _take(self, kind: int, words: Sequence[int], text: bytes, fds: list[int]) -> None:
+        try:
+            if kind == SEGMENT:
+                (number,) = read_fields(FROM_CALLER, kind, words)
+                if not fds:
+                    raise Garbled(NO_DESCRIPTOR)
+                # Processes that a model has forked use the same numbers.
+                self._segments[number] = Segment.read_shared(fds.pop(), new_number())
+            elif kind == READ:
+                (token,) = read_fields(FROM_CALLER, kind, words)
+                del self._lent[token]
+            else:
+                self.calls.take(kind, words, text, self._block)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def _block(self, number: int, offset: int, nbytes: int) -> Array:
         segment = self._segments[number]

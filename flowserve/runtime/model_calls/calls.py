@@ -67,9 +67,10 @@ class CallableEngine(Protocol):
     @property
     def deployments(self) -> Any: ...
     def call(self, batch: Batch | None, deployment: Any, request: Request, *, is_stream: bool) -> Frame: ...
-    def withdraw(self, flow: Frame) -> None: ...
-    def response(self, flow: Frame) -> Response: ...
-    def response_from(self, flow: Frame, *, is_final: bool = True) -> Response: ...
+    def is_served(self, name: str, version: str) -> bool: ...
+    def withdraw(self, frame: Frame) -> None: ...
+    def response(self, frame: Frame) -> Response: ...
+    def response_from(self, frame: Frame, *, is_final: bool = True) -> Response: ...
     def taken(self) -> None: ...
     def post(self, what: Callable[[], None]) -> None:
         """Run a function on the event loop, after earlier posts. On any thread."""
@@ -82,15 +83,15 @@ class PendingCall:
     batch: Batch | None
     call: BlsCall
     answered: Callable[[Answer], None]
-    flow: Frame | None = None
+    frame: Frame | None = None
 
 
 class Calls:
     """The calls in progress of an engine, on the event loop except `post`."""
 
-    def __init__(self, engine: CallableEngine, server_requests: ServerRequests) -> None:
+    def __init__(self, engine: CallableEngine) -> None:
         self.clock = engine.clock
-        self.server_requests = server_requests
+        self.server_requests = ServerRequests(engine.is_served)
         self.post = engine.post
         self._engine = engine
         self._pending: dict[Frame, PendingCall] = {}
@@ -111,7 +112,7 @@ class Calls:
         deployment = None
         try:
             deployment = engine.deployments.find(call.model, call.version)
-            flow = pending.flow = engine.call(pending.batch, deployment, call.request, is_stream=call.is_stream)
+            frame = pending.frame = engine.call(pending.batch, deployment, call.request, is_stream=call.is_stream)
         except FlowserveError as error:
             is_one_of_many = deployment is not None and deployment.graph.is_decoupled and not call.is_stream
             text = str(error)
@@ -124,21 +125,21 @@ class Calls:
         except Exception as error:
             self._broke(pending, error)
             return
-        self._pending[flow] = pending
+        self._pending[frame] = pending
         if pending.batch is not None:
             self._by_batch.setdefault(pending.batch, {})[pending] = None
-        self._notify(flow)
+        self._notify(frame)
 
     def leave(self, pending: PendingCall) -> None:
         """Withdraw a call: its caller does not wait for it, or has ended. No effect on a finished call."""
-        if pending.flow is not None and self._pending.pop(pending.flow, None) is not None:
+        if pending.frame is not None and self._pending.pop(pending.frame, None) is not None:
             self._over(pending)
-            if not pending.flow.record.done:
-                self._engine.withdraw(pending.flow)
+            if not pending.frame.record.done:
+                self._engine.withdraw(pending.frame)
 
     def cancel(self, pending: PendingCall, why: str = "was cancelled") -> None:
         """As `leave`, for a caller that still reads: its last response is an error."""
-        if pending.flow is not None and pending.flow in self._pending:
+        if pending.frame is not None and pending.frame in self._pending:
             self.leave(pending)
             pending.answered(Cancelled(f"the call of model '{pending.call.model}' {why}"))
 
@@ -147,7 +148,7 @@ class Calls:
         for batch in [*self._by_batch]:
             if batch.instance.running is not batch:
                 continue  # the model returned before the call did
-            if all(ticket.flow.record.done for ticket in batch.tickets):
+            if all(ticket.frame.record.done for ticket in batch.tickets):
                 # Removed first: each call that is withdrawn sweeps again, and must not find the others.
                 self._withdraw_all(deque(self._by_batch.pop(batch, ())))
 
@@ -157,56 +158,56 @@ class Calls:
         if calls:  # the rest of the server runs before the next calls
             self.post(partial(self._withdraw_all, calls))
 
-    def _notify(self, flow: Frame) -> None:
+    def _notify(self, frame: Frame) -> None:
         """Frame within the engine's step: must not raise."""
-        pending = self._pending.get(flow)
+        pending = self._pending.get(frame)
         if pending is not None:
             try:
-                self._notify_call(flow, pending)
+                self._notify_call(frame, pending)
             except Exception as error:
                 self._broke(pending, error)
 
     def _broke(self, pending: PendingCall, error: Exception) -> None:
         """A call failed by an internal error, or for lack of memory for its response."""
-        extra = of_request(pending.flow.request if pending.flow else None, model=pending.call.model)
+        extra = of_request(pending.frame.request if pending.frame else None, model=pending.call.model)
         log.error("a call of model '%s' failed", pending.call.model, exc_info=error, extra=extra)
         self.leave(pending)
         what = f"{type(error).__name__}: {error}"
         pending.answered(Internal(f"the call of model '{pending.call.model}' failed: {what}"))
 
-    def _notify_call(self, flow: Frame, pending: PendingCall) -> None:
-        if isinstance(flow, RegionFrame) and flow.is_stream:
+    def _notify_call(self, frame: Frame, pending: PendingCall) -> None:
+        if isinstance(frame, RegionFrame) and frame.is_stream:
             # Responses are taken immediately, so that a model never waits for the model that called it.
-            while (answer := flow.take()) is not None:
-                pending.answered(self._engine.response_from(answer, is_final=flow.stream.has_ended))
+            while (answer := frame.take()) is not None:
+                pending.answered(self._engine.response_from(answer, is_final=frame.stream.has_ended))
             self._engine.taken()
-            if flow not in self._pending:
+            if frame not in self._pending:
                 return  # its caller has ended
-        if not flow.record.done:
+        if not frame.record.done:
             # Responses are taken outside of the step: this frees slots, which the next step fills.
-            flow.record.waiter = (
-                (lambda flow: self.post(partial(self._notify, flow))) if flow.is_stream else self._notify
+            frame.record.waiter = (
+                (lambda frame: self.post(partial(self._notify, frame))) if frame.is_stream else self._notify
             )
             return
-        del self._pending[flow]
+        del self._pending[frame]
         self._over(pending)
         try:
-            if not (isinstance(flow, RegionFrame) and flow.is_stream) or flow.record.error is not None:
-                pending.answered(self._engine.response(flow))
-            elif flow.stream.ends_empty:  # as on Triton
-                pending.answered(Response(flow.record.owner.name, flow.record.owner.version, {}, flow.request.id))
+            if not (isinstance(frame, RegionFrame) and frame.is_stream) or frame.record.error is not None:
+                pending.answered(self._engine.response(frame))
+            elif frame.stream.ends_empty:  # as on Triton
+                pending.answered(Response(frame.record.owner.name, frame.record.owner.version, {}, frame.request.id))
         except FlowserveError as error:
             is_refusal = (
-                flow.record.error is not None
-                and flow.record.error.is_refusal
-                and not flow.record.owner.graph.is_ensemble
+                frame.record.error is not None
+                and frame.record.error.is_refusal
+                and not frame.record.owner.graph.is_ensemble
             )
             pending.answered(_refused(pending.call, error, str(error)) if is_refusal else error)
 
     def _over(self, pending: PendingCall) -> None:
         batch = pending.batch
-        if batch is not None and pending.flow is not None:
-            self._engine.scheduler.calls.over(batch, pending.flow)
+        if batch is not None and pending.frame is not None:
+            self._engine.scheduler.calls.over(batch, pending.frame)
             calls = self._by_batch.get(batch)
             if calls is not None:
                 calls.pop(pending, None)
@@ -305,7 +306,7 @@ def _refused(call: BlsCall, error: FlowserveError, text: str) -> FlowserveError:
 
 def is_withdrawn(batch: Batch | None, member: int) -> bool:
     """Whether a member of a running batch is over: its client left, or it has its response. On any thread."""
-    return batch is not None and 0 <= member < len(batch.tickets) and batch.tickets[member].flow.record.done
+    return batch is not None and 0 <= member < len(batch.tickets) and batch.tickets[member].frame.record.done
 
 
 def _own(answer: Answer) -> Answer:

@@ -3,7 +3,7 @@ has forked there.
 
 Decides that everything the process sends is checked before use; that each process has calls of its own, and that they
 and its metrics end with it; and what a process is told about a call. How messages and tensors travel is decided by the
-port: call_socket.py for processes of this machine, runtime/remote/tcp.py for actors. Its other requests
+port: call_socket.py for processes of this machine, elsewhere/call_frames.py for actors. Its other requests
 (server_requests.py) come the same way.
 """
 
@@ -28,7 +28,7 @@ from flowserve.backends.worker.messages import (
     SERVER_REQUEST,
     Garbled,
     encode_error,
-    read,
+    read_fields,
 )
 from flowserve.errors import FlowserveError, Internal, Unsupported
 from flowserve.observe.exposition import GAUGE
@@ -144,9 +144,9 @@ class RemoteCalls:
                 what, arguments, names = json.loads(text)
                 self._begin_server_request(words, what, arguments, names, memory_of)
             elif kind == DROP:
-                self._drop(*read(FROM_CALLER, kind, words))
+                self._drop(*read_fields(FROM_CALLER, kind, words))
             elif kind == LEAVE:
-                number, is_answered = read(FROM_CALLER, kind, words)
+                number, is_answered = read_fields(FROM_CALLER, kind, words)
                 self._withdraw(number, is_answered=bool(is_answered))
             else:
                 raise Garbled(f"a message of kind {kind} about calls")

@@ -1,8 +1,8 @@
 """The connection of one instance in another process to the server, as its worker sees it.
 
 Decides nothing; this is the contract between a worker (worker.py) and the two kinds of connections: to a worker process
-(shm.py), where tensors travel as places in shared memory, and to an actor on another machine (tcp.py), where they
-travel as bytes. The worker does not know which of them it has. At the other end is a port of backends/worker/.
+(shm.py), where tensors travel as places in shared memory, and to an actor on another machine (elsewhere/), where
+they travel as bytes. The worker does not know which of them it has. At the other end is a port of backends/worker/.
 
 `open`, `close`, `give_up` and `kill` are called on any thread, everything else on the event loop, where the port calls
 `RemoteWorker.take` for each message, and `down` and `lost` at the end of the process.
@@ -15,17 +15,17 @@ from typing import Any, Protocol
 
 from flowserve.backends.base import Work
 from flowserve.memory.arena import Arena
-from flowserve.runtime.remote.run import Run
+from flowserve.runtime.remote.run import RemoteRun
 from flowserve.scheduling.batch import Batch
 
 
-class Port(Protocol):
+class RemotePort(Protocol):
     """`runs`: the batches that are under way, by number, of all workers between which a batch may pass; `run_numbers`
     are theirs, and no number is used again when the instance is opened again. `depth`: the
     batches that the instance takes at once. `route_group`: the port's workers hand batches to those of the same group.
     """
 
-    runs: dict[int, Run]
+    runs: dict[int, RemoteRun]
     run_numbers: Iterator[int]
     depth: int
     route_group: object
@@ -64,13 +64,13 @@ class Port(Protocol):
     def pack(self, work: Work) -> Any:
         """Prepare the inputs of a batch. Raises FlowserveError, or MemoryError."""
 
-    def send(self, run: Run, work: Work, packed: Any) -> None:
+    def send(self, run: RemoteRun, work: Work, packed: Any) -> None:
         """Send a batch, and set its memory. Raises as `pack`, and OSError if it cannot be sent."""
 
     def tell(self, message: bytes) -> None:
         """Send a message without tensors. Dropped if the process has ended."""
 
-    def recall(self, run: Run) -> None:
+    def recall(self, run: RemoteRun) -> None:
         """Have a batch return from its route as early as possible."""
 
     def free_words(self) -> Sequence[int]:

@@ -1,12 +1,12 @@
 """One batch in other processes: its route, the replies about it, and its outcome.
 
-Decides the outcome of a batch (`Run`): the results of each stage of its route, and whether it was lost with a process
-that ended. The process at which a batch returns sends the only reply. Processes that hand a batch on to each other can
-be asked about it: to return a batch early, or if a process has ended, each of them is asked whether it ran the batch; a
-process that did not may no longer run it. `RouteStates` decides what follows from the answers.
+Decides the outcome of a batch (`RemoteRun`): the results of each stage of its route, and whether it was lost with a
+process that ended. The process at which a batch returns sends the only reply. Processes that hand a batch on to each
+other can be asked about it: to return a batch early, or if a process has ended, each of them is asked whether it ran
+the batch; a process that did not may no longer run it. `RouteStates` decides what follows from the answers.
 
-Where the tensors of a reply are belongs to `RunMemory`, which the port makes (shm.py, tcp.py). Does not know how a
-process is started, or what follows its end, nor queues or callers. Called by worker.py, on the event loop.
+Where the tensors of a reply are belongs to `RunMemory`, which the port makes (shm.py, elsewhere/tcp.py). Does not know
+how a process is started, or what follows its end, nor queues or callers. Called by worker.py, on the event loop.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class RunMemory(Protocol):
         """Limit the times of the results to their possible order."""
 
 
-class Run:
+class RemoteRun:
     """A batch that was sent, and the workers of its stages; one without a route."""
 
     __slots__ = ("_states", "batch", "memory", "number", "rows", "workers")

@@ -41,7 +41,7 @@ from flowserve.runtime.loop import StepLoop
 from flowserve.runtime.model_calls.call_socket import CallSocket
 from flowserve.runtime.processes.children import Child, Children, SpawnChild
 from flowserve.runtime.processes.environments import Environment, Environments
-from flowserve.runtime.remote.run import Run
+from flowserve.runtime.remote.run import RemoteRun
 from flowserve.runtime.remote.worker import RemoteWorker, encode_batch
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.route import Route
@@ -63,7 +63,7 @@ class ProcessPool:
         self.environments = Environments(self.children)
         self.spawn: SpawnChild = self.children.spawn
         self.readiness = Readiness(loop)
-        self.runs: dict[int, Run] = {}  # the batches in the processes, by number
+        self.runs: dict[int, RemoteRun] = {}  # the batches in the processes, by number
         self.run_numbers = count(1)
         self.process_numbers = count(1)  # taken on any thread
 
@@ -184,7 +184,7 @@ class ProcessPort:
                 return ()
         return cast("Sequence[RemoteWorker]", workers)
 
-    def send(self, run: Run, work: Work, packed: Packed) -> None:
+    def send(self, run: RemoteRun, work: Work, packed: Packed) -> None:
         route = run.batch.route
         channels: list[Channel] = []
         for worker in run.workers:
@@ -208,7 +208,7 @@ class ProcessPort:
         if self.channel is not None:
             self.channel.tell(message)
 
-    def recall(self, run: Run) -> None:
+    def recall(self, run: RemoteRun) -> None:
         for i in run.ask():
             run.memory.channels[i].tell(pack(messages.CANCEL, (run.number,)))
 

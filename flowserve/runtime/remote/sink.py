@@ -20,12 +20,12 @@ from flowserve.backends.worker.messages import (
     decode_error,
     decode_notes,
     pack,
-    read,
+    read_fields,
 )
 from flowserve.errors import FlowserveError, Internal
 from flowserve.runtime.ipc.channel import Unseen
 from flowserve.runtime.ipc.tensors import ANY_ROWS, OutputReader
-from flowserve.runtime.remote.port import Port
+from flowserve.runtime.remote.port import RemotePort
 from flowserve.runtime.workers.streaming import ResponseStreams, is_wanted
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.frames.borders import Source
@@ -41,7 +41,7 @@ MemoryOf = Callable[[int, int, int], Any]
 class RemoteSink:
     """Reads the messages of one process about responses."""
 
-    def __init__(self, port: Port, reader: OutputReader, streams: ResponseStreams) -> None:
+    def __init__(self, port: RemotePort, reader: OutputReader, streams: ResponseStreams) -> None:
         self.port = port
         self._reader = reader
         self.streams = streams
@@ -74,12 +74,12 @@ class RemoteSink:
         if kind == messages.ANSWER:
             self._take_response(words, text, memory_of)
         elif kind == messages.OVER:
-            number, member = read(FROM_INSTANCE, kind, words)
+            number, member = read_fields(FROM_INSTANCE, kind, words)
             source = self._sources.pop((number, member), None)
             if source is not None:
                 self.streams.over(source, decode_error(json.loads(text)) if text else None)
         elif kind == messages.WAITS:
-            number, member, is_inside = read(FROM_INSTANCE, kind, words)
+            number, member, is_inside = read_fields(FROM_INSTANCE, kind, words)
             source = self._sources.get((number, member))
             if source is not None:
                 self.streams.waits(source, batch if is_inside else None)
@@ -112,7 +112,7 @@ class RemoteSink:
         outputs, _ = self._reader.read(
             words, ANSWER_OUTPUTS_AT, block, [ANY_ROWS], () if notes is None else notes.unlike
         )
-        if source.flow.record.done:
+        if source.frame.record.done:
             return
         if not source.credit:
             raise Garbled(f"an answer to member {member} of batch {number}, which may not send one")

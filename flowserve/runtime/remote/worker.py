@@ -24,15 +24,17 @@ from flowserve.backends.worker import messages
 from flowserve.backends.worker.messages import ColumnPlace, Garbled, encode_about, encode_run
 from flowserve.config.types import ModelConfig
 from flowserve.errors import FlowserveError, Internal, Unavailable
+from flowserve.memory.arena import Arena
 from flowserve.runtime.clock import ClockNs
 from flowserve.runtime.ipc.tensors import OutputReader
 from flowserve.runtime.model_calls.remote_calls import CallPort, MemoryOf, RemoteCalls
-from flowserve.runtime.remote.run import Run
+from flowserve.runtime.remote.run import RemoteRun
 from flowserve.runtime.remote.sink import RemoteSink
-from flowserve.runtime.workers.base import Outcome, Returned, StateAdapter, WorkerContext, works
+from flowserve.runtime.workers.base import Outcome, Returned, StateAdapter, WorkerContext, counts_nothing, works
 from flowserve.runtime.workers.streaming import ResponseStreams
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.frames.frame import Ticket
+from flowserve.values import TensorSpec
 
 log = logging.getLogger("flowserve.runtime")
 # How often a process is requested to release idle memory after its last batch. A request is sent every few seconds, and
@@ -70,20 +72,21 @@ class RemoteWorker:
         state: StateAdapter | None = None,
         streams: ResponseStreams | None = None,
     ) -> None:
-        """`port`: a `Port`. The ports between which batches pass are of one kind, and know more of each other."""
+        """`port`: a `RemotePort`. The ports between which batches pass are of one kind, and know more of each other."""
         self.name = name
         self.port = port
         self.state = state or StateAdapter()
         self.has_state = streams is not None or type(self.state) is not StateAdapter
         self.is_on_gpu = False  # its process has a context of its own
         self.outage = works
+        self.counted_there = counts_nothing
         self.route_group: object = port.route_group
         self.computes_apart: bool = port.computes_apart
         self.depth: int = port.depth
         self.ended = ""
         self.has_answered = False
         self.on_end: Callable[[], None] | None = None
-        self.runs: dict[int, Run] = {}
+        self.runs: dict[int, RemoteRun] = {}
         self.reader = OutputReader(config.name, config.outputs, batches=config.max_batch_size > 0)
         self.where = f"model '{config.name}', instance '{name}'"
         self._model = config.name
@@ -95,6 +98,16 @@ class RemoteWorker:
         self._recalled = 0  # the number of the last batch that left its route because of a call; its run may be over
         self._is_opening = False
         self._releases_due = 0
+
+    @property
+    def arena(self) -> Arena | None:
+        """As `Worker.arena`."""
+        found: Arena | None = self.port.arena
+        return found
+
+    def share(self, output: int, spec: TensorSpec) -> None:
+        """As `Worker.share`; all outputs of its process are in one block."""
+        self.port.share()
 
     @property
     def running(self) -> Batch | None:
@@ -173,7 +186,7 @@ class RemoteWorker:
             if self._sink is not None:
                 self.state.restart(batch.tickets)
                 self._sink.begin(number, batch)
-            run = Run(number, batch, work.rows, workers, None)
+            run = RemoteRun(number, batch, work.rows, workers, None)
             port.send(run, work, packed)
         except OSError as error:
             return self._failed(batch, Internal(f"{self.where}: a batch cannot be sent: {error.strerror}"))
@@ -239,7 +252,7 @@ class RemoteWorker:
         self.complete(run, outcome)
         return True
 
-    def complete(self, run: Run, outcome: Outcome) -> None:
+    def complete(self, run: RemoteRun, outcome: Outcome) -> None:
         """Append the outcome of a batch for the engine's step, which follows the batch of events in which the message
         was read; at the end of a process, the port wakes the engine for it.
         """
@@ -253,7 +266,7 @@ class RemoteWorker:
                 outcome = self._failed(run.batch, outcome)
         self.context.completions.waiting.append((run.batch, outcome))
 
-    def leave(self, run: Run) -> None:
+    def leave(self, run: RemoteRun) -> None:
         """This instance will no longer run the batch: release it before the other stages of the route are over, and
         complete the batch if it is lost.
         """
@@ -340,7 +353,7 @@ class RemoteWorker:
 
 
 def encode_batch(
-    run: Run,
+    run: RemoteRun,
     route: int,
     wanted: Sequence[Sequence[int]],
     facts: Sequence[Any] | None,

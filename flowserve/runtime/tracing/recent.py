@@ -56,7 +56,7 @@ class RecentRequest:
 
 
 class RecentRequests:
-    """The last requests of an engine, on its event loop's thread. `is_traced`: whether a flow in flight has a trace,
+    """The last requests of an engine, on its event loop's thread. `is_traced`: whether a request in flight has a trace,
     which arrives by `add`.
     """
 
@@ -94,11 +94,13 @@ class RecentRequests:
         key = ModelKey(trace.graph.name, trace.graph.version)
         self._keep(key, took_ns, trace.rows, trace.request_id, trace.error, server_timing(trace))
 
-    def failed(self, flow: Frame) -> None:
+    def failed(self, frame: Frame) -> None:
         """Keep a failed request, unless its trace will follow."""
-        if not self._is_traced(flow):
-            key = ModelKey(flow.record.owner.name, flow.record.owner.version)
-            self._keep(key, self._clock() - flow.record.arrived_ns, None, flow.request.id, str(flow.record.error), "")
+        if not self._is_traced(frame):
+            key = ModelKey(frame.record.owner.name, frame.record.owner.version)
+            self._keep(
+                key, self._clock() - frame.record.arrived_ns, None, frame.request.id, str(frame.record.error), ""
+            )
 
     def refused(self, key: ModelKey, request_id: str, error: str) -> None:
         """Keep a request that the engine did not begin."""

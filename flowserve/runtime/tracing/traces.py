@@ -30,9 +30,11 @@ from flowserve.observe.trace_settings import (
     TraceSampler,
     TraceSettings,
 )
-from flowserve.runtime.clock import wall_clock_ns
+from flowserve.runtime.clock import ClockNs, wall_clock_ns
 from flowserve.runtime.tracing.recent import RecentRequest, RecentRequests
 from flowserve.runtime.tracing.tracing import TraceSink, Tracing, Watch
+from flowserve.runtime.workers.streaming import ResponseStreams
+from flowserve.scheduling.scheduler import Scheduler
 
 WINDOWS_MAX: Final = 4  # each may hold many traces
 TRACES_MAX: Final = 10_000  # requests; a full window ends
@@ -60,9 +62,17 @@ class TraceOptions:
 class Traces:
     """The traces of one engine; used on its event loop only."""
 
-    def __init__(self, options: TraceOptions, tracing: Tracing, recent: RecentRequests) -> None:
-        self._tracing = tracing
-        self._recent = recent
+    def __init__(
+        self,
+        options: TraceOptions,
+        scheduler: Scheduler,
+        streams: ResponseStreams,
+        observers: list[Any],
+        clock: ClockNs,
+    ) -> None:
+        """`observers`: the engine's."""
+        self.tracing = Tracing(scheduler, streams, observers, clock)
+        self.recent_requests = RecentRequests(self.tracing.is_traced, clock)
         path = options.choice.trace_file
         is_file = options.choice.trace_mode == TRITON
         self._file = TraceFile(Path(path)) if path and is_file else None
@@ -96,17 +106,17 @@ class Traces:
             self._update_is_on()
         windows = [window for window in self._windows if window.is_open]
         sinks += [window.traces.append for window in windows]
-        if self._recent.is_open:
-            if self._recent.wants_trace():
-                sinks.append(self._recent.add)
-            elif not self._recent.is_open:
+        if self.recent_requests.is_open:
+            if self.recent_requests.wants_trace():
+                sinks.append(self.recent_requests.add)
+            elif not self.recent_requests.is_open:
                 self._update_is_on()
         if not sinks:
             return None
         has_tensors = is_chosen and setting.choice.has_tensors
         parent = context if is_callers else ""
         trace_id = trace_id_for(parent) if is_chosen and self._spans is not None else 0
-        watch = self._tracing.watch(*sinks, parent=parent, has_tensors=has_tensors, trace_id=trace_id)
+        watch = self.tracing.watch(*sinks, parent=parent, has_tensors=has_tensors, trace_id=trace_id)
         for window in windows:
             window.begun(watch)
         return watch
@@ -129,7 +139,7 @@ class Traces:
 
     def recent(self, key: ModelKey, after: int) -> list[RecentRequest]:
         """The last requests to a deployment with a number above `after`, and record more for some seconds."""
-        found = self._recent.since(key, after)
+        found = self.recent_requests.since(key, after)
         self._update_is_on()
         return found
 
@@ -155,7 +165,7 @@ class Traces:
         if self._file is not None:
             self._file.put(setting, trace)
         if self._spans is not None:
-            self._spans.put(trace, wall_clock_ns() - self._tracing.clock())
+            self._spans.put(trace, wall_clock_ns() - self.tracing.clock())
 
     def _retired(self, setting: TraceSampler) -> None:
         if self._file is not None:
@@ -166,7 +176,7 @@ class Traces:
             self._file.check()
 
     def _update_is_on(self) -> None:
-        is_on = self._settings.is_tracing or bool(self._windows) or self._recent.is_open
+        is_on = self._settings.is_tracing or bool(self._windows) or self.recent_requests.is_open
         if is_on != self.is_on:
             self.is_on = is_on
             for listener in self._listeners:

@@ -1,13 +1,13 @@
 """Records the steps of traced requests, and why each waited before its batch was formed.
 
 Decides what a trace contains of each step, which tensors are copied into it, and the reason for the time in which a
-ticket waited only because of its queue's rules (observe/trace.py has the texts). While a flow made through a `Watch` is
-in flight, this is one of the engine's observers and sees every batch begin and end; otherwise this module does no work.
-observe/trace.py defines a trace. Changes no request or batch, except the trace contexts of batches.
+ticket waited only because of its queue's rules (observe/trace.py has the texts). While a request made through a `Watch`
+is in flight, this is one of the engine's observers and sees every batch begin and end; otherwise this module does no
+work. observe/trace.py defines a trace. Changes no request or batch, except the trace contexts of batches.
 
-A front end requests a `Watch`, makes the request's flow through it, marks the points that the request reaches in the
-front end, and closes it in any case. Tensors in device memory are recorded without their data, since a trace must not
-cause a transfer.
+A front end requests a `Watch`, makes the frame of a request through it, marks the points that the request reaches in
+the front end, and closes it in any case. Tensors in device memory are recorded without their data, since a trace must
+not cause a transfer.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ TRACED_STEPS_MAX: Final = 10_000  # of one request; later steps are only counted
 TRACED_ELEMENTS_MAX: Final = 100_000  # a larger tensor is recorded without its data
 _KEPT_MAX: Final = 1024
 
-FlowFactory = Callable[..., Frame]
+FrameFactory = Callable[..., Frame]
 TraceSink = Callable[[Trace], None]
 
 
 class Watch:
     """Created by `Tracing.watch`. `sinks` are called with the trace when it is closed."""
 
-    __slots__ = ("_flow", "_has_tensors", "_marks", "_parent", "_sinks", "_trace_id", "_tracing", "trace")
+    __slots__ = ("_frame", "_has_tensors", "_marks", "_parent", "_sinks", "_trace_id", "_tracing", "trace")
 
     def __init__(
         self, tracing: Tracing, sinks: Sequence[TraceSink], parent: str, *, has_tensors: bool, trace_id: int
@@ -74,21 +74,21 @@ class Watch:
         self._has_tensors = has_tensors
         self._trace_id = trace_id
         self._marks: list[tuple[str, int]] = []
-        self._flow: Frame | None = None
+        self._frame: Frame | None = None
         self.trace: Trace | None = None  # None until it is submitted
 
-    def make(self, make: FlowFactory) -> FlowFactory:
-        """A function that makes the traced flow in place of `make`."""
+    def make(self, make: FrameFactory) -> FrameFactory:
+        """A function that makes the frame of the traced request in place of `make`."""
 
         def traced(*facts: Any) -> Frame:
-            flow = self._flow = make(*facts)
+            frame = self._frame = make(*facts)
             trace_id = self._trace_id
-            trace = self._tracing.begin(flow, self._parent, has_tensors=self._has_tensors, trace_id=trace_id)
+            trace = self._tracing.begin(frame, self._parent, has_tensors=self._has_tensors, trace_id=trace_id)
             if trace_id:
                 trace.span_id = new_span_id()
-                flow.request.trace_context = traceparent_of(trace_id, trace.span_id)
+                frame.request.trace_context = traceparent_of(trace_id, trace.span_id)
             self.trace = trace
-            return flow
+            return frame
 
         return traced
 
@@ -103,9 +103,9 @@ class Watch:
 
     def settle(self) -> None:
         """Complete the recording: the request is over or was never submitted. No effect if called again."""
-        if self._flow is not None:
-            self._tracing.end(self._flow)
-            self._flow = None
+        if self._frame is not None:
+            self._tracing.end(self._frame)
+            self._frame = None
 
     def close(self) -> None:
         """Pass the trace to the sinks: the front end has finished too. No effect if called again."""
@@ -140,15 +140,15 @@ class _Live:
             here: set[Frame] = {whole, *whole.stream.live}
             self.over = {key: ns for key, ns in self.over.items() if key[0] in here}
             self.begun = {one: ns for one, ns in self.begun.items() if one in here}
-            self.attempts = {one: step for one, step in self.attempts.items() if one.flow in here}
+            self.attempts = {one: step for one, step in self.attempts.items() if one.frame in here}
 
-    def ready_ns(self, flow: Frame, n: int, queued_ns: int) -> int:
+    def ready_ns(self, frame: Frame, n: int, queued_ns: int) -> int:
         """When the inputs of a step of node n were complete: before `queued_ns` if steps in flight are limited."""
-        if not isinstance(flow, RegionFrame):
+        if not isinstance(frame, RegionFrame):
             return queued_ns
-        moments = [self.begun[flow]] if flow in self.begun else []
-        for edge in flow.plan.graph.edges:
-            at: RegionFrame | None = flow
+        moments = [self.begun[frame]] if frame in self.begun else []
+        for edge in frame.plan.graph.edges:
+            at: RegionFrame | None = frame
             while edge.consumer == n and at is not None:
                 if (at, edge.producer) in self.over:
                     moments.append(self.over[at, edge.producer])
@@ -188,9 +188,9 @@ class Tracing:
         """Whether a traced request is in flight."""
         return bool(self._live)
 
-    def is_traced(self, flow: Frame) -> bool:
-        """Whether a flow is in flight and has a trace."""
-        return flow in self._live
+    def is_traced(self, frame: Frame) -> bool:
+        """Whether a request is in flight and has a trace."""
+        return frame in self._live
 
     def watch(self, *sinks: TraceSink, parent: str = "", has_tensors: bool = False, trace_id: int = 0) -> Watch:
         """Trace a request that is about to be submitted; `sinks` receive its trace. `parent`: its `traceparent`.
@@ -198,55 +198,55 @@ class Tracing:
         """
         return Watch(self, sinks, parent, has_tensors=has_tensors, trace_id=trace_id)
 
-    def begin(self, flow: Frame, parent: str = "", *, has_tensors: bool = False, trace_id: int = 0) -> Trace:
-        """Start the trace of a flow that will be submitted next."""
-        graph, request, admission = flow.plan.graph, flow.request, flow.record.owner.admission
+    def begin(self, frame: Frame, parent: str = "", *, has_tensors: bool = False, trace_id: int = 0) -> Trace:
+        """Start the trace of a request that will be submitted next."""
+        graph, request, admission = frame.plan.graph, frame.request, frame.record.owner.admission
         rows = len(next(iter(request.inputs.values()), ())) if graph.max_batch_size else 1
-        trace = Trace(next(self._numbers), graph, request.id, rows, flow.record.arrived_ns, parent, trace_id)
+        trace = Trace(next(self._numbers), graph, request.id, rows, frame.record.arrived_ns, parent, trace_id)
         if not self._live:
             self._observers.append(self)
             self._streams.observer = self
-        would_wait = admission is not None and admission.would_wait(flow)
-        self._live[flow] = _Live(trace, would_wait=would_wait, has_tensors=has_tensors)
+        would_wait = admission is not None and admission.would_wait(frame)
+        self._live[frame] = _Live(trace, would_wait=would_wait, has_tensors=has_tensors)
         if has_tensors:
             trace.tensors += _traced_inputs(request)
-        for queue in flow.queues:
+        for queue in frame.queues:
             if queue not in self._busy:
                 periods = self._busy[queue] = BusyPeriods()
                 if not queue.free:
-                    periods.begin(flow.record.arrived_ns)
+                    periods.begin(frame.record.arrived_ns)
         return trace
 
-    def begin_call(self, batch: Batch, flow: Frame) -> None:
-        """Start the trace of a call that a model makes during `batch`; `flow` is the call's."""
+    def begin_call(self, batch: Batch, frame: Frame) -> None:
+        """Start the trace of a call that a model makes during `batch`; `frame` is the call's."""
         for one, running in self._running.items():
             for i, execution in enumerate(running.executions):
                 if one.stage(i) is batch:
                     has_tensors = any(live.has_tensors for _, live in running.members)
                     trace_id = next((found for _, live in running.members if (found := live.trace.trace_id)), 0)
-                    execution.calls.append(self.begin(flow, has_tensors=has_tensors, trace_id=trace_id))
+                    execution.calls.append(self.begin(frame, has_tensors=has_tensors, trace_id=trace_id))
                     return
 
-    def end(self, flow: Frame, *, has_left: bool = False) -> None:
-        """Complete the trace of a flow that is over or was never submitted. No effect if called again."""
-        live = self._live.pop(flow, None)
+    def end(self, frame: Frame, *, has_left: bool = False) -> None:
+        """Complete the trace of a request that is over or was never submitted. No effect if called again."""
+        live = self._live.pop(frame, None)
         if live is None:
             return
         trace = live.trace
         trace.ended_ns = self.clock()
-        if isinstance(flow, RegionFrame) and flow.regions.operations:
-            trace.skipped += [flow.plan.graph.nodes[n] for n in flow.skipped]
+        if isinstance(frame, RegionFrame) and frame.regions.operations:
+            trace.skipped += [frame.plan.graph.nodes[n] for n in frame.skipped]
         if (
             live.has_tensors
-            and flow.record.done
-            and flow.record.error is None
+            and frame.record.done
+            and frame.record.error is None
             and not has_left
-            and not flow.record.owner.is_decoupled
+            and not frame.record.owner.is_decoupled
         ):
-            specs, slots = flow.record.owner.outputs, flow.record.owner.output_slot
-            made = [flow.tensors[slots[name]] for name in flow.wanted]
-            trace.tensors += _traced_tensors(BACKEND_OUTPUT, [specs[name] for name in flow.wanted], made)
-        trace.error = _error(flow, has_left=has_left)
+            specs, slots = frame.record.owner.outputs, frame.record.owner.output_slot
+            made = [frame.tensors[slots[name]] for name in frame.wanted]
+            trace.tensors += _traced_tensors(BACKEND_OUTPUT, [specs[name] for name in frame.wanted], made)
+        trace.error = _error(frame, has_left=has_left)
         if not trace.error and not trace.steps and not trace.skipped:
             trace.is_cached = True
             add(trace.waits, reasons.SAME_REQUEST, trace.arrived_ns, trace.ended_ns)
@@ -262,7 +262,7 @@ class Tracing:
 
     # ------------------------------------------------------------------ as an observer of the engine
 
-    def queued(self, flow: Frame) -> None:
+    def queued(self, frame: Frame) -> None:
         """Nothing to do: `begin` has recorded it."""
 
     def batched(self, batch: Batch, now_ns: int) -> None:
@@ -274,7 +274,7 @@ class Tracing:
             members = [
                 (m, live)
                 for m, ticket in enumerate(batch.tickets)
-                if (live := self._live.get(ticket.flow.whole)) is not None
+                if (live := self._live.get(ticket.frame.whole)) is not None
             ]
             if members:
                 try:
@@ -305,12 +305,12 @@ class Tracing:
         except Exception:
             log.exception("a batch of model '%s' cannot be traced", batch.queue.key.name)
 
-    def finished(self, flow: Frame) -> None:
+    def finished(self, frame: Frame) -> None:
         try:
-            self.end(flow)
+            self.end(frame)
         except Exception:  # the trace is lost, not the response
-            name = flow.plan.graph.name
-            log.exception("a request to '%s' cannot be traced", name, extra=of_request(flow.request, model=name))
+            name = frame.plan.graph.name
+            log.exception("a request to '%s' cannot be traced", name, extra=of_request(frame.request, model=name))
 
     failed = finished
 
@@ -352,7 +352,7 @@ class Tracing:
                 live.trace.omitted += 1
                 continue
             execution.members.append(live.trace.number)
-            node = ticket.flow.plan.graph.nodes[ticket.node.index]
+            node = ticket.frame.plan.graph.nodes[ticket.node.index]
             waits: list[Wait] = []
             before = live.attempts.get(ticket)
             if before is not None and before.error:
@@ -384,18 +384,18 @@ class Tracing:
         if before is not None:  # it was rescheduled
             queued_ns = max(ticket.queued_ns, before.execution.ended_ns)
             return queued_ns, queued_ns
-        flow, n = ticket.flow, ticket.node.index
+        frame, n = ticket.frame, ticket.node.index
         slots = None
-        if isinstance(flow, RegionFrame) and flow.parent is None and flow.regions.is_shared:
-            slots = flow.stream.slots
+        if isinstance(frame, RegionFrame) and frame.parent is None and frame.regions.is_shared:
+            slots = frame.stream.slots
         if (
             slots is not None
             and slots.limits[n] > 0
             and not live.trace.steps
-            and self._ended_ns > flow.record.arrived_ns
+            and self._ended_ns > frame.record.arrived_ns
         ):
-            live.begun[flow] = flow.record.arrived_ns  # it was admitted when another request's step ended
-        return live.ready_ns(flow, n, ticket.queued_ns), ticket.queued_ns
+            live.begun[frame] = frame.record.arrived_ns  # it was admitted when another request's step ended
+        return live.ready_ns(frame, n, ticket.queued_ns), ticket.queued_ns
 
     def _note_stages(self, batch: Batch, running: _Running, passed: Passed, now_ns: int) -> None:
         """Record the stages of a batch that completed a route."""
@@ -449,40 +449,40 @@ class Tracing:
                 step.tensors += _traced_tensors(
                     BACKEND_OUTPUT, step.node.outputs, [column[m] for column in outcome.outputs]
                 )
-            if order is not None and any(one not in stage.tickets for one in order.ahead_of(ticket.flow.whole)):
+            if order is not None and any(one not in stage.tickets for one in order.ahead_of(ticket.frame.whole)):
                 live.held.append(step)
-            if isinstance(ticket.flow, RegionFrame):
-                live.over[ticket.flow, ticket.node.index] = now_ns
-                live.forget(ticket.flow.whole)
+            if isinstance(ticket.frame, RegionFrame):
+                live.over[ticket.frame, ticket.node.index] = now_ns
+                live.forget(ticket.frame.whole)
 
     # ------------------------------------------------------------------ as an observer of decoupled steps
 
     def answered(self, source: Source, now_ns: int) -> None:
         """As `StreamObserver.answered`."""
-        live = self._live.get(source.flow.whole)
+        live = self._live.get(source.frame.whole)
         if live is None or source not in live.attempts:
             return
         live.attempts[source].answers = source.count
         self._resumed(live, source, now_ns)
-        assert isinstance(source.flow, RegionFrame)
-        if source.flow.children:  # its iteration may have finished already
-            live.begun.setdefault(source.flow.children[-1], now_ns)
-            live.forget(source.flow.whole)
+        assert isinstance(source.frame, RegionFrame)
+        if source.frame.children:  # its iteration may have finished already
+            live.begun.setdefault(source.frame.children[-1], now_ns)
+            live.forget(source.frame.whole)
 
     def waits(self, source: Source) -> None:
-        live = self._live.get(source.flow.whole)
+        live = self._live.get(source.frame.whole)
         if live is not None and source.is_waiting:
             live.paused.setdefault(source, self.clock())
 
     def over(self, source: Source, error: FlowserveError | None, now_ns: int) -> None:
-        live = self._live.get(source.flow.whole)
+        live = self._live.get(source.frame.whole)
         if live is None or source not in live.attempts:
             return
         step = live.attempts[source]
         step.ended_ns = now_ns
         step.answers = source.count
         self._resumed(live, source, now_ns)
-        live.over[source.flow, source.node.index] = now_ns
+        live.over[source.frame, source.node.index] = now_ns
         if error is not None:
             step.error = str(error)
 
@@ -530,13 +530,13 @@ def _why_complete(batch: Batch, left: int) -> str:
     return reasons.CLOSED if left else reasons.SIZED
 
 
-def _error(flow: Frame, *, has_left: bool) -> str:
-    """Why a flow that is over has no response, "" if it has one. `has_left`: its caller does not wait for it."""
-    if flow.record.error is not None:
-        return str(flow.record.error)
+def _error(frame: Frame, *, has_left: bool) -> str:
+    """Why a request that is over has no response, "" if it has one. `has_left`: its caller does not wait for it."""
+    if frame.record.error is not None:
+        return str(frame.record.error)
     if has_left:
         return "its caller left"
-    return "" if flow.record.done else "it was refused"
+    return "" if frame.record.done else "it was refused"
 
 
 def _traced_tensors(

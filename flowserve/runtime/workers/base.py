@@ -2,7 +2,7 @@
 
 Decides nothing; this is the contract between the engine and the kinds of workers (local.py, gpu.py, and
 remote/), the records that they exchange, and the outcomes of batches. A worker runs one batch at a time, unless it
-says otherwise (`RunsElsewhere`). It does not know queues, flows' other steps or callers.
+says otherwise (`RunsElsewhere`). It does not know queues, requests' other steps or callers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import trio
 
 from flowserve.backends.base import Results, Work
 from flowserve.errors import FlowserveError, Internal, Overloaded, told
+from flowserve.memory.arena import Arena
 from flowserve.memory.column import Column
 from flowserve.memory.tensor import Tensor
 from flowserve.observe.log_fields import of_requests
 from flowserve.runtime.clock import ClockNs
 from flowserve.scheduling.batch import Batch
 from flowserve.scheduling.frames.frame import Ticket
-from flowserve.values import Request
+from flowserve.values import Request, TensorSpec
 
 log = logging.getLogger("flowserve.runtime")
 
@@ -68,11 +69,11 @@ class StateAdapter:
         requests: list[Request] = []
         wanted: list[tuple[str, ...]] = []
         for ticket in tickets:
-            flow = ticket.flow
+            frame = ticket.frame
             rows.append(ticket.rows)
             slots.append(ticket.tensors)
-            requests.append(flow.request)
-            wanted.append(ticket.node.wanted or flow.wanted)
+            requests.append(frame.request)
+            wanted.append(ticket.node.wanted or frame.wanted)
             is_alike = is_alike and ticket.node is node
         columns = []
         for i, slot in enumerate(node.inputs):
@@ -111,6 +112,11 @@ def works() -> str:
     return ""
 
 
+def counts_nothing() -> Mapping[str, Any]:
+    """The `counted_there` of a worker whose batches are counted here alone."""
+    return {}
+
+
 class Worker(Protocol):
     """One instance in its place. The scheduler holds it as an opaque handle."""
 
@@ -120,10 +126,15 @@ class Worker(Protocol):
     def running(self) -> Batch | None:
         """The batch that it runs outside the event loop, as known there; the oldest if it has several, or None."""
 
+    @property
+    def arena(self) -> Arena | None:
+        """Shared memory from which its process reads inputs without a copy; None: it reads any memory."""
+
     is_on_gpu: bool  # whether it computes on a GPU in the server's own process
     route_group: object  # workers of one group hand batches to each other; None: this one does not
     computes_apart: bool  # whether it computes at the same time as other workers of its group
     outage: Callable[[], str]  # why it cannot work at present, or ""; the supervisor handles the end of a process
+    counted_there: Callable[[], Mapping[str, Any]]  # the counters of another server, if the model runs there
     state: StateAdapter
     has_state: bool  # whether `finish` has something to do
 
@@ -141,6 +152,9 @@ class Worker(Protocol):
 
     def recall(self, batch: Batch) -> None:
         """Return a batch from its route as early as possible."""
+
+    def share(self, output: int, spec: TensorSpec) -> None:
+        """Place this output, with this declaration, in shared memory from now on: a process reads it."""
 
     def close(self) -> None:
         """Close the instance after its running batch. Blocks; called on a thread."""
@@ -167,6 +181,10 @@ class RunsElsewhere(Worker, Protocol):
     on_end: Callable[[], None] | None
     depth: int  # the batches that it takes at once; its queue has an entry for each
 
+    @property
+    def batches(self) -> Sequence[Batch]:
+        """All batches that it runs, as `running`."""
+
     def kill(self, why: str) -> None:
         """End its instance immediately, for this reason. No effect if there is none."""
 
@@ -177,6 +195,13 @@ class RunsElsewhere(Worker, Protocol):
 def slots_of(workers: Sequence[Worker]) -> list[Worker]:
     """The workers of a model, each once for every batch that it takes at a time."""
     return [one for one in workers for _ in range(one.depth if isinstance(one, RunsElsewhere) else 1)]
+
+
+def batches_of(worker: Worker) -> Sequence[Batch]:
+    """The batches that it runs outside the event loop."""
+    if isinstance(worker, RunsElsewhere):
+        return worker.batches
+    return [] if worker.running is None else [worker.running]
 
 
 class Completions:
@@ -214,7 +239,7 @@ class WorkerContext:
 
 def fields_of(batch: Batch) -> Mapping[str, Any]:
     """`extra` of a log record about a batch."""
-    members = (ticket.flow.whole.request for ticket in batch.tickets)
+    members = (ticket.frame.whole.request for ticket in batch.tickets)
     return of_requests(members, model=batch.queue.key.name, instance=batch.instance.name)
 
 
@@ -231,7 +256,7 @@ def log_unnoticed(error: FlowserveError, batch: Batch) -> None:
     their last responses. Otherwise the log line about the first failed request has the traceback.
     """
     raised = error.raised
-    failed = (ticket.flow.record.error for ticket in batch.tickets)
+    failed = (ticket.frame.record.error for ticket in batch.tickets)
     if raised is not None and not any(one is not None and one.raised is raised for one in failed):
         log_failure("%s", error, error=error, extra=fields_of(batch))
 
@@ -256,4 +281,4 @@ def writable_members(tickets: Sequence[Ticket], i: int) -> list[bool]:
 
 def _is_last_reader(ticket: Ticket, i: int) -> bool:
     slot = ticket.node.inputs[i]
-    return slot >= 0 and ticket.flow.is_last_reader(slot) and ticket.node.inputs.count(slot) == 1
+    return slot >= 0 and ticket.frame.is_last_reader(slot) and ticket.node.inputs.count(slot) == 1

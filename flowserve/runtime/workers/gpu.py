@@ -74,8 +74,8 @@ class GpuWorker(LocalWorker):
         route = batch.route
         assert route is not None
         if route.worker_data is None:
-            flow = batch.tickets[0].flow  # all members have the same plan and the same queues
-            route.worker_data = [_readers(flow, node) for node in route.nodes]
+            frame = batch.tickets[0].frame  # all members have the same plan and the same queues
+            route.worker_data = [_readers(frame, node) for node in route.nodes]
         found: list[list[int]] = route.worker_data
         return found
 
@@ -103,7 +103,7 @@ class GpuWorker(LocalWorker):
         crossings: dict[tuple[int, int], _Crossings] = {}  # most batches have the same step of one graph
         outputs: list[list[int]] = [[] for _ in range(self._outputs)]
         for ticket in tickets:
-            key = (id(ticket.flow.plan), ticket.node.index)
+            key = (id(ticket.frame.plan), ticket.node.index)
             found = crossings.get(key)
             if found is None:
                 found = crossings[key] = _Crossings(ticket)
@@ -120,17 +120,17 @@ def _on_device(work: Work, read_at: Sequence[Sequence[int]]) -> DeviceWork:
     )
 
 
-def _readers(flow: Frame, node: PlanNode) -> list[int]:
+def _readers(frame: Frame, node: PlanNode) -> list[int]:
     """The places where each output of a step is read."""
     found = [0] * len(node.outputs)
     for j, slot, _ in node.writes:
-        found[j] = _readers_of(flow, slot)
+        found[j] = _readers_of(frame, slot)
     return found
 
 
-def _readers_of(flow: Frame, slot: int) -> int:
+def _readers_of(frame: Frame, slot: int) -> int:
     """The places where a tensor is read, also as rows of other tensors, which are copied where those are read."""
-    plan, queues = flow.plan, flow.queues
+    plan, queues = frame.plan, frame.queues
     found = ON_HOST if slot in plan.output_slots else 0
     for consumer in plan.consumers[slot]:
         if consumer < len(queues):
@@ -141,7 +141,7 @@ def _readers_of(flow: Frame, slot: int) -> int:
         if slot in operation.examined:
             found |= ON_HOST
         elif operation.derived is not None:
-            found |= _readers_of(flow, operation.slot)
+            found |= _readers_of(frame, operation.slot)
     return found
 
 
@@ -151,8 +151,8 @@ class _Crossings:
     __slots__ = ("_shared", "readers")
 
     def __init__(self, ticket: Ticket) -> None:
-        plan, node, queues = ticket.flow.plan, ticket.node, ticket.flow.queues
-        self.readers = _readers(ticket.flow, node)
+        plan, node, queues = ticket.frame.plan, ticket.node, ticket.frame.queues
+        self.readers = _readers(ticket.frame, node)
         self._shared = [
             slot
             for slot in set(node.inputs)

@@ -36,6 +36,7 @@ from flowserve.runtime.workers.base import (
     StateAdapter,
     WorkerContext,
     cannot_start,
+    counts_nothing,
     works,
 )
 from flowserve.runtime.workers.streaming import ResponseStreams, thread_senders
@@ -99,8 +100,8 @@ class LocalWorker:
         self._shared_strings: Mapping[int, str] = {}  # names of the BYTES outputs that other processes read
         self._caller: ThreadCaller | None = None  # set if its model may call others
         self.outage = instance.outage if isinstance(instance, NeedsOthers) else works
-        # The counters of another server, if the model runs there.
-        self.counted_there = instance.statistics if isinstance(instance, NeedsOthers) else dict[str, Any]
+        self.counted_there = instance.statistics if isinstance(instance, NeedsOthers) else counts_nothing
+        self.arena = None
         self._thread: threading.Thread | None = None
         self._work: queue.SimpleQueue[tuple[Batch, Callable[[], Outcome]] | None] = queue.SimpleQueue()
 
@@ -125,7 +126,7 @@ class LocalWorker:
             raise error
 
     def share(self, output: int, spec: TensorSpec) -> None:
-        """Write this output, with this declaration, to shared memory from now on, because other processes read it."""
+        """As `Worker.share`."""
         if spec.dtype is DType.BYTES:
             self._shared_strings = {**self._shared_strings, output: spec.name}  # its thread reads the old mapping
         if isinstance(self._instance, SharesOutputs):

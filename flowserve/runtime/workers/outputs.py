@@ -44,7 +44,7 @@ def take_notes(
         if error is not None:
             found[m] = error
         elif m in notes.orders:
-            ticket.flow.wanted = in_order(ticket, ticket.flow.wanted, notes.orders[m])
+            ticket.frame.wanted = in_order(ticket, ticket.frame.wanted, notes.orders[m])
     return found
 
 
@@ -66,7 +66,7 @@ def unlike_outputs(ticket: Ticket, row: Sequence[Tensor | None]) -> list[str]:
     may have come from a request without a following step. `row` as of `unusable_output`.
     """
     found = []
-    made_by = ticket.flow.plan.graph.nodes[ticket.node.index]
+    made_by = ticket.frame.plan.graph.nodes[ticket.node.index]
     for j, *_ in ticket.node.writes:
         spec, tensor = made_by.outputs[j], row[j]
         dims = (ticket.rows, *spec.dims) if made_by.max_batch_size else spec.dims
@@ -80,8 +80,8 @@ def unusable_output(ticket: Ticket, row: Sequence[Tensor | None], unlike: Collec
     that follows it, or as an output of the graph. `row`: its model's outputs. It is a failure of the model, not of the
     request.
     """
-    flow, node = ticket.flow, ticket.node
-    graph = flow.plan.graph
+    frame, node = ticket.frame, ticket.node
+    graph = frame.plan.graph
     for j, _, consumers in node.writes if unlike else ():
         tensor = row[j]
         made_by = graph.nodes[node.index]
@@ -99,7 +99,7 @@ def unusable_output(ticket: Ticket, row: Sequence[Tensor | None], unlike: Collec
                 why = _why_not_sent(graph, edge, tensor, ticket.rows)
             elif edge.derived < 0 and edge.consumer in consumers:
                 why = _why_not_read(graph, edge, tensor, ticket.rows)
-                where = flow.plan.nodes[edge.consumer]
+                where = frame.plan.nodes[edge.consumer]
         if why:
             return ticket.located(ModelFailed(f"{why} ({_returned(made_by, j, tensor)})"), where)
     return None
@@ -107,7 +107,7 @@ def unusable_output(ticket: Ticket, row: Sequence[Tensor | None], unlike: Collec
 
 def in_order(ticket: Ticket, wanted: tuple[str, ...], order: tuple[str, ...]) -> tuple[str, ...]:
     """The requested outputs in the order in which a model returned its outputs. Unchanged in an ensemble."""
-    if ticket.flow.plan.graph.is_ensemble:
+    if ticket.frame.plan.graph.is_ensemble:
         return wanted
     return (*(name for name in order if name in wanted), *(name for name in wanted if name not in order))
 

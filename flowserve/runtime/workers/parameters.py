@@ -41,18 +41,18 @@ def take_parameters(batch: Batch, said: Said, errors: Mapping[int, FlowserveErro
 
 def take_parameters_of(ticket: Ticket, parameters: Mapping[str, Any]) -> None:
     """Set the response parameters of one step. Raises as `request_after` does."""
-    flow = ticket.flow
-    request = request_after(flow, ticket.node.model.name, parameters)
+    frame = ticket.frame
+    request = request_after(frame, ticket.node.model.name, parameters)
     if request is None:
-        flow.parameters = parameters
-    elif isinstance(flow, RegionFrame):
-        flow.replace_request(request)
+        frame.parameters = parameters
+    elif isinstance(frame, RegionFrame):
+        frame.replace_request(request)
     else:
-        flow.request = request
+        frame.request = request
 
 
-def request_after(flow: Frame, model: str, parameters: Mapping[str, Any]) -> Request | None:
-    """The request of an ensemble for the steps after one that returned these parameters; None if the flow is of one
+def request_after(frame: Frame, model: str, parameters: Mapping[str, Any]) -> Request | None:
+    """The request of an ensemble for the steps after one that returned these parameters; None if the request is of one
     model, whose parameters are those of the response. Raises ModelFailed or Invalid for invalid parameters.
     """
     for key, value in parameters.items():
@@ -63,8 +63,8 @@ def request_after(flow: Frame, model: str, parameters: Mapping[str, Any]) -> Req
                 f"model '{model}': response parameter {key!r} is {value!r:.100}, which no answer can say; numbers have "
                 "at most 64 bits, and strings are Unicode text"
             )
-    request: Request = flow.request
-    if not flow.plan.graph.is_ensemble:
+    request: Request = frame.request
+    if not frame.plan.graph.is_ensemble:
         return None
     if not STATELESS.keys() & parameters.keys():
         return request

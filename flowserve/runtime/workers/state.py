@@ -96,7 +96,7 @@ class SequenceAdapter(StateAdapter):
 
     def _begins(self, ticket: Ticket) -> bool:
         """Whether a request begins its sequence, or begins it again."""
-        request: Request = ticket.flow.request
+        request: Request = ticket.frame.request
         return request.sequence_start
 
     def _control(self, make: Callable[[Request], Any], dtype: Any, requests: Sequence[Request]) -> Column:
@@ -231,9 +231,9 @@ class IterativeAdapter(SequenceAdapter):
         return [one for one in again if one.sequence is not None and not (isinstance(one, Source) and one.is_over)]
 
 
-def sequence_of(flow: Frame) -> tuple[int | str, bool, bool]:
+def sequence_of(frame: Frame) -> tuple[int | str, bool, bool]:
     """The sequence parameters of a request: the id, START, END."""
-    request: Request = flow.request
+    request: Request = frame.request
     return request.sequence_id, request.sequence_start, request.sequence_end
 
 

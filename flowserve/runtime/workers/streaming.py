@@ -83,17 +83,17 @@ class ResponseStreams:
         except FlowserveError as error:
             self.over(source, error)
             return
-        if source.flow.record.done or source.is_over:
+        if source.frame.record.done or source.is_over:
             return
         now_ns = self._clock()
         request = None
         if sent.parameters:
             try:
-                request = request_after(source.flow, source.node.model.name, sent.parameters)
+                request = request_after(source.frame, source.node.model.name, sent.parameters)
             except FlowserveError as error:
                 self.over(source, error)
                 return
-        whole = source.flow.whole
+        whole = source.frame.whole
         wanted = whole.wanted
         if sent.notes is not None:
             record_notes(sent.notes, source.node.model.name, _statistics(source))
@@ -157,7 +157,7 @@ class ResponseStreams:
         _decide(source, RAN)
         took_ns = now_ns - source.started_ns
         _statistics(source).succeeded([source.queued_ns], source.started_ns, 0, took_ns, 0)
-        record = source.flow.record
+        record = source.frame.record
         record.took = longer(record.took, source.started_ns - source.queued_ns, 0, took_ns, 0)
 
     def cancelled(self, source: Source) -> None:
@@ -177,7 +177,7 @@ class ResponseStreams:
             input_ns = max(outcome.gathered_ns - started_ns, 0)
             statistics.executed(batch.rows, input_ns, now_ns - started_ns - input_ns, 0, now_ns)
             for ticket in batch.tickets:
-                ticket.flow.record.owner.traffic[ticket.node.index].ran(ticket.rows, ())
+                ticket.frame.record.owner.traffic[ticket.node.index].ran(ticket.rows, ())
         self._scheduler.execute_returned(batch)
         self._wake()
 
@@ -216,7 +216,7 @@ class ResponseStreams:
             try:
                 work()
             except Exception as error:  # if it propagated, it would end the server
-                extra = {} if source is None else of_request(source.flow.whole.request, model=source.node.model.name)
+                extra = {} if source is None else of_request(source.frame.whole.request, model=source.node.model.name)
                 log.exception("a response of a model's thread cannot be processed", extra=extra)
                 if source is not None:
                     what = f"a response cannot be processed: {type(error).__name__}: {error}"
@@ -292,11 +292,11 @@ def is_wanted(ticket: Ticket) -> TypeGuard[Source]:
 def _decide(source: Source, outcome: str) -> None:
     """Write the outcome of a step; it is the outcome of a request to the model itself."""
     source.outcome = outcome
-    frame = source.flow
+    frame = source.frame
     if not frame.plan.graph.is_ensemble:
         frame.record.outcome = outcome
 
 
 def _statistics(source: Source) -> Statistics:
-    statistics: Statistics = source.flow.queues[source.node.index].statistics
+    statistics: Statistics = source.frame.queues[source.node.index].statistics
     return statistics

@@ -69,10 +69,10 @@ class Source(Ticket):
         "started_ns",
     )
 
-    flow: RegionFrame  # type: ignore[mutable-override]  # a ticket keeps its frame
+    frame: RegionFrame  # type: ignore[mutable-override]  # a ticket keeps its frame
 
-    def __init__(self, flow: RegionFrame, node: PlanNode, rows: int, key: Hashable) -> None:
-        super().__init__(flow, node, rows, key)
+    def __init__(self, frame: RegionFrame, node: PlanNode, rows: int, key: Hashable) -> None:
+        super().__init__(frame, node, rows, key)
         self.credit = 0
         self.sender: StreamSender | None = None
         self.is_waiting = False
@@ -819,6 +819,7 @@ class RegionFrame(Frame):
     def forget(self) -> None:
         """The request is over: drop the frames below and the parts, which refer to this frame in cycles."""
         self.children.clear()
+        self.sources.clear()
         self.parted.clear()
         self.held_back.clear()
 

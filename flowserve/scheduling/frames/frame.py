@@ -68,7 +68,7 @@ class Ticket:
     __slots__ = (
         "candidate_ns",
         "copy_ns",
-        "flow",
+        "frame",
         "key",
         "lane",
         "lookup",
@@ -90,13 +90,13 @@ class Ticket:
     lookup: tuple[Any, ...]
     was_lost: bool
 
-    def __init__(self, flow: Frame, node: PlanNode, rows: int, key: Hashable, queued_ns: int = 0) -> None:
-        self.flow = flow
+    def __init__(self, frame: Frame, node: PlanNode, rows: int, key: Hashable, queued_ns: int = 0) -> None:
+        self.frame = frame
         self.node = node
         self.rows = rows
         self.key = key
         self.queued_ns = queued_ns
-        self.tensors: Any = flow.tensors
+        self.tensors: Any = frame.tensors
         self.part: Any = None
 
     def copy_located(self, error: FlowserveError, instance: Any = None) -> FlowserveError:
@@ -104,7 +104,7 @@ class Ticket:
         error itself, which all members of the batch share, and so is an error that has a location. `instance` ran the
         step, if one did.
         """
-        if error.lineage or not self.flow.plan.graph.is_ensemble:
+        if error.lineage or not self.frame.plan.graph.is_ensemble:
             return error
         own = type(error)(str(error))
         own.raised = error.raised
@@ -112,7 +112,7 @@ class Ticket:
 
     def located(self, error: E, node: PlanNode | None = None, instance: str = "") -> E:
         """`error`, which is the request's own, with the location of this step, or of `node`."""
-        return self.flow.located(error, node or self.node, instance, self.part)
+        return self.frame.located(error, node or self.node, instance, self.part)
 
     def __repr__(self) -> str:
         return f"Ticket({self.node.name}, rows={self.rows})"
@@ -173,10 +173,10 @@ class Frame:
         for what frames of regions compute once for all members of these outputs.
 
         Afterwards `open` is 0 if that was the last step. An omitted output (None) is omitted from the response and from
-        the optional inputs that it feeds. Raises a FlowserveError if the flow cannot continue.
+        the optional inputs that it feeds. Raises a FlowserveError if the request cannot continue.
 
-        `Scheduler._advance_alike` and `_finish_alike` do the same, inlined, for whole batches of the common flows (see
-        `PlanNode.goes_on` and `ends`).
+        `Scheduler._advance_alike` and `_finish_alike` do the same, inlined, for whole batches of the common requests
+        (see `PlanNode.goes_on` and `ends`).
         """
         tensors = self.tensors
         readers = self.readers

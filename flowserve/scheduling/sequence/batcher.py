@@ -80,7 +80,7 @@ class Sequences:
     def put(self, ticket: Ticket) -> None:
         """Queue a ticket; its `queued_ns` is set. Raises Invalid if it belongs to no sequence."""
         self._now_ns = ticket.queued_ns
-        sequence_id, is_start, is_end = self._identify(ticket.flow)
+        sequence_id, is_start, is_end = self._identify(ticket.frame)
         sequence = self._live.get(sequence_id)
         if sequence is None or ticket.rows != 1:
             sequence = self._begin(ticket, sequence_id, is_start=is_start)
@@ -116,7 +116,7 @@ class Sequences:
 
     def _set_backlog_timeout(self, sequence: RequestSequence, ticket: Ticket) -> None:
         """A request waits in the backlog. The smallest timeout of its requests is the timeout of the sequence."""
-        timeout_ns = ticket.flow.record.timeout_ns
+        timeout_ns = ticket.frame.record.timeout_ns
         if timeout_ns:
             at_ns = ticket.queued_ns + timeout_ns
             if sequence.timeout_at_ns is None or at_ns < sequence.timeout_at_ns:
@@ -131,7 +131,7 @@ class Sequences:
         self._is_back(instance)
         again = self._retries[instance]
         while again:
-            tickets = [ticket for ticket in again.popleft() if not ticket.flow.record.done]
+            tickets = [ticket for ticket in again.popleft() if not ticket.frame.record.done]
             for ticket in tickets:
                 self._tickets.discard(ticket)
                 ticket.sequence.is_running = True
@@ -155,7 +155,7 @@ class Sequences:
         self._retries[instance].extendleft(reversed([part for part in parts if part]))
         for part in parts:
             for ticket in part:
-                if not ticket.flow.record.done:
+                if not ticket.frame.record.done:
                     self._tickets.append(ticket)
 
     def _batch(self, instance: Any, now_ns: int) -> list[Ticket] | None:
@@ -208,7 +208,7 @@ class Sequences:
         return [*orphans.items()]
 
     def _orphan(self, tickets: Iterable[Ticket], error: FlowserveError) -> None:
-        self._orphans.update((ticket, error) for ticket in tickets if not ticket.flow.record.done)
+        self._orphans.update((ticket, error) for ticket in tickets if not ticket.frame.record.done)
 
     def expire(self, now_ns: int) -> Sequence[Ticket]:
         """End the idle sequences, and those whose timeout in the backlog passed. Their requests become `orphans`."""
@@ -229,11 +229,11 @@ class Sequences:
             self._end(sequence, f"it was idle for {idle_s:g} s (max_sequence_idle_microseconds) and has ended")
         return ()
 
-    def withdraw(self, *flows: Frame) -> int:
-        """Remove the tickets of a flow that is over, and end their sequences: the state of a later request would lack
-        them. Tickets of a part that waits for a retry are left out when it runs.
+    def withdraw(self, *frames: Frame) -> int:
+        """Remove the tickets of a request that is over, and end their sequences: the state of a later request would
+        lack them. Tickets of a part that waits for a retry are left out when it runs.
         """
-        gone = [ticket for flow in flows for ticket in self._tickets.withdraw(flow)]
+        gone = [ticket for frame in frames for ticket in self._tickets.withdraw(frame)]
         ended = dict.fromkeys(ticket.sequence for ticket in gone if self._orphans.pop(ticket, None) is None)
         reason = "a request of it was cancelled, and with it the sequence"
         for sequence in ended:
@@ -298,15 +298,15 @@ class Sequences:
     def is_live(self, sequence_id: SequenceId) -> bool:
         return sequence_id in self._live
 
-    def id_of(self, flow: Frame) -> SequenceId:
+    def id_of(self, frame: Frame) -> SequenceId:
         """The correlation id of a request; 0 or "" for none."""
-        return self._identify(flow)[0]
+        return self._identify(frame)[0]
 
-    def can_take(self, flow: Frame, kept: Collection[Any]) -> bool:
+    def can_take(self, frame: Frame, kept: Collection[Any]) -> bool:
         """Whether a request could ever run if these batches never freed their instances. A request that begins a
         sequence may get a slot in any instance, including theirs.
         """
-        sequence = self._live.get(self.id_of(flow))
+        sequence = self._live.get(self.id_of(frame))
         if sequence is None or sequence.slot is None:
             return not kept
         return all(batch.instance is not sequence.slot.instance for batch in kept)
@@ -328,14 +328,14 @@ class Sequences:
             assert (sequence.slot is None) == (sequence in backlog), f"(1) {sequence} is in no place, or in two"
         assert all(sequence.waiting for sequence in backlog), "(1) a sequence in the backlog has no request"
         for sequence in self._sequences:
-            assert not any(ticket.flow.record.done for ticket in sequence.waiting), (
-                "a ticket of a finished flow still waits"
+            assert not any(ticket.frame.record.done for ticket in sequence.waiting), (
+                "a ticket of a finished request still waits"
             )
             assert all(ticket.sequence is sequence for ticket in sequence.waiting), "a ticket is in the wrong sequence"
             assert sequence.waiting or sequence.is_running or not sequence.is_closed, f"{sequence} was not removed"
         self._tickets.check()
         waiting = [id(ticket) for sequence in self._sequences for ticket in sequence.waiting]
         parts = [part for parts in self._retries.values() for part in parts]
-        waiting += [id(ticket) for part in parts for ticket in part if not ticket.flow.record.done]
+        waiting += [id(ticket) for part in parts for ticket in part if not ticket.frame.record.done]
         assert sorted(waiting) == sorted(map(id, self._tickets)), "a ticket is lost or doubled"
         assert not self._orphans, "an orphaned request was not refused"

@@ -169,7 +169,7 @@ class Iterative(Sequences):
 
     def reschedule(self, ticket: Ticket, now_ns: int) -> None:
         """Queue a request again that ran. Called before `take` of its instance; no effect if it is over."""
-        if ticket.flow.record.done:
+        if ticket.frame.record.done:
             return
         self._now_ns = ticket.queued_ns = now_ns
         sequence: RequestSequence = ticket.sequence
@@ -182,20 +182,20 @@ class Iterative(Sequences):
         self._tickets.append(ticket)
         self._head_added(sequence)
 
-    def withdraw(self, *flows: Frame) -> int:
-        """Remove the tickets of a flow that is over. Other requests of the same id do not depend on them."""
-        gone = [ticket for flow in flows for ticket in self._tickets.withdraw(flow)]
+    def withdraw(self, *frames: Frame) -> int:
+        """Remove the tickets of a request that is over. Other requests of the same id do not depend on them."""
+        gone = [ticket for frame in frames for ticket in self._tickets.withdraw(frame)]
         for ticket in gone:
             if self._orphans.pop(ticket, None) is None:
                 self._remove(ticket, ticket.sequence)
         return len(gone)
 
-    def id_of(self, flow: Frame) -> SequenceId:
-        return self._identify_given(flow)[0]
+    def id_of(self, frame: Frame) -> SequenceId:
+        return self._identify_given(frame)[0]
 
-    def _identify_request(self, flow: Frame) -> tuple[SequenceId, bool, bool]:
+    def _identify_request(self, frame: Frame) -> tuple[SequenceId, bool, bool]:
         """The sequence parameters of a request. One without a correlation id gets an id that only its model sees."""
-        sequence_id, is_start, _ = self._identify_given(flow)
+        sequence_id, is_start, _ = self._identify_given(frame)
         if not sequence_id:
             return self._new_id(), True, False
         if not is_start and self.is_live(sequence_id):
@@ -233,7 +233,7 @@ class Iterative(Sequences):
     def _retried_sequences(self) -> set[RequestSequence]:
         """The sequences with a request that waits for a retry."""
         parts = [part for parts in self._retries.values() for part in parts]
-        return {ticket.sequence for part in parts for ticket in part if not ticket.flow.record.done}
+        return {ticket.sequence for part in parts for ticket in part if not ticket.frame.record.done}
 
     def _end(self, sequence: RequestSequence, reason: str, error: FlowserveError | None = None) -> None:
         super()._end(sequence, "", error)  # no reason is kept: a sequence has one request

@@ -83,7 +83,7 @@ class _DeadlockDetector:
     def of(self, source: Source, path: tuple[object, ...]) -> Explanation | None:
         if source in path:
             return []
-        frame: RegionFrame = source.flow
+        frame: RegionFrame = source.frame
         slots = frame.stream.slots
         path = (*path, source)
         begin = f"step '{source.node.name}' waits in its send until"
@@ -170,7 +170,7 @@ class _DeadlockDetector:
         if sources:  # it is over when all its parts are
             causes = [self.of(source, path) for source in sources if source.is_waiting]
             return next((cause for cause in causes if cause is not None), None)
-        if any(ticket.flow is frame and ticket.node is node for batch in self._kept_by for ticket in batch.tickets):
+        if any(ticket.frame is frame and ticket.node is node for batch in self._kept_by for ticket in batch.tickets):
             return [f"which runs in model '{node.model.name}', and waits there itself"]
         return self._queue(frame, node)
 
@@ -207,7 +207,7 @@ class _DeadlockDetector:
 
 def deadlock(source: Source, cycle: Explanation) -> Unavailable:
     """The error of a request that is deadlocked in send()."""
-    limit = min(filter(None, source.flow.regions.limits), default=0)
+    limit = min(filter(None, source.frame.regions.limits), default=0)
     what = f"max_inflight_requests {limit} can never be kept" if limit else "unexpected deadlock"
     return Unavailable(
         f"{what}: {', '.join(cycle)}; give the model another instance, or more of the resource, or the graph a larger "

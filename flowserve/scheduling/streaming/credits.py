@@ -26,8 +26,8 @@ from flowserve.scheduling.streaming.backpressure import BackpressureWaits, deadl
 
 @dataclass(eq=False)
 class Streams:
-    """The streams of the scheduler. `put` queues a ticket (or raises), `fail` and `end` end a flow, `notify` adds to
-    the scheduler's decisions, `drop_tensors` releases the tensors of a flow that is over. `stuck` returns the
+    """The streams of the scheduler. `put` queues a ticket (or raises), `fail` and `end` end a request, `notify` adds to
+    the scheduler's decisions, `drop_tensors` releases the tensors of a request that is over. `stuck` returns the
     deadlocked executions.
     """
 
@@ -46,14 +46,14 @@ class Streams:
 
     def start(self, source: Source, sender: StreamSender, now_ns: int) -> int:
         """A decoupled step is about to run. Returns its initial credits."""
-        self._answering[source.flow.whole] = None
+        self._answering[source.frame.whole] = None
         source.sender = sender
         source.started_ns = now_ns
-        if source.flow.record.done:
+        if source.frame.record.done:
             self._notify(Stop(sender))
             return 0
         granted = self._credits(source)
-        source.flow.promise(source, granted)
+        source.frame.promise(source, granted)
         return granted
 
     def answer(
@@ -70,7 +70,7 @@ class Streams:
         `request`, if given, are the runtime's: the parameters of the response, and the request from here on. `is_last`:
         the final flag came with the response.
         """
-        frame = source.flow
+        frame = source.frame
         if frame.record.done or source.is_over:
             return
         assert source.credit > 0, f"{source!r} answered without a credit"
@@ -88,7 +88,7 @@ class Streams:
 
     def last(self, source: Source, now_ns: int) -> None:
         """The step sends no further response: the final flag came alone."""
-        frame = source.flow
+        frame = source.frame
         if frame.record.done or source.is_over:
             return
         self._forget(source)
@@ -101,21 +101,21 @@ class Streams:
 
     def failed(self, source: Source, error: FlowserveError) -> None:
         """The step responded with an error: its request is over."""
-        if not source.flow.record.done:
-            self._fail(source.flow, error)
+        if not source.frame.record.done:
+            self._fail(source.frame, error)
 
     def wait(self, source: Source, holder: Any) -> None:
         """The model is blocked in send() without a credit. `holder` is the batch whose instance it keeps, None if it
         keeps none.
         """
         if (
-            not source.flow.record.done and not source.is_over and not source.credit
+            not source.frame.record.done and not source.is_over and not source.credit
         ):  # else the notice of its credit is under way
             if self.ending:
-                self._fail(source.flow, Unavailable(self.ending))
+                self._fail(source.frame, Unavailable(self.ending))
                 return
             self._send_waits.begin(source, holder)
-            self.mark_due(source.flow.whole)
+            self.mark_due(source.frame.whole)
 
     def stop(self, reason: str) -> None:
         """The server stops: fail the streams whose steps still respond, blocked ones included."""
@@ -127,17 +127,17 @@ class Streams:
     def put(self, tickets: Sequence[Ticket], now_ns: int) -> None:
         """Queue tickets that became ready, perhaps of several requests. A refused ticket fails its own request."""
         for ticket in tickets:
-            if ticket.flow.record.done:
+            if ticket.frame.record.done:
                 continue
             try:
                 self._put(ticket, now_ns)
             except FlowserveError as error:
-                if not ticket.flow.record.done:
-                    self._fail(ticket.flow, error)
+                if not ticket.frame.record.done:
+                    self._fail(ticket.frame, error)
 
     def hold_back(self, ticket: Ticket) -> bool:
         """The queue of a part of a step is full. Returns whether the part waits for another of its frame."""
-        frame = ticket.flow
+        frame = ticket.frame
         assert isinstance(frame, RegionFrame)
         is_held = frame.hold_back(ticket, self._freed)
         self.is_due = self.is_due or bool(self._freed)
@@ -204,19 +204,19 @@ class Streams:
             for holder, source in self._send_waits.holders().items():
                 cycle = self._send_waits.deadlock_cycle(source, stuck) if holder in stuck else None
                 if cycle is not None:
-                    self._fail(source.flow, source.copy_located(deadlock(source, cycle), source.instance))
+                    self._fail(source.frame, source.copy_located(deadlock(source, cycle), source.instance))
                     break
             else:
                 return
 
     def _wake_sharers(self, slots: InflightSlots) -> None:
         for source in [*self._send_waits.waiting]:
-            if source.flow.stream.slots is slots:
+            if source.frame.stream.slots is slots:
                 self._grant(source)
 
     def _credits(self, source: Source) -> int:
         """The number of credits to grant now."""
-        frame = source.flow
+        frame = source.frame
         regions, slots, depth = frame.regions, frame.stream.slots, frame.depth
         room = frame.room(source)
         if not room:
@@ -231,15 +231,15 @@ class Streams:
     def _grant(self, source: Source) -> None:
         granted = self._credits(source)
         if granted:
-            source.flow.promise(source, granted)
+            source.frame.promise(source, granted)
             self._send_waits.over(source)
             assert source.sender is not None
             self._notify(Grant(source.sender, granted))
 
     def _forget(self, source: Source) -> None:
         """The step is over: take back its credits, and break its reference cycles."""
-        source.flow.sources.pop(source, None)
+        source.frame.sources.pop(source, None)
         source.sender = None
         source.is_over = True
         self._send_waits.over(source)
-        source.flow.promise(source, -source.credit)
+        source.frame.promise(source, -source.credit)
