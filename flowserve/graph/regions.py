@@ -87,11 +87,12 @@ class RegionPlan:
     `depth[n]`: the level of node n. `splits[d]`: the decoupled node of level d, whose responses are the frames of level
     d + 1; so `len(splits)` is the level whose frames are the graph's responses. `missing[n]`: the number of slots that
     node n waits for: those of its own level, and spreads. `late[n]`: nodes of outer levels that it also waits for.
-    `first`: the nodes and operations of level 0 that read only the request's inputs. `firsts[d]`: the nodes of level
-    d + 1 that wait for nothing of their level except the response itself. `answer_late`: the nodes of outer levels that
-    the graph's responses wait for. `frees[n]`: the slots of its own level that node n
-    reads, those of converted inputs included. `limits[n]`: concurrent
-    executions of its step, 0 for no limit; `is_shared`: all requests share them.
+    `first`: the nodes and operations of level 0 that read only the request's inputs. `firsts[d]`: the nodes of level d
+    + 1 that wait for nothing of their level except the response itself. `chosen[d]`: those of level d + 1 that have a
+    limit and read what operations make; how many of them a response starts is not known before. `answer_late`: the
+    nodes of outer levels that the graph's responses wait for. `frees[n]`: the slots of its own level that node n reads,
+    those of converted inputs included. `limits[n]`: concurrent executions of its step, 0 for no limit; `is_shared`: all
+    requests share them.
 
     By slot: `consumers[s]` are its readers on its own level, `below[s]` whether a deeper level or a response reads it,
     `readers[s]` the number of readers on its own level, plus one that never finishes if `below[s]`. `space_of[s]`: the
@@ -110,6 +111,7 @@ class RegionPlan:
     late: tuple[tuple[int, ...], ...]
     first: tuple[int, ...]
     firsts: tuple[tuple[int, ...], ...]
+    chosen: tuple[tuple[int, ...], ...]
     answer_late: tuple[int, ...]
     consumers: tuple[tuple[int, ...], ...]
     below: tuple[bool, ...]
@@ -291,6 +293,17 @@ class _Planner:
             )
             for d, split in enumerate(splits)
         ]
+        chosen = [
+            tuple(
+                n
+                for n in nodes
+                if n in needed
+                and depth[n] == d + 1
+                and graph.nodes[n].max_inflight
+                and any(makers[slot] >= len(nodes) for slot in self.own[n])
+            )
+            for d in range(len(splits))
+        ]
         tests: list[list[tuple[int, Operation]]] = [[] for _ in nodes]
         for one in self.operations:
             if one.index in self.wires.tested:
@@ -321,6 +334,7 @@ class _Planner:
             late=tuple(tuple(sorted(one)) for one in late),
             first=tuple(first),
             firsts=tuple(firsts),
+            chosen=tuple(chosen),
             answer_late=tuple(sorted({makers[s] for s in answered if level[s] < len(splits)} - {*given})),
             consumers=tuple(map(tuple, self.consumers)),
             below=tuple(below),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -118,3 +120,28 @@ def test_a_request_that_fails_while_its_steps_wait_for_slots_is_in_no_reference_
             assert not [one for one in gc.get_objects() if isinstance(one, RegionFrame)]
         finally:
             gc.enable()
+
+
+def test_a_test_behind_a_decoupled_step_keeps_the_limit_of_responses_under_way() -> None:
+    made: list[int] = []
+
+    @model({"A": ONE}, {"X": ONE}, max_batch_size=1, decoupled=True)
+    def many(a: Array) -> Iterator[Array]:
+        for k in range(2000):
+            made.append(k)
+            yield a + k
+
+    @model({"A": ONE}, {"X": ONE}, max_batch_size=1)
+    def slow(a: Array) -> Array:
+        time.sleep(0.005)
+        return a
+
+    graph = Graph("limited", max_inflight_requests=2)
+    first = many(graph.input("A", ONE))
+    with graph.when(first > 0):
+        x = slow(first)
+    graph.output("X", graph.merge(x, otherwise=-1))
+    with Engine(graph) as engine, closing(engine.stream("limited", {"A": np.ones((1, 1), np.float32)})) as stream:
+        for _ in range(5):
+            next(stream)
+        assert len(made) < 40

@@ -16,8 +16,9 @@ is made from; a row of the request from which none is made has one response.
 
 `max_inflight_requests` counts in-flight slots (slots.py); a part of a step holds one as a step does. A decoupled step
 holds a *credit* before it responds; free slots of all nodes that the response starts are reserved for each credit, so
-the only unsent response is the one that the model is about to send. If the responses are not read, no further credits
-are granted. A full queue limits the parts of a step too: those that it does not take wait here.
+the only unsent response is the one that the model is about to send. For steps behind a test or a division into items
+none are reserved; no further credits are granted while one of them is parked. If the responses are not read, no further
+credits are granted. A full queue limits the parts of a step too: those that it does not take wait here.
 
 Always true of a request that is not over (see `RegionFrame.check`):
   (1) no node holds more slots than its limit, those reserved for credits included;
@@ -262,6 +263,8 @@ class RegionFrame(Frame):
         if sum(one.live for one in self.parted.values()) < 2:
             return False
         n = step.node.index
+        if isinstance(ticket, Source):
+            del self.sources[ticket]
         step.waiting.appendleft(ticket.part.number)
         self._unpark(n)
         if step not in self.held_back:
@@ -826,6 +829,8 @@ class RegionFrame(Frame):
     def room(self, source: Source) -> int:
         """The number of responses a step of this frame may send beyond its credits."""
         slots = self.stream.slots
+        if any(slots.parked[n] for n in self.regions.chosen[self.depth]):
+            return 0
         room = UNREAD_MAX - self.unread - source.credit
         for n in self.regions.firsts[self.depth]:
             if slots.limits[n]:

@@ -90,11 +90,13 @@ class _DeadlockDetector:
         if frame.unread >= UNREAD_MAX:
             cause = self._answer(frame.whole, path)
             return None if cause is None else [f"{begin} its answers can be taken", *cause]
-        for n in frame.regions.firsts[frame.depth]:
-            if not slots.has_room(n):
-                cause = self._slots(frame.whole, n, path)
-                if cause is not None:
-                    return [f"{begin} a step '{frame.plan.nodes[n].name}' is over", *cause]
+        regions, depth = frame.regions, frame.depth
+        taken = [n for n in regions.firsts[depth] if not slots.has_room(n)]
+        parked = [n for n in regions.chosen[depth] if slots.parked[n]]
+        for n in (*taken, *parked):
+            cause = self._slots(frame.whole, n, path)
+            if cause is not None:
+                return [f"{begin} a step '{frame.plan.nodes[n].name}' is over", *cause]
         return None
 
     def _answer(self, whole: RegionFrame, path: tuple[object, ...]) -> Explanation | None:
