@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from flowserve import Engine, Graph, model
 from flowserve.errors import ModelFailed
+from flowserve.scheduling.frames.borders import RegionFrame
 from flowserve.values import Array
 
 ONE = "FP32[1]"
@@ -88,3 +90,31 @@ def test_a_response_for_an_item_has_one_row() -> None:
     graph.output("X", x)
     with pytest.raises(ModelFailed, match="tensor 'X' has 3 rows for 1 items"):
         numbers(graph, A=[[[1], [2]]])
+
+
+@model({"A": ONE}, {"X": ONE}, max_batch_size=1)
+def no_seven(a: Array) -> Array:
+    if (a == 70).any():
+        raise ValueError("seven")
+    return a
+
+
+def test_a_request_that_fails_while_its_steps_wait_for_slots_is_in_no_reference_cycle() -> None:
+    graph = Graph("items", max_inflight_requests=1)
+    a = graph.input("A", "FP32[-1,1]")
+    with graph.each(a) as item:
+        x = no_seven(twice(item))
+    graph.output("X", x)
+    plain = Graph("plain")
+    plain.output("X", no_seven(plain.input("A", ONE)))
+    with Engine(graph, plain) as engine:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                with pytest.raises(ModelFailed, match="seven"):
+                    list(engine.stream("items", {"A": np.array([[[7], [2], [3], [4]]], np.float32)}))
+            engine.infer("plain", {"A": np.zeros((1, 1), np.float32)})  # the last decision of the requests is over
+            assert not [one for one in gc.get_objects() if isinstance(one, RegionFrame)]
+        finally:
+            gc.enable()

@@ -135,6 +135,16 @@ def test_equal_items_that_a_full_queue_holds_back_are_looked_up_again(repository
     assert sum("LABELS" in answer for answer in found) > 4
 
 
+def test_each_part_of_a_step_has_a_cached_response_of_its_own(repository: Path, tmp_path: Path) -> None:
+    for name in ("detect", "people"):
+        (tmp_path / name).symlink_to(repository / name)
+    config = (repository / "name/config.pbtxt").read_text().replace("max_batch_size: 8", "max_batch_size: 3")
+    write(tmp_path / "name", config + "response_cache { enable: true }", NAME)
+    with serving(tmp_path, "--cache-config", "local,size=1000000") as one:
+        for _ in range(2):  # the second time from the cache
+            assert infer(one, "people", image(20))["LABELS"] == labels_of(20)
+
+
 @pytest.fixture(scope="module")
 def served(repository: Path) -> Iterator[Served]:
     with serving(repository, "--allow-grpc", "true", "--grpc-port", "0") as one:

@@ -46,6 +46,11 @@ class InflightSlots:
         if self.gauges and self.taken[n] > self.gauges[n].most_inflight:
             self.gauges[n].most_inflight = self.taken[n]
 
+    def forget_parked(self) -> None:
+        """The one request of these slots is over: drop the steps that wait, whose frames refer to these slots."""
+        for parked in self.parked:
+            parked.clear()
+
     def check(self) -> None:
         for n, limit in enumerate(self.limits):
             assert not limit or 0 <= self.taken[n] + self.promised[n] <= limit, f"(1) node {n} is over its limit"

@@ -159,6 +159,8 @@ class Streams:
             whole.release_all(self._freed)
             self._wake_sharers(stream.slots)
             self.is_due = True
+        else:
+            stream.slots.forget_parked()
         stream.live.clear()
         stream.late.clear()
         whole.forget()
