@@ -270,7 +270,7 @@ def wrong_type(value: object) -> Any:
         (lambda g, x: g.output("Y", np.zeros(3)), "what is read is a tensor of the graph, and not ndarray"),
         (
             lambda g, x: g.step(len, {}, {}),
-            "a step is of a model or a graph, and not builtin_function_or_method (@request",
+            "a step is of a model or a graph, and not builtin_function_or_method (@flow",
         ),
         (lambda g, x: g.step(halve, "X", {}), "the inputs of a step are a dict, and not str"),
         (lambda g, x: g.step(halve, {"X": x}, {"Y": x}), "the name of a tensor is a text, and not Tensor"),
