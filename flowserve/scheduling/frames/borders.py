@@ -211,6 +211,7 @@ class RegionFrame(Frame):
         values: Sequence[Any] = [outputs[j] for j, _, _ in node.writes]
         if part is not None:
             values = [self._joined(node, [value], j) for value, (j, _, _) in zip(values, node.writes, strict=True)]
+            # Before the response is written, whose rows are those of this one row already.
             child._restrict_to(part.step.space, part.start)
         elif self.regions.operations:
             child.request_rows = _rows_of(values, self.request_rows)
@@ -229,6 +230,8 @@ class RegionFrame(Frame):
             else:
                 behind.append(n)
         child._go_on(behind, [], None, tickets)
+        # After the steps of the response are counted: if this step ended first, its frame could be complete without
+        # them.
         if is_last:
             tickets += self.end_responses(source)
         child._has_begun()
@@ -266,6 +269,7 @@ class RegionFrame(Frame):
         if isinstance(ticket, Source):
             del self.sources[ticket]
         step.waiting.appendleft(ticket.part.number)
+        # It waits for the end of another part, not for a slot: with a free slot it would meet the full queue again.
         self._unpark(n)
         if step not in self.held_back:
             self.held_back.append(step)
@@ -353,7 +357,7 @@ class RegionFrame(Frame):
         """
         hold = self._hold(node.index)
         self._write(node, values)
-        self.missing[node.index] = OVER
+        self.missing[node.index] = OVER  # before others continue: frames below ask whether this step is over
         ready: list[int] = []
         written: list[int] = []
         for _, slot, _ in node.writes:
@@ -362,6 +366,8 @@ class RegionFrame(Frame):
         for operation, spread in opened:
             self._open(operation, spread, ready, written, tickets)
         self._go_on(ready, written, hold, tickets)
+        # After the steps that it made ready have slots, or are parked behind its slot: freed earlier, that would let
+        # another step of this node begin, and work would collect in front of the slower node.
         self._end_step(node.index, hold, tickets)
 
     def _write(self, node: PlanNode, values: Sequence[Any]) -> None:
@@ -529,7 +535,7 @@ class RegionFrame(Frame):
                     ready.append(n)
         else:
             for n in absence.members:
-                missing[n] = OVER
+                missing[n] = OVER  # not only never ready: late steps of frames below wait until they are over
             for within in absence.spaces:
                 self.spreads[within.index] = self.stream.rows.undecided(within, 0)
             for n, slots in absence.waiting:
@@ -635,9 +641,9 @@ class RegionFrame(Frame):
         if not below:
             return
         stream = self.stream
-        for child in [*self.children]:
+        for child in [*self.children]:  # a copy: one that becomes complete leaves the queue
             child._receive(below, tickets)
-        late, stream.late = stream.late, []
+        late, stream.late = stream.late, []  # a step that is tried may wait again, for another tensor
         for frame, n in late:
             frame._retry(n, tickets)
         whole = self.whole
@@ -716,6 +722,7 @@ class RegionFrame(Frame):
     def _complete(self) -> None:
         """Its own steps are over; its frames below may continue."""
         if self.depth == len(self.regions.splits):
+            # Before responses leave, which counts down: `unread` limits the credits of each step above.
             above = self.parent
             while above is not None:
                 above.unread += 1
@@ -735,7 +742,7 @@ class RegionFrame(Frame):
             while at.children:
                 at = at.children[0]
             if at.steps:
-                return
+                return  # the next response is not complete, and no later one may leave before it
             if at.depth == len(regions.splits):
                 if not at.has_inputs_from_above(regions.answer_late):
                     return
@@ -772,7 +779,7 @@ class RegionFrame(Frame):
             free = freed.pop()
             n = free.n
             slots.taken[n] -= 1
-            free.whole.stream.held[n] -= 1
+            free.whole.stream.held[n] -= 1  # a hold further on may be of another request that shares the slots
             if not slots.parked[n]:
                 continue
             frame, _, hold = slots.parked[n][0]
@@ -811,6 +818,7 @@ class RegionFrame(Frame):
         """The request is over, and shares its slots: free those that it holds, and no longer wait for others."""
         slots = self.stream.slots
         slots.sharers.pop(self, None)
+        # Its parked steps first: a slot that it frees must not go to one of them.
         for parked in slots.parked:
             others = [one for one in parked if one.frame.stream is not self.stream]
             parked.clear()
