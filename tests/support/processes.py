@@ -5,6 +5,7 @@ Decides the form of such a model, and that each has one instance, FP32 `IN` to `
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -131,6 +132,7 @@ def no_more_descriptors() -> Iterator[None]:
     """A context in which this process has its maximum number of open files."""
     import resource  # Linux only
 
+    gc.collect()  # what other tests left in cycles would free descriptors meanwhile
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
