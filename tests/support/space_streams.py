@@ -212,7 +212,7 @@ class StreamWorld(World):
 
     def submit(self, array: Array) -> Frame:
         frame = region_frame(
-            self.plan, self.queues, [Tensor(array, 0, len(array))], self.now_ns, rows=row_operations, shared=self.shared
+            self.plan, self.queues, self.inputs_of(array), self.now_ns, rows=row_operations, shared=self.shared
         )
         self.answers[frame] = []
         self.scheduler.submit(frame)

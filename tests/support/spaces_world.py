@@ -61,6 +61,15 @@ def _hash(x: Array) -> Array:
     return found
 
 
+FLAG = "flag"  # an input of the request that only tests read
+
+
+def flag_of(array: Array) -> Array:
+    """The number that a request has in FLAG for each row of its other input."""
+    found: Array = _hash(array + 3) % 3
+    return found
+
+
 FUNCTIONS: dict[str, Function] = {
     "double": lambda x: (x * 2 + 1,),
     "minus": lambda x: (1 - x,),
@@ -205,12 +214,15 @@ def _config(
     numbered = tuple(replace(step, path=f"step[{i}]") for i, step in enumerate(steps))
     marked = tuple(replace(fill, path=f"fill[{i}]") for i, fill in enumerate(fills))
     source = SourceMap("world", _Places())
+    given = {"in": VEC}
+    if any(test.tensor == FLAG for step in steps for test in step.when):
+        given[FLAG] = "INT32[1]"
     return ModelConfig(
         name="world",
         backend="",
         platform="ensemble",
         max_batch_size=rows,
-        inputs=tensors({"in": VEC}),
+        inputs=tensors(given),
         outputs=tensors(outputs),
         source=source,
         ensemble=Ensemble(numbered, limit, marked),
@@ -264,9 +276,9 @@ def _step(rng: random.Random, number: int, kinds: dict[str, str], models: Sequen
 
 def _test(rng: random.Random, kinds: dict[str, str]) -> RowTest:
     choices = [tensor for tensor in kinds if tensor.endswith(("_KIND", "_KINDS", "_SURE", "_SCORE"))]
-    if not choices:
+    tensor = rng.choice([*choices, FLAG] if rng.random() < 0.3 else choices or [""])
+    if not tensor:
         return RowTest("")
-    tensor = rng.choice(choices)
     negate = rng.random() < 0.3
     if tensor.endswith("SURE"):
         return RowTest(tensor, negate)
@@ -356,7 +368,7 @@ class Interpreter:
     def _own(self, tensor: str, context: tuple[Any, ...]) -> Any:
         ends = [end for end in self.w.writers[tensor] if not end.field]
         if ends[0].step == GRAPH:
-            return self.row
+            return flag_of(self.row) if tensor == FLAG else self.row
         if len(ends) == 1:
             return self._run(ends[0].step, context)[ends[0].port]
         home = self.made.homes[tensor]
@@ -480,9 +492,14 @@ class World:
                 self.scheduler.models.add(queues[node.model])
         self.queues = [queues[node.model] for node in self.graph.nodes]
 
+    def inputs_of(self, array: Array) -> list[Tensor]:
+        """The inputs of a request."""
+        given = [flag_of(array) if spec.name == FLAG else array for spec in self.graph.inputs]
+        return [Tensor(one, 0, len(array)) for one in given]
+
     def submit(self, array: Array) -> Frame:
         frame: Frame
-        inputs = [Tensor(array, 0, len(array))]
+        inputs = self.inputs_of(array)
         if self.plan.regions is None:
             frame = request_frame(self.plan, self.queues, inputs, self.now_ns)
         else:

@@ -35,7 +35,7 @@ class RemotePort(Protocol):
 
     def open(self, worker: Any) -> None:
         """Start the instance of this worker. Blocks. Raises the model's exception, or an error if its process ended or
-        could not be started. May be called again after that, and after the worker was told of its end.
+        could not be started. May be called again after that, and after the worker was notified of its end.
         """
 
     def serve(self) -> None:

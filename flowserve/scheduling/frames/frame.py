@@ -412,9 +412,7 @@ def request_frame(
 
 
 def filler_frame(request: Any, wanted: tuple[str, ...] = ()) -> Frame:
-    """The frame of the rows of a batch that stand for no request. It is over from the start, so that their results are
-    ignored.
-    """
+    """The frame of padding rows. It is over from the start, so that their results are ignored."""
     record = RequestRecord()
     record.done = True
     frame = Frame(record, _EMPTY, (), (), request)
