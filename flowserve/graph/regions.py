@@ -91,8 +91,9 @@ class RegionPlan:
     + 1 that wait for nothing of their level except the response itself. `chosen[d]`: those of level d + 1 that have a
     limit and read what operations make; how many of them a response starts is not known before. `answer_late`: the
     nodes of outer levels that the graph's responses wait for. `frees[n]`: the slots of its own level that node n reads,
-    those of converted inputs included. `limits[n]`: concurrent executions of its step, 0 for no limit; `is_shared`: all
-    requests share them.
+    those of converted inputs included. `limits[n]`: concurrent executions of its step, 0 for no limit, and whether it
+    `has_limits`; `is_shared`: all requests share them. `is_single`: a request has one frame, which shares nothing with
+    other requests.
 
     By slot: `consumers[s]` are its readers on its own level, `below[s]` whether a deeper level or a response reads it,
     `readers[s]` the number of readers on its own level, plus one that never finishes if `below[s]`. `space_of[s]`: the
@@ -119,7 +120,9 @@ class RegionPlan:
     space_of: tuple[int, ...]
     frees: tuple[tuple[int, ...], ...]
     limits: tuple[int, ...]
+    has_limits: bool
     is_shared: bool
+    is_single: bool
     operations: tuple[Operation, ...]
     spreads: tuple[int, ...]
     tests: tuple[tuple[tuple[int, Operation], ...], ...]
@@ -327,6 +330,8 @@ class _Planner:
         for n in nodes:
             if n in needed:
                 inside[graph.nodes[n].space].append(n)
+        # A limit per request has no effect where a node runs once per request.
+        limits = tuple(node.max_inflight if depth[node.index] or node.space or is_shared else 0 for node in graph.nodes)
         return RegionPlan(
             depth=tuple(depth),
             splits=splits,
@@ -344,11 +349,10 @@ class _Planner:
             ),
             space_of=tuple(space_of),
             frees=tuple((*own, *(converted[n] if n in nodes else ())) for n, own in enumerate(self.own)),
-            # A limit per request has no effect where a node runs once per request.
-            limits=tuple(
-                node.max_inflight if depth[node.index] or node.space or is_shared else 0 for node in graph.nodes
-            ),
+            limits=limits,
+            has_limits=any(limits),
             is_shared=is_shared,
+            is_single=not splits and not is_shared,
             operations=tuple(self.operations),
             spreads=tuple(self.slot_of[SPREAD, node.space] if node.space else NO_SLOT for node in graph.nodes),
             tests=tuple(map(tuple, tests)),

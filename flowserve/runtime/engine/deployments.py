@@ -518,8 +518,7 @@ def _frame_makers(graph: Graph, plan: Plan, gauges: Sequence[NodeTraffic]) -> tu
     def make(plan: Plan, *facts: Any, is_whole: bool) -> Frame:
         if plan.regions is None:
             return request_frame(plan, *facts)
-        is_read_whole = is_whole or not _is_repeated(plan)
-        return region_frame(plan, *facts, rows=rows, shared=shared, gauges=gauges, is_read_whole=is_read_whole)
+        return region_frame(plan, *facts, rows=rows, shared=shared, gauges=gauges, is_read_whole=is_whole)
 
     def refuse(*_: Any) -> Frame:
         how = "generate_stream asks for a stream of answers, as do gRPC's ModelStreamInfer and an engine's stream()"

@@ -47,7 +47,10 @@ from flowserve.scheduling.frames.stream import UNREAD_MAX, Stream, StreamSender,
 # The largest number of parts of a step that are queued when one is finished. It is more than one so that a step that a
 # full queue held back regains its number of parts under way as the queue empties.
 _MORE_PARTS: Final = 2
-_NO_PARTS: Final[dict[int, PartedStep]] = {}  # of frames without spaces
+# What frames without spaces, and without frames below, never add to.
+_NO_PARTS: Final[dict[int, PartedStep]] = {}
+_NO_CHILDREN: Final[deque[RegionFrame]] = deque()
+_NO_SOURCES: Final[dict[Source, None]] = {}
 
 
 class Source(Ticket):
@@ -136,8 +139,8 @@ class RegionFrame(Frame):
         self.depth = 0
         self.steps = 1
         self.unread = 0
-        self.children: deque[RegionFrame] = deque()
-        self.sources: dict[Source, None] = {}
+        self.children: deque[RegionFrame] = deque() if plan.regions.splits else _NO_CHILDREN
+        self.sources: dict[Source, None] = {} if plan.regions.splits else _NO_SOURCES
         self.spreads: list[Any] = [None] * len(plan.regions.nodes)
         self.request_rows = 1
         self.parted: dict[int, PartedStep] = {} if plan.regions.operations else _NO_PARTS
@@ -162,7 +165,8 @@ class RegionFrame(Frame):
         """As `Frame.begin`; `changed` is called with this frame when `Streams.settle` has something to do for it."""
         stream = self.stream
         stream.changed = changed or ignore
-        self._check_given(self.plan)
+        if self.plan.lacking:
+            self._check_given(self.plan)
         self.open = 1
         if self.regions.is_shared:
             stream.slots.sharers[self] = None
@@ -180,9 +184,8 @@ class RegionFrame(Frame):
         tickets: list[Ticket] = []
         part: Part | None = ticket.part
         if part is None:
-            opened: list[tuple[Operation, Any]] = []
-            if self.regions.tests[node.index]:
-                opened = self._tested(node, outputs, m, shared)
+            tests = self.regions.tests[node.index]
+            opened = self._tested(node, tests, outputs, m, shared) if tests else ()
             self._step_over(node, [outputs[j][m] for j, _, _ in node.writes], opened, tickets)
             return tickets
         step = part.step
@@ -215,10 +218,8 @@ class RegionFrame(Frame):
             child._restrict_to(part.step.space, part.start)
         elif self.regions.operations:
             child.request_rows = _rows_of(values, self.request_rows)
-        child._write(node, values)
         ready: list[int] = []
-        for _, slot, _ in node.writes:
-            child._count_down(slot, ready)
+        child._store(node, values, ready, [])
         tickets: list[Ticket] = []
         child._enter_spaces(ready, tickets)
         behind: list[int] = []
@@ -243,7 +244,8 @@ class RegionFrame(Frame):
         n = source.node.index
         if source.part is None or self._is_last_part(source.part.step, tickets):
             self.missing[n] = OVER
-            self._end_step(n, self._hold(n), tickets)
+            hold = Hold(self.whole, n) if self.stream.slots.limits[n] else None
+            self._end_step(n, hold, tickets)
         return tickets
 
     def take(self) -> RegionFrame | None:
@@ -300,11 +302,11 @@ class RegionFrame(Frame):
         for n in ready:  # operations append to it
             if n < count:
                 self._admit(nodes[n], hold, tickets)
-            elif self.has_inputs_from_above(regions.late[n]):
-                self._operate(regions.operations[n - count], ready, written, tickets)
-            else:
+            elif regions.late[n] and not self.has_inputs_from_above(regions.late[n]):
                 self.steps += 1
                 self.stream.late.append((self, n))
+            else:
+                self._operate(regions.operations[n - count], ready, written, tickets)
         if written and self.children:
             self._pass_down(written, tickets)
 
@@ -327,23 +329,20 @@ class RegionFrame(Frame):
     def _enter(self, node: PlanNode, tickets: list[Ticket]) -> None:
         """A step has its slot; it is queued as soon as its inputs from levels above are present."""
         n = node.index
-        if not self.has_inputs_from_above(self.regions.late[n]):
+        regions = self.regions
+        if regions.late[n] and not self.has_inputs_from_above(regions.late[n]):
             self.stream.late.append((self, n))
-        elif self.regions.spreads[n] == NO_SLOT:
-            tickets.append(self._ticket(node))
+        elif regions.spreads[n] == NO_SLOT:
+            ticket = self._ticket(node)
+            if regions.splits and self._is_split(n):
+                ticket = source = Source(self, node, ticket.rows, ticket.key)
+                self.sources[source] = None
+            tickets.append(ticket)
         else:
             space = self.plan.graph.nodes[n].space
             step = self.parted[n] = PartedStep(self, node, self.spreads[space])
             self._queue_part(step, tickets)
             self._queue_parts(step, len(step.waiting), tickets)
-
-    def _ticket(self, node: PlanNode) -> Ticket:
-        ticket = super()._ticket(node)
-        if not self._is_split(node.index):
-            return ticket
-        source = Source(self, node, ticket.rows, ticket.key)
-        self.sources[source] = None
-        return source
 
     def _is_split(self, n: int) -> bool:
         splits = self.regions.splits
@@ -355,14 +354,11 @@ class RegionFrame(Frame):
         """A step is over: it has written `values`, in the order of its `writes`, and read its inputs. Spaces that test
         its outputs are `opened`, with these spreads.
         """
-        hold = self._hold(node.index)
-        self._write(node, values)
-        self.missing[node.index] = OVER  # before others continue: frames below ask whether this step is over
+        hold = Hold(self.whole, node.index) if self.stream.slots.limits[node.index] else None
         ready: list[int] = []
         written: list[int] = []
-        for _, slot, _ in node.writes:
-            written.append(slot)
-            self._count_down(slot, ready)
+        self._store(node, values, ready, written)
+        self.missing[node.index] = OVER  # before others continue: frames below ask whether this step is over
         for operation, spread in opened:
             self._open(operation, spread, ready, written, tickets)
         self._go_on(ready, written, hold, tickets)
@@ -370,20 +366,21 @@ class RegionFrame(Frame):
         # another step of this node begin, and work would collect in front of the slower node.
         self._end_step(node.index, hold, tickets)
 
-    def _write(self, node: PlanNode, values: Sequence[Any]) -> None:
+    def _store(self, node: PlanNode, values: Sequence[Any], ready: list[int], written: list[int]) -> None:
+        """Write the outputs of a step, in the order of its `writes`. Their slots are added to `written`, and the nodes
+        and operations of this level that wait for no other to `ready`.
+        """
+        missing, readers, consumers = self.missing, self.readers, self.regions.consumers
         for value, (_, slot, _) in zip(values, node.writes, strict=True):
             if value is None and self.plan.needed_by[slot]:
                 raise self._missing_input(node, slot)
-            if self.readers[slot]:  # 0 if all readers were skipped
+            if readers[slot]:  # 0 if all readers were skipped
                 self.tensors[slot] = value
-
-    def _count_down(self, slot: int, ready: list[int]) -> None:
-        """A slot is written: add the nodes and operations of this level to `ready` that wait for no other."""
-        missing = self.missing
-        for n in self.regions.consumers[slot]:
-            missing[n] -= 1
-            if not missing[n]:
-                ready.append(n)
+            written.append(slot)
+            for n in consumers[slot]:
+                missing[n] -= 1
+                if not missing[n]:
+                    ready.append(n)
 
     def _end_step(self, n: int, hold: Hold | None, tickets: list[Ticket]) -> None:
         self._read(self.regions.frees[n])
@@ -481,7 +478,10 @@ class RegionFrame(Frame):
             if self.readers[slot]:
                 tensors[slot] = result
             written.append(slot)
-            self._count_down(slot, ready)
+            for n in self.regions.consumers[slot]:
+                self.missing[n] -= 1
+                if not self.missing[n]:
+                    ready.append(n)
         self._read(self.regions.frees[operation.index])
 
     def _open(
@@ -578,12 +578,16 @@ class RegionFrame(Frame):
         return rows
 
     def _tested(
-        self, node: PlanNode, outputs: Sequence[Sequence[Facts | None]], m: int, shared: dict[Any, Any]
+        self,
+        node: PlanNode,
+        tests: Sequence[tuple[int, Operation]],
+        outputs: Sequence[Sequence[Facts | None]],
+        m: int,
+        shared: dict[Any, Any],
     ) -> list[tuple[Operation, Any]]:
         """The spreads of the spaces that test outputs of a step, computed for all members of its batch together."""
-        rows: RowOperations = self.stream.rows
-        tests = self.regions.tests[node.index]
         columns = shared.get(node)
+        rows: RowOperations = self.stream.rows
         if columns is None:
             columns = shared[node] = []
             for j, operation in tests:
@@ -592,10 +596,10 @@ class RegionFrame(Frame):
                     columns.append(rows.open_together(operation.opens, outputs[j]))
                 except Exception:  # the member at fault raises it again by itself, and the others continue
                     columns.append(())
-        found = []
-        for (j, operation), column in zip(tests, columns, strict=True):
-            found.append((operation, column[m] if column else made(self, rows, operation, [outputs[j][m]])))
-        return found
+        return [
+            (operation, column[m] if column else made(self, rows, operation, [outputs[j][m]]))
+            for (j, operation), column in zip(tests, columns, strict=True)
+        ]
 
     def _left_out(self, operation: Operation) -> FlowserveError:
         plan, derived = self.plan, operation.derived
@@ -721,13 +725,18 @@ class RegionFrame(Frame):
 
     def _complete(self) -> None:
         """Its own steps are over; its frames below may continue."""
+        if self.regions.is_single:
+            self.stream.is_over = True
+            self.open = 0  # it holds nothing, so that the scheduler ends it at once
+            return
         if self.depth == len(self.regions.splits):
             # Before responses leave, which counts down: `unread` limits the credits of each step above.
             above = self.parent
             while above is not None:
                 above.unread += 1
                 above = above.parent
-        self.whole._advance()
+        whole = self if self.parent is None else self.whole
+        whole._advance()
 
     def _advance(self) -> None:
         """Append the responses that are next in order to the answers, and end the stream after the last: a response
@@ -748,8 +757,8 @@ class RegionFrame(Frame):
                     return
                 if not stream.is_read_whole:
                     stream.answers.append(at)
+                    stream.changed(self)
                 is_empty = False
-                stream.changed(self)
             above = at.parent
             if above is None:
                 stream.is_over = True
@@ -761,10 +770,6 @@ class RegionFrame(Frame):
             at = above
 
     # ------------------------------------------------------------------ slots and credits
-
-    def _hold(self, n: int) -> Hold | None:
-        """The slot that a step of node n holds, None without a limit."""
-        return Hold(self.whole, n) if self.stream.slots.limits[n] else None
 
     def _take_slot(self, n: int) -> None:
         if self.stream.slots.limits[n]:
@@ -924,14 +929,13 @@ def region_frame(
 ) -> RegionFrame:
     """The frame of a request whose graph has regions, with its record. `rows` works on the tensors of spaces. `shared`:
     the slots of the graph, if all its requests share them; else the request has its own, with these `gauges`.
-    `is_read_whole`: its one response is read from the frame when the request is over.
+    `is_read_whole`: its one response is read from the frame when the request is over, as always if it has one frame.
     """
     regions = plan.regions
     assert regions is not None
-    limits = regions.limits
-    slots = shared or (InflightSlots(limits, gauges) if any(limits) else unlimited(limits))
+    slots = shared or (InflightSlots(regions.limits, gauges) if regions.has_limits else unlimited(regions.limits))
     record = RequestRecord(arrived_ns, stamp, owner, priority, timeout_ns)
-    stream = Stream(slots, rows, is_read_whole=is_read_whole)
+    stream = Stream(slots, rows, is_read_whole=is_read_whole or regions.is_single)
     frame = RegionFrame(record, plan, queues, [*inputs, *plan.blank], request, stream)
     frame.request_rows = _rows_of(inputs, 1)
     return frame
